@@ -1,0 +1,50 @@
+# make demo and make test do all their own set-up: a .venv, the install, then the job.
+# PYTHON picks the interpreter that the .venv is made from (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard kernels/*.pyx kernels/*.pxd kernels/*.h) setup.py pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PACKAGE_TREE := build/tree
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-debug lint clean
+
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "fastps needs Python 3.11 or newer, found " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch numpy "setuptools>=77" wheel "Cython>=3.1"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.made $(SOURCES)
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[demo,test,dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare the disciplines
+	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
+	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
+
+test: $(VENV)/.installed lint  ## lint, types and the tests
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(VENV)/.installed lint test-debug  ## every test, the slow ones and the debug build too
+	$(BIN)/python -m pytest -q
+
+test-debug: $(VENV)/.installed  ## the compiled core's tests with bounds checks and assertions
+	FASTPS_DEBUG=1 $(PIP) install --quiet --no-build-isolation --no-deps --upgrade --target build/debug .
+	cd build && PYTHONPATH=debug ../$(BIN)/python -m pytest -q -p no:cacheprovider -m "not slow" ../tests/kernels
+
+lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint kernels
+	@mkdir -p $(PACKAGE_TREE)/fastps
+	@ln -sfn ../../../kernels $(PACKAGE_TREE)/fastps/kernels && ln -sfn ../../../bench $(PACKAGE_TREE)/fastps/bench
+	@for file in fastps/*.py fastps/py.typed; do ln -sf "../../../$$file" $(PACKAGE_TREE)/fastps/; done
+	$(BIN)/mypy --cache-dir build/mypy $(PACKAGE_TREE)/fastps
+
+clean:  ## remove everything that was built
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so

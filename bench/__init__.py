@@ -1,0 +1,1 @@
+"""fastps.bench: microbenchmarks, peers and the papers' tables. Never a test: it prints figures and judges nothing."""

@@ -1,0 +1,72 @@
+"""Build of the compiled core: every kernels/*.pyx becomes the extension fastps.kernels.*.
+
+What it refuses to be: a place for metadata (pyproject.toml has it all) or for machine-specific flags. No -march=native: the
+fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
+
+FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
+test can count, or die at, every access to shared memory.
+"""
+
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
+HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
+STAGE = Path("build/cimport")
+
+
+def stage_cimports() -> str:
+    """Show Cython the tree as it will be installed, so that `cimport fastps.kernels.x` finds kernels/x.pxd.
+
+    Cython resolves a cimport by folders on disk and does not read setuptools' package_dir.
+    """
+    package = STAGE / "fastps"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.pxd").touch()
+    link = package / "kernels"
+    if not link.is_symlink():
+        link.symlink_to(Path("kernels").resolve(), target_is_directory=True)
+    return str(STAGE)
+
+
+def extensions() -> list[Extension]:
+    """One extension for each kernels/*.pyx; all share the headers, so a changed header rebuilds all of them."""
+    macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
+    macros += [("FASTPS_HOOKS", "1")] if HOOKS else []
+    # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
+    flags = ["-std=gnu11", "-O1", "-g"] if DEBUG else ["-std=gnu11", "-O3"]
+    flags += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
+    headers = sorted(str(path) for path in Path("kernels").glob("*.h"))
+    return [
+        Extension(
+            f"fastps.kernels.{source.stem}",
+            [str(source)],
+            include_dirs=["kernels"],
+            depends=headers,
+            define_macros=macros,
+            extra_compile_args=flags,
+            extra_link_args=["-pthread"],
+        )
+        for source in sorted(Path("kernels").glob("*.pyx"))
+    ]
+
+
+setup(
+    ext_modules=cythonize(
+        extensions(),
+        build_dir="build/c-debug" if DEBUG else "build/c",
+        include_path=[stage_cimports()],
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": DEBUG,
+            "wraparound": False,
+            "initializedcheck": DEBUG,
+            "cdivision": True,
+            "embedsignature": True,
+            "freethreading_compatible": False,
+        },
+    )
+)
