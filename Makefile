@@ -33,14 +33,17 @@ test: $(VENV)/.installed lint  ## lint, types and the tests
 test-all: $(VENV)/.installed lint test-debug  ## every test, the slow ones and the debug build too
 	$(BIN)/python -m pytest -q
 
-test-debug: $(VENV)/.installed  ## the compiled core's tests with bounds checks and assertions
-	FASTPS_DEBUG=1 $(PIP) install --quiet --no-build-isolation --no-deps --upgrade --target build/debug .
-	cd build && PYTHONPATH=debug ../$(BIN)/python -m pytest -q -p no:cacheprovider -m "not slow" ../tests/kernels
+test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds checks and assertions
+	rm -rf build/debug
+	FASTPS_DEBUG=1 $(PIP) install --quiet --no-build-isolation --no-deps --target build/debug .
+	cp -r tests build/debug/tests
+	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
+		-m "not slow" tests/kernels tests/test_store.py
 
 lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint kernels
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kernels
 	@mkdir -p $(PACKAGE_TREE)/fastps
 	@ln -sfn ../../../kernels $(PACKAGE_TREE)/fastps/kernels && ln -sfn ../../../bench $(PACKAGE_TREE)/fastps/bench
 	@for file in fastps/*.py fastps/py.typed; do ln -sf "../../../$$file" $(PACKAGE_TREE)/fastps/; done

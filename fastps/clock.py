@@ -1,0 +1,40 @@
+"""The one clock: everything below the command line that needs the time takes a Clock, or a time that came from one.
+
+Refuses to know the wall clock's date: a job measures durations, and a stepped wall clock must not disturb it.
+"""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What a store, a worker or a launcher asks for the time."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds on a clock that never goes back, the same for all processes of this machine."""
+        ...
+
+    def sleep_ns(self, duration_ns: int) -> None:
+        """Let `duration_ns` nanoseconds pass."""
+        ...
+
+
+class MonotonicClock:
+    """CLOCK_MONOTONIC: shared by every process of the machine, so that times in descriptors can be compared.
+
+    >>> clock = MonotonicClock()
+    >>> clock.now_ns() <= clock.now_ns()
+    True
+    """
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary moment of this boot."""
+        return time.monotonic_ns()
+
+    def sleep_ns(self, duration_ns: int) -> None:
+        """Sleep; a duration of zero or less returns at once."""
+        if duration_ns > 0:
+            time.sleep(duration_ns / 1e9)
+
+
+SYSTEM_CLOCK: Clock = MonotonicClock()

@@ -1,0 +1,74 @@
+"""Every error of fastps, and the one place where outcomes of the compiled core become exceptions.
+
+Each message is one sentence: what was expected, what was found, what to do. Refuses to hold policy: who raises what, and when,
+is decided where it happens.
+"""
+
+from fastps.kernels import turn
+
+
+class Error(Exception):
+    """Base of all named errors of fastps; its text is meant for people."""
+
+
+class PolicyError(Error, ValueError):
+    """A synchronization spec that no discipline accepts."""
+
+
+class LayoutError(Error, ValueError):
+    """Workers of one job describe different models, rules or disciplines."""
+
+
+class UnsupportedError(Error, TypeError):
+    """A tensor, optimizer or option that fastps does not handle."""
+
+
+class ArenaError(Error):
+    """The arena cannot be made or mapped: too little memory, or memory that is not ours."""
+
+
+class AttachError(Error):
+    """A worker cannot join the job."""
+
+
+class UsageError(Error, RuntimeError):
+    """A call at the wrong moment, or in the wrong process."""
+
+
+class ParameterChangedError(Error, RuntimeError):
+    """Somebody wrote to a parameter outside of step()."""
+
+
+class WorkerDiedError(Error):
+    """Another worker of the job ended without leaving in good order."""
+
+    def __init__(self, message: str, worker: int) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class TimeoutExceededError(Error, TimeoutError):
+    """A wait took longer than the job's one timeout."""
+
+
+class ProtocolError(Error):
+    """Shared memory holds what no worker of ours can have written; the job cannot go on."""
+
+
+def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
+    """Raise what a negative or lost outcome of a turn means; return for the others."""
+    if outcome in (turn.DONE, turn.BUSY):
+        return
+    if outcome == turn.LOST:
+        raise UsageError(
+            "this worker was taken for dead and its turn was broken: expected it to keep running, found that it was stopped"
+            " for too long; restart it"
+        )
+    if outcome == turn.BAD_DESCRIPTOR:
+        raise ProtocolError(
+            f"worker {bad_lane} posted a push that it had no right to post: its memory is damaged or it does not follow the"
+            " protocol; restart the job"
+        )
+    if outcome == turn.NO_BUFFER:
+        raise ProtocolError(f"all {buffers} weights buffers are in use: more readers than workers hold pins; restart the job")
+    raise ProtocolError(f"the fold refused its job (outcome {outcome}); this is an error of fastps, please report it")

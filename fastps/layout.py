@@ -1,0 +1,115 @@
+"""The layout: where each parameter lies in a buffer, and what all workers of a job must agree on before they share memory.
+
+Refuses to touch memory: it is a description, compared by hash and, when the hashes differ, parameter by parameter.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from fastps.kernels import arena
+from fastps.policy import Policy
+from fastps.rules import Rule
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: float32, `length` floats from `offset` floats into a buffer, strides in floats as the tensor had them."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    group: int
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Number of floats."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a job's workers share: parameters, rule, discipline, number of workers, and room for model buffers."""
+
+    parameters: tuple[Parameter, ...]
+    groups: int
+    rule: Rule
+    policy: Policy
+    workers: int
+    extra_bytes: int = 0
+
+    @property
+    def buffer_floats(self) -> int:
+        """Floats of one weights buffer, padding included."""
+        if not self.parameters:
+            return 0
+        last = self.parameters[-1]
+        return _aligned(last.offset + last.length)
+
+    def text(self) -> str:
+        """The description as JSON: what is hashed, and what is sent to a peer whose hash differs."""
+        description = {
+            "abi": arena.ABI,
+            "byte_order": sys.byteorder,
+            "workers": self.workers,
+            "sync": self.policy.spec,
+            "rule": {"name": self.rule.name, "planes": list(self.rule.planes)},
+            "groups": self.groups,
+            "extra_bytes": self.extra_bytes,
+            "parameters": [asdict(parameter) for parameter in self.parameters],
+        }
+        return json.dumps(description, sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> bytes:
+        """SHA-256 of the text: 32 bytes."""
+        return hashlib.sha256(self.text().encode()).digest()
+
+
+def place(
+    parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
+) -> tuple[Parameter, ...]:
+    """Lay parameters (name, shape, stride, group) out one after the other, each on a cache line of its own.
+
+    >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
+    [0, 16]
+    """
+    placed = []
+    offset = 0
+    for name, shape, stride, group in parameters:
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset)
+        placed.append(parameter)
+        offset += _aligned(parameter.length)
+    return tuple(placed)
+
+
+def first_difference(mine: str, theirs: str) -> str:
+    """One sentence that names the first thing in which two layouts differ, from the first one's point of view."""
+    own, other = json.loads(mine), json.loads(theirs)
+    for key in ("abi", "byte_order", "workers", "sync", "rule", "groups"):
+        if own.get(key) != other.get(key):
+            return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
+    for index in range(max(len(own["parameters"]), len(other["parameters"]))):
+        here, there = (layout["parameters"][index] if index < len(layout["parameters"]) else None for layout in (own, other))
+        if here != there:
+            return f"parameter {index}: here {_parameter_shown(here)}, there {_parameter_shown(there)}"
+    return f"here model buffers take {own.get('extra_bytes')} bytes, there {other.get('extra_bytes')}"
+
+
+def _parameter_shown(parameter: dict[str, object] | None) -> str:
+    if parameter is None:
+        return "there is no such parameter"
+    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}"
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)
+
+
+def _aligned(length: int) -> int:
+    """Zero-size parameters get a line too, so that no two share an offset."""
+    lines = max(1, -(-length // arena.LINE_FLOATS))
+    return lines * arena.LINE_FLOATS

@@ -1,0 +1,440 @@
+"""fastps.DistributedOptimizer: two lines that put a torch training loop on the embedded parameter server.
+
+Gradients are copied into the worker's slot by a hook while they are in the cache (backward's own time), weights are taken by
+re-pointing `p.data` at the published buffer, and only inside `step()`. Refuses to touch the model's forward or backward, and to
+change anything that it cannot give back at `close()`.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastps import environment, exits
+from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
+from fastps.layout import Layout, Parameter, place
+from fastps.model_buffers import ModelBuffers
+from fastps.policy import Policy, parse_policy
+from fastps.rules import Hyper
+from fastps.statistics import WorkerStatistics, statistics_of
+from fastps.store import Store
+from fastps.torch_rules import check_parameter, hyper_of, rule_of
+from fastps.worker import Worker, presence_of
+
+_instances = itertools.count()
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer; its arithmetic then runs in the fold, on what all workers push.
+
+    Usage, the same script alone, under `fastps run -n 4` and under torchrun:
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp")
+    >>> opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    >>> opt.version
+    1
+    >>> opt.close()
+
+    Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
+    as dropped; with "bsp" the result is that of one process with the batches of all workers together.
+    Three limits: parameters are float32, dense and on the CPU; weights change only in `step()`; writing to them elsewhere is
+    refused by name at the next `step()`; under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
+    after `step()`, for its memory is being read by others.
+
+    Args:
+        optimizer: torch.optim.SGD, Adam or AdamW. param_groups are shared with it, so lr schedulers on either work.
+        sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
+        model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
+        timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
+
+    Raises:
+        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError: before anything is changed.
+    """
+
+    # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sync: str | Policy | None = None,
+        *,
+        model: torch.nn.Module | None = None,
+        timeout_s: float | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                "the model is wrapped by DistributedDataParallel, which averages gradients itself: pass the bare module"
+            )
+        self._inner = optimizer
+        self._rule = rule_of(optimizer)
+        self._wrapped = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapped = True
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        self._buffers = ModelBuffers(model)
+        layout = self._layout(model, policy)
+        self._worker = self._join(layout, environment.job_name(next(_instances)), timeout_s, clock)
+        self._store = self._worker.store
+        self._keeps_gradients = policy.waits_for_fold
+        self._present: set[int] = set()
+        self._presences: dict[frozenset[int], bytes] = {}
+        self._weight_tensors: dict[int, list[torch.Tensor]] = {}
+        self._gradient_tensors = [
+            self._tensor_views(self._store.gradient_views(self._worker.rank, slot)) for slot in range(self._store.arena.slots)
+        ]
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._hook(index))
+            for index, tensor in enumerate(self._tensors)
+            if tensor.requires_grad
+        ]
+        self._in_no_sync = False
+        self._take_weights()
+        _limit_threads(layout.workers)
+        exits.register(self._worker, self.close)
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def _layout(self, model: torch.nn.Module | None, policy: Policy) -> Layout:
+        names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
+        rows = []
+        for group_index, group in enumerate(self.param_groups):
+            for index, tensor in enumerate(group["params"]):
+                given = group.get("param_names")
+                name = names.get(id(tensor)) or (given[index] if given else f"param_groups[{group_index}][{index}]")
+                check_parameter(name, tensor)
+                rows.append((name, tuple(tensor.shape), tuple(tensor.stride()), group_index))
+        if not rows:
+            raise UsageError("expected an optimizer with at least one parameter, found none")
+        workers = environment.world_size()
+        return Layout(place(rows), len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes)
+
+    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
+        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
+        hypers = self._hypers()
+        rank = environment.rank()
+        if rank == 0:
+
+            def write(views: list[Any]) -> None:
+                for view, tensor in zip(views, self._tensors, strict=True):
+                    view[:] = _flat(tensor.detach()).numpy()
+
+            store = Store.create_for(layout, write, hypers, job=job, timeout_s=timeout_s, clock=clock)
+        else:
+            store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
+        try:
+            return store.attach(rank)
+        except BaseException:
+            store.close()
+            raise
+
+    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
+        return [
+            torch.from_numpy(view).as_strided(parameter.shape, parameter.stride)
+            for view, parameter in zip(views, self._store.layout.parameters, strict=True)
+        ]
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """After autograd accumulated into `p.grad`: put it into the slot while it is in the cache, and let p.grad be the slot.
+
+        Further backwards of the same step then accumulate in place, and this finds nothing to do.
+        """
+
+        def put(tensor: torch.Tensor) -> None:
+            gradient = tensor.grad
+            view = self._gradient_tensors[self._worker.slot][index]
+            if gradient is view:
+                self._present.add(index)
+                return
+            if gradient is None:
+                return
+            if gradient.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build the embedding"
+                    " with sparse=False"
+                )
+            if gradient.requires_grad:
+                raise UnsupportedError(
+                    f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, for the gradient is moved"
+                    " into shared memory"
+                )
+            view.copy_(gradient)
+            tensor.grad = view
+            self._present.add(index)
+
+        return put
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch does; with set_to_none=False they become zeros in the slot."""
+        self._present.clear()
+        views = self._gradient_tensors[self._worker.slot]
+        for index, tensor in enumerate(self._tensors):
+            if set_to_none or tensor.grad is None:
+                tensor.grad = None
+            else:
+                tensor.grad = views[index].zero_()
+                self._present.add(index)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients over several backwards: `step()` is refused inside, as a reminder that it would push.
+
+        Several backwards before one `step()` accumulate without this, too; it is here for those who write for DDP.
+        """
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push this worker's gradients, wait for the grant, take the newest weights. Returns the closure's loss, if any.
+
+        Parameters without a gradient are left alone, as in torch. Raises WorkerDiedError, TimeoutExceededError,
+        ParameterChangedError, UsageError.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._in_no_sync:
+            raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
+        self._worker.check_usable()
+        self._check_unchanged()
+        self._adopt_foreign_gradients()
+        scale, skipped = self._loss_scaling()
+        self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped)
+        if not skipped:
+            self._release_gradients()
+        self._worker.advance()
+        self._take_weights()
+        return loss
+
+    def _hypers(self) -> list[Hyper]:
+        return [hyper_of(group, self._rule) for group in self.param_groups]
+
+    def _presence(self) -> bytes:
+        present = frozenset(self._present)
+        bits = self._presences.get(present)
+        if bits is None:
+            bits = self._presences[present] = presence_of(sorted(present), len(self._tensors))
+        return bits
+
+    def _adopt_foreign_gradients(self) -> None:
+        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
+        views = self._gradient_tensors[self._worker.slot]
+        for index, tensor in enumerate(self._tensors):
+            gradient = tensor.grad
+            if gradient is views[index]:
+                self._present.add(index)
+            elif gradient is None:
+                self._present.discard(index)
+            else:
+                views[index].copy_(gradient)
+                self._present.add(index)
+
+    def _release_gradients(self) -> None:
+        """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
+        if not self._keeps_gradients:
+            for tensor in self._tensors:
+                tensor.grad = None
+        self._present.clear()
+
+    def _loss_scaling(self) -> tuple[float, bool]:
+        """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
+        found_inf = getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
+        return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
+
+    def _take_weights(self) -> None:
+        """Point every parameter at the newest published buffer: no copy."""
+        buffer = self._worker.pull()
+        tensors = self._weight_tensors.get(buffer)
+        if tensors is None:
+            tensors = self._weight_tensors[buffer] = self._tensor_views(self._store.weight_views(buffer))
+        for parameter, tensor in zip(self._tensors, tensors, strict=True):
+            parameter.data = tensor
+        self._versions = [parameter._version for parameter in self._tensors]
+
+    def _check_unchanged(self) -> None:
+        """Others read these very buffers, so a write outside of step() would reach them at a random moment.
+
+        Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
+        """
+        versions = [parameter._version for parameter in self._tensors]
+        if versions == self._versions or self._worker.steps == 0:
+            return
+        changed = next(i for i, pair in enumerate(zip(versions, self._versions, strict=True)) if pair[0] != pair[1])
+        raise ParameterChangedError(
+            f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
+            " workers read the same memory; change weights before the first step only, and avoid layers that renormalize their"
+            " weights (max_norm)"
+        )
+
+    # -- what torch expects of an optimizer --------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the arena is made: add the group to the torch optimizer before wrapping it."""
+        if self._wrapped:
+            raise UsageError(
+                "add_param_group() after wrapping is not supported, for the arena is made: add the group to the"
+                " torch optimizer first, then wrap it"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
+        self._worker.check_usable()
+        self._worker.hold_turn()
+        try:
+            _, _, buffer = self._store.arena.committed()
+            steps = self._store.rule_steps(buffer).tolist()
+            planes = [
+                [view.clone() for view in self._tensor_views(self._store.plane_views(buffer, plane))]
+                for plane in range(len(self._rule.planes))
+            ]
+        finally:
+            self._worker.lane.release(False)
+        for index, tensor in enumerate(self._tensors):
+            if steps[index] and self._rule.planes:
+                entry: dict[str, Any] = {name: planes[plane][index] for plane, name in enumerate(self._rule.planes)}
+                if self._rule.name == "adam":
+                    entry = {"step": torch.tensor(float(steps[index])), **entry}
+                self.state[tensor] = entry
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this or of the wrapped optimizer gave; every worker calls it, before its first step.
+
+        Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
+        """
+        self._worker.check_usable()
+        if self._worker.steps:
+            raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
+        super().load_state_dict(state_dict)
+        self._inner.param_groups = self.param_groups
+        self._inner.state = self.state
+        if self._worker.rank == 0:
+            self._publish_state()
+
+    def _publish_state(self) -> None:
+        self._worker.hold_turn()
+        published = False
+        try:
+            weights_buffer, state_buffer = self._worker.lane.spare()
+            _, active, _ = self._store.arena.committed()
+            for view, source in zip(self._store.weight_views(weights_buffer), self._store.weight_views(active), strict=True):
+                view[:] = source
+            steps = self._store.rule_steps(state_buffer)
+            for index, tensor in enumerate(self._tensors):
+                entry = self.state.get(tensor, {})
+                has_state = any(entry.get(name) is not None for name in self._rule.planes)
+                steps[index] = int(entry.get("step", 1)) if has_state else 0
+            for plane, name in enumerate(self._rule.planes):
+                planes = self._tensor_views(self._store.plane_views(state_buffer, plane))
+                for values, tensor in zip(planes, self._tensors, strict=True):
+                    value = self.state.get(tensor, {}).get(name)
+                    if value is None:
+                        values.zero_()
+                    else:
+                        values.copy_(value)
+            published = True
+        finally:
+            self._worker.lane.release(published)
+        self._take_weights()
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Updates that all workers together have made so far."""
+        return self._store.version
+
+    @property
+    def worker(self) -> Worker:
+        """The attached worker beneath."""
+        return self._worker
+
+    def report_loss(self, loss: float) -> None:
+        """Tell whoever watches this worker's last loss; it travels with the next push."""
+        self._worker.loss = loss
+
+    def statistics(self) -> list[WorkerStatistics]:
+        """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
+        return statistics_of(self._store.arena)
+
+    def average_buffers(self) -> None:
+        """Publish this model's buffers, and give it the average of all that were published: for evaluation.
+
+        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`. Call it on every worker.
+        """
+        self._worker.hold_turn()
+        try:
+            self._buffers.publish(self._store.extra_view(self._worker.rank))
+            views = [self._store.extra_view(lane) for lane in range(self._store.layout.workers)]
+            self._buffers.average(views)
+        finally:
+            self._worker.lane.release(False)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker has closed, and take the final weights."""
+        self._worker.wait_for_others()
+        self._take_weights()
+
+    def close(self, failure: str | None = None) -> None:
+        """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
+
+        Called at exit if not before. With `failure` the others end with an error that says it.
+        """
+        if self._worker.closed or self._worker.forked:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        for index, tensor in enumerate(self._tensors):
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+            if any(tensor.grad is views[index] for views in self._gradient_tensors):
+                tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
+        self._weight_tensors.clear()
+        try:
+            self._worker.close(failure)
+        finally:
+            exits.forget(self._worker)
+            self._store.close()
+
+    def __enter__(self) -> "DistributedOptimizer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(None if error is None else f"{type(error).__name__}: {error}")
+
+    def _name(self, index: int) -> str:
+        parameter: Parameter = self._store.layout.parameters[index]
+        return parameter.name
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements in the order of its memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _limit_threads(workers: int) -> None:
+    """cores // workers threads for torch, unless the user set a number: more would fight over the cores."""
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // workers)))

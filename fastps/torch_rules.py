@@ -1,0 +1,79 @@
+"""Which torch optimizers the fold can run, and how their param_groups become hyper-parameters.
+
+Everything that would silently compute something else is refused by name. Refuses to hold state: `state_of` only says how torch
+names what the fold keeps.
+"""
+
+from typing import Any
+
+import torch
+
+from fastps.errors import UnsupportedError
+from fastps.kernels import fold
+from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule
+
+# Choices of implementation, not of arithmetic: the fold is its own implementation.
+_IGNORED_OPTIONS = ("foreach", "fused")
+_REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedError(
+            f"expected torch.optim.SGD, Adam or AdamW, found {kind.__module__}.{kind.__qualname__}: the fold does not know its"
+            " arithmetic"
+        )
+    for group in optimizer.param_groups:
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise UnsupportedError(f"{kind.__name__}({option}=True) is not supported: create the optimizer without it")
+    if kind is torch.optim.SGD:
+        return MOMENTUM_RULE if any(group["momentum"] for group in optimizer.param_groups) else SGD_RULE
+    return ADAM_RULE
+
+
+def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
+    """A param_group's hyper-parameters as they stand now; a learning rate that is a tensor is read."""
+    flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
+    if rule is ADAM_RULE:
+        beta1, beta2 = group["betas"]
+        flags |= fold.HYPER_DECOUPLED if group.get("decoupled_weight_decay") else 0
+        return Hyper(
+            float(group["lr"]), 0.0, 0.0, float(group["weight_decay"]), float(beta1), float(beta2), group["eps"], flags
+        )
+    if group["momentum"] and rule is SGD_RULE:
+        raise UnsupportedError("momentum was 0 when the optimizer was wrapped and is not now: set it before wrapping")
+    flags |= fold.HYPER_NESTEROV if group["nesterov"] else 0
+    return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise UnsupportedError for a parameter that cannot lie in the arena: another dtype, layout or device."""
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a dense tensor, found {parameter.layout}; sparse is not supported"
+        )
+    if parameter.dtype is not torch.float32:
+        raise UnsupportedError(f"parameter {name!r}: expected float32, found {parameter.dtype}; use model.float()")
+    if parameter.device.type != "cpu":
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a tensor on the CPU, found one on {parameter.device}; shards on GPUs are not"
+            " supported yet"
+        )
+    if parameter.numel() and not _is_dense(parameter):
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a tensor without gaps or overlaps, found shape {tuple(parameter.shape)} with stride"
+            f" {tuple(parameter.stride())}; use .contiguous() before wrapping"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory exactly once, in some order of the dimensions (channels_last does)."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

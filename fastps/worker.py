@@ -1,0 +1,297 @@
+"""A worker: posts pushes, runs turns while it waits, pulls weights. The Python half of kernels/turn.pyx's Lane.
+
+Every wait is sliced; between slices the worker tries the turn, obeys Ctrl-C, and looks at its peers, so that a death is named
+within milliseconds and nothing hangs. Refuses to know torch, and to decide: the scheduler does.
+"""
+
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps import config, rendezvous
+from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
+from fastps.kernels import turn
+from fastps.kernels.arena import LANE_LIVE
+from fastps.layout import first_difference
+from fastps.peers import Peers
+from fastps.rules import Hyper
+
+if TYPE_CHECKING:
+    from fastps.store import Store
+
+_live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class Worker:
+    """One attached worker. Made by `Store.attach`; only one thread may use it.
+
+    Attributes:
+        rank: this worker's lane.
+        steps: steps pushed so far.
+        version: the version of the weights that were pulled last.
+        weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
+        gradients: name to float32 array in the slot of the next push; write them, then call `step`.
+    """
+
+    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
+        self.store = store
+        self.rank = rank
+        self.lane = turn.Lane(store.arena, rank)
+        self.steps = 0
+        self.slot = 0
+        self.buffer = 0
+        self.wait_ns = 0
+        self.compute_ns = 0
+        self.samples = 0
+        self.loss = math.nan
+        self.forked = False
+        self.closed = False
+        self._answerer = answerer
+        self._peers = Peers(store.arena, store.job, rank)
+        self._clock = store.clock
+        self._spins = config.spins(store.layout.workers)
+        self._timeout_ns = int(store.timeout_s * 1e9)
+        self._looked_ns = self._granted_ns = self._clock.now_ns()
+        self._slot_free_at = [0] * config.SLOTS  # descriptors that must be done with before the slot may be written again
+        self._sent_hypers: list[list[Hyper] | None] = [None] * config.SLOTS
+        self._sent_presence: list[bytes | None] = [None] * config.SLOTS
+        self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
+        self._named_weights: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        _live.add(self)
+        self.pull()
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
+        """Push the gradients in the slot (or these, which are copied into it), wait for the grant, pull.
+
+        Raises WorkerDiedError, TimeoutExceededError, KeyError or ValueError for gradients of other names or shapes.
+        """
+        if gradients is not None:
+            for name, view in self.gradients.items():
+                view[...] = np.asarray(gradients[name], np.float32).reshape(view.shape)
+        self.push(self.store.hypers)
+        self.advance()
+        self.pull()
+
+    def push(
+        self,
+        hypers: list[Hyper],
+        *,
+        presence: bytes | None = None,
+        scale: float = 1.0,
+        null: bool = False,
+        samples: int = 0,
+    ) -> None:
+        """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone."""
+        self.check_usable()
+        now_ns = self._clock.now_ns()
+        self.compute_ns += now_ns - self._granted_ns
+        self.samples += samples
+        if not null:
+            self._write_slot_header(hypers, self._everything if presence is None else presence)
+        kind = turn.KIND_NULL if null else turn.KIND_PUSH
+        while not self.lane.post(kind, self.steps, self.slot, self.lane.version, now_ns, scale, self.loss, samples):
+            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self.steps += 1
+        if not null:
+            self._slot_free_at[self.slot] = self.lane.posted()
+            self.slot = (self.slot + 1) % config.SLOTS
+        self._try_turn()
+        if now_ns - self._looked_ns > config.LIVENESS_NS:
+            self._look_around(now_ns)
+
+    def advance(self) -> None:
+        """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        granted = 0 if self.store.layout.policy.at_once else self.steps + 1
+        done = self._slot_free_at[self.slot]
+        if self.lane.granted() < granted or self.lane.done() < done:
+            began_ns = self._clock.now_ns()
+            self._wait(granted, done)
+            self._granted_ns = self._clock.now_ns()
+            self.wait_ns += self._granted_ns - began_ns
+        else:
+            self._granted_ns = self._clock.now_ns()
+        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss)
+
+    def pull(self) -> int:
+        """Pin the published weights; returns their buffer. Copies nothing."""
+        self.buffer = self.lane.pull()
+        return self.buffer
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that were pulled last."""
+        return self.lane.version
+
+    @property
+    def push_folded(self) -> bool:
+        """Whether every push of this worker is done with."""
+        return self.lane.done() >= self.lane.posted()
+
+    @property
+    def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Name to read-only array of the pulled weights; the arrays are those of one version until the next pull."""
+        named = self._named_weights.get(self.buffer)
+        if named is None:
+            named = self._named(self.store.weight_views(self.buffer))
+            for view in named.values():
+                view.flags.writeable = False
+            self._named_weights[self.buffer] = named
+        return named
+
+    @property
+    def gradients(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
+        if self.slot not in self._named_gradients:
+            self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
+        return self._named_gradients[self.slot]
+
+    def _named(self, views: list[npt.NDArray[np.float32]]) -> Mapping[str, npt.NDArray[np.float32]]:
+        pairs = zip(self.store.layout.parameters, views, strict=True)
+        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
+
+    def _write_slot_header(self, hypers: list[Hyper], presence: bytes) -> None:
+        """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        if self._sent_hypers[self.slot] != hypers:
+            for group, hyper in enumerate(hypers):
+                self.lane.set_hyper(self.slot, group, *hyper)
+            self._sent_hypers[self.slot] = list(hypers)
+        if self._sent_presence[self.slot] != presence:
+            self.lane.set_presence(self.slot, presence)
+            self._sent_presence[self.slot] = presence
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait(self, granted: int, done: int) -> None:
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while not self.lane.wait(granted, done, self._spins, config.SLICE_NS):
+            self._try_turn()
+            now_ns = self._clock.now_ns()
+            self._look_around(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(self._timeout_text())
+
+    def _try_turn(self) -> None:
+        outcome = self.lane.try_turn()
+        if outcome < 0 or outcome == turn.LOST:
+            raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
+
+    def _look_around(self, now_ns: int) -> None:
+        """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""
+        self._looked_ns = now_ns
+        dead = self._peers.dead()
+        if dead is not None:
+            self.lane.break_turn(dead)
+            raise self._peers.error(dead)
+        theirs = self.store.foreign_layout()
+        if theirs is not None:
+            raise LayoutError(
+                "another worker's model differs from this one's:"
+                f" {first_difference(self.store.layout.text(), theirs)}; all workers must build the same model, optimizer and"
+                " discipline"
+            )
+
+    def _timeout_text(self) -> str:
+        others = []
+        for lane in range(self.store.layout.workers):
+            posted = self.store.arena.counters(lane)["posted"]
+            if lane != self.rank and posted < self.steps:
+                state = "" if self.store.arena.lane_state(lane) == LANE_LIVE else ", not attached"
+                others.append(f"worker {lane} (at step {posted}{state})")
+        return (
+            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self.store.layout.policy.spec}"
+            f" for {', '.join(others) or 'a grant'}; raise FASTPS_TIMEOUT if they are only slow"
+        )
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker that attached has left, then pull. Runs turns and watches the peers meanwhile."""
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while True:
+            states = self.store.arena.lane_states()
+            self._try_turn()
+            if not any(state == LANE_LIVE for lane, state in enumerate(states) if lane != self.rank):
+                break
+            now_ns = self._clock.now_ns()
+            self._look_around(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(self._timeout_text())
+            self._clock.sleep_ns(5_000_000)
+        self.pull()
+
+    def hold_turn(self) -> None:
+        """Take the turn and keep it: for copies of rule state. Call `lane.release` soon after."""
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while not self.lane.hold():
+            now_ns = self._clock.now_ns()
+            self._look_around(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {self.lane.owner()} holds")
+            self._clock.sleep_ns(100_000)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise UsageError in a forked child or after close."""
+        if self.forked:
+            raise UsageError(
+                f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
+                " itself, not in its children (such as DataLoader workers)"
+            )
+        if self.closed:
+            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+    def close(self, failure: str | None = None) -> None:
+        """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
+
+        Everything posted before is folded or handed to whoever holds the turn. May be called twice, and does nothing in a
+        forked child.
+        """
+        if self.closed or self.forked:
+            return
+        self.closed = True
+        try:
+            if failure is None:
+                self._leave()
+        finally:
+            self.store.arena.finish(self.rank, failure)
+            self.lane.unpin()
+            self.store.stop_answering(self._answerer)
+            self._peers.close()
+            _live.discard(self)
+
+    def _leave(self) -> None:
+        while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
+            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self._try_turn()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(None if error is None else f"{type(error).__name__}: {error}")
+
+
+def presence_of(present: range | list[int], parameters: int) -> bytes:
+    """The bitmap of the parameters that have a gradient: uint64 words, little endian.
+
+    >>> presence_of([0, 2], 3)[0]
+    5
+    """
+    bits = sum(1 << index for index in present)
+    return bits.to_bytes(8 * -(-parameters // 64), "little")
+
+
+def _after_fork_in_child() -> None:
+    for worker in list(_live):
+        worker.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,131 @@
+/* The arena's words: what every attached process agrees on, byte for byte.
+ *
+ * What it refuses to be: a place for behaviour. Who may write a word, and what its store publishes, is said here and in
+ * atomics.h; how the words change is in lane.pyx, scheduler.pyx and turn.pyx. All offsets are in bytes from the arena's start.
+ * Words that another process writes at the same time have a cache line of their own, grouped by writer. */
+#ifndef FPS_ARENA_H
+#define FPS_ARENA_H
+
+#include <stdint.h>
+
+#define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
+#define FPS_ABI 1
+#define FPS_LINE 64
+#define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
+#define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
+#define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
+#define FPS_MESSAGE_BYTES 448
+
+/* Kinds of descriptor. */
+#define FPS_PUSH 0  /* a gradient in a slot */
+#define FPS_NULL 1  /* a step without a gradient (a skipped step under loss scaling): it counts, and changes nothing */
+#define FPS_LEAVE 2 /* the worker leaves in good order; its lane's last descriptor */
+
+/* States of a lane. */
+#define FPS_LANE_FREE 0
+#define FPS_LANE_LIVE 1
+#define FPS_LANE_LEFT 2
+#define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
+
+/* One push as posted: exactly one cache line. */
+typedef struct {
+    uint64_t step;         /* which step of its worker this is, from 0 */
+    uint64_t read_version; /* the version that the gradient was computed with */
+    int64_t post_ns;       /* when it was posted, on the clock that all workers share */
+    double scale;          /* multiplies the gradient: 1, or 1 / the loss scale */
+    double loss;           /* the worker's last loss, for whoever watches; NaN if never told */
+    uint32_t slot;         /* which of the lane's slots holds the gradient */
+    uint32_t kind;         /* FPS_PUSH, FPS_NULL or FPS_LEAVE */
+    uint32_t samples;      /* batch size, 0 if never told */
+    uint32_t reserved[3];
+} fps_descriptor;
+_Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
+
+/* A lane's control words; its ring of descriptors follows. */
+typedef struct {
+    uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
+    uint8_t pad_tail[56];
+    /* Line of the turn's holder. All of it is derived from committed state, so the next holder can write it again. */
+    uint64_t head;    /* [HEAD] descriptors done with so far */
+    int64_t granted;  /* [GRANT] steps that the worker may have begun */
+    uint32_t event;   /* [EVENT] futex word: moves whenever head or granted does */
+    uint32_t pad_event;
+    int64_t folded, dropped, staleness_sum, staleness_max, pad_holder;
+    /* Line of the worker. */
+    uint64_t pin;      /* [PIN] buffer being read + 1, or 0 */
+    uint32_t sleeping; /* paired with [EVENT] */
+    uint8_t pad_pin[52];
+    /* Membership. */
+    uint32_t state; /* [STATE] */
+    uint32_t generation;
+    int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
+    uint8_t pad_state[48];
+    /* Counters of the worker, only looked at. */
+    int64_t steps, wait_ns, compute_ns, loss_bits, samples, reserved[3];
+    char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
+} fps_lane;
+_Static_assert(sizeof(fps_lane) == 5 * FPS_LINE + FPS_MESSAGE_BYTES, "each writer's words stay on lines of their own");
+_Static_assert(sizeof(fps_lane) % FPS_LINE == 0, "the ring behind it starts on a line");
+
+/* What one commit publishes beside the weights; two of them, the commit word says which one is true. */
+typedef struct {
+    uint64_t version;
+    uint32_t weights_buffer;
+    uint32_t state_buffer;
+    uint8_t pad[48];
+} fps_record;
+
+/* The mutable words of a commit domain. */
+typedef struct {
+    uint64_t turn; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
+    uint8_t pad_turn[56];
+    uint64_t commit; /* [COMMIT] (version : 40 | epoch : 16 | weights buffer : 7 | record : 1) */
+    uint8_t pad_commit[56];
+    fps_record records[2];
+} fps_domain;
+_Static_assert(sizeof(fps_domain) == 4 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+
+/* Written by the creator before anyone attaches, and never again. */
+typedef struct {
+    uint64_t magic;
+    uint32_t abi;
+    uint32_t n_lanes;
+    uint32_t n_buffers;
+    uint32_t n_slots;         /* gradient slots of a lane */
+    uint32_t ring_size;       /* descriptors of a lane's ring; a power of two */
+    uint32_t n_groups;        /* param_groups */
+    uint32_t n_parameters;
+    uint32_t presence_words;  /* 64-bit words of a push's presence bitmap */
+    uint32_t rule;            /* FPS_RULE_* of fold.h */
+    uint32_t state_planes;    /* buffers' worth of floats that the rule keeps */
+    uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
+    uint64_t domain_offset;
+    uint64_t segments_offset; /* fps_segment[n_parameters] */
+    uint64_t lanes_offset, lane_bytes;
+    uint64_t scheduler_offset, scheduler_bytes; /* two copies, one a record */
+    uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
+    uint64_t state_offset, state_bytes;         /* two of them: int64 steps[n_parameters], then the planes */
+    uint64_t state_steps_bytes;
+    uint64_t slots_offset, slot_bytes;          /* lane-major */
+    uint64_t slot_presence_offset, slot_gradient_offset;
+    uint64_t extra_offset, extra_bytes;         /* model buffers (BatchNorm): one slot a lane */
+    uint64_t total_bytes;
+} fps_header;
+
+/* -- the two packed words ---------------------------------------------------------------------------------------------- */
+#define FPS_PENDING 1ULL
+static inline uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner) {
+    return (epoch << 33) | ((generation & 0xffff) << 17) | (owner << 1);
+}
+static inline uint64_t fps_turn_owner(uint64_t turn) { return (turn >> 1) & 0xffff; } /* lane + 1, or 0: free */
+static inline uint64_t fps_turn_epoch(uint64_t turn) { return turn >> 33; }
+
+static inline uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record) {
+    return (version << 24) | ((epoch & 0xffff) << 8) | (buffer << 1) | record;
+}
+static inline uint64_t fps_commit_version(uint64_t commit) { return commit >> 24; }
+static inline uint64_t fps_commit_epoch(uint64_t commit) { return (commit >> 8) & 0xffff; }
+static inline uint64_t fps_commit_buffer(uint64_t commit) { return (commit >> 1) & 0x7f; }
+static inline uint64_t fps_commit_record(uint64_t commit) { return commit & 1; }
+
+#endif

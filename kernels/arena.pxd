@@ -1,0 +1,72 @@
+# A view of the arena's memory: addresses, and nothing that changes by itself.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.lane cimport fps_lane
+from fastps.kernels.scheduler cimport scheduler_t
+
+cdef extern from "arena.h" nogil:
+    ctypedef struct fps_record:
+        uint64_t version
+        uint32_t weights_buffer
+        uint32_t state_buffer
+
+    ctypedef struct fps_domain:
+        uint64_t turn
+        uint64_t commit
+        fps_record *records
+
+    ctypedef struct fps_header:
+        uint64_t magic
+        uint32_t abi
+        uint32_t n_lanes
+        uint32_t n_buffers
+        uint32_t n_slots
+        uint32_t ring_size
+        uint32_t n_groups
+        uint32_t n_parameters
+        uint32_t presence_words
+        uint32_t rule
+        uint32_t state_planes
+        uint64_t buffer_floats
+        uint64_t domain_offset
+        uint64_t segments_offset
+        uint64_t lanes_offset
+        uint64_t lane_bytes
+        uint64_t scheduler_offset
+        uint64_t scheduler_bytes
+        uint64_t weights_offset
+        uint64_t weights_bytes
+        uint64_t state_offset
+        uint64_t state_bytes
+        uint64_t state_steps_bytes
+        uint64_t slots_offset
+        uint64_t slot_bytes
+        uint64_t slot_presence_offset
+        uint64_t slot_gradient_offset
+        uint64_t extra_offset
+        uint64_t extra_bytes
+        uint64_t total_bytes
+
+    uint64_t FPS_PENDING
+    uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
+    uint64_t fps_turn_owner(uint64_t turn)
+    uint64_t fps_turn_epoch(uint64_t turn)
+    uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record)
+    uint64_t fps_commit_version(uint64_t commit)
+    uint64_t fps_commit_epoch(uint64_t commit)
+    uint64_t fps_commit_buffer(uint64_t commit)
+    uint64_t fps_commit_record(uint64_t commit)
+
+
+cdef class Arena:
+    cdef object memory          # keeps the mapping alive
+    cdef char *base
+    cdef fps_header *header
+    cdef fps_domain *domain
+
+    cdef fps_lane *lane(self, uint32_t index) noexcept nogil
+    cdef scheduler_t *scheduler(self, uint64_t record) noexcept nogil
+    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
+    cdef float *weights(self, uint64_t buffer) noexcept nogil
+    cdef char *state(self, uint64_t buffer) noexcept nogil

@@ -1,0 +1,318 @@
+"""The arena's memory: how it is cut into header, control words, scheduler state, weights, rule state and slots.
+
+`plan` computes the header, `format_memory` writes a fresh arena, `Arena` is a checked view of one. What it refuses to be: an
+owner of memory or files (fastps/arena.py is), or a place for the protocol (turn.pyx is).
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcmp, memcpy, memset, strncpy
+
+from fastps.kernels.fold cimport fps_hyper, fps_segment
+from fastps.kernels.lane cimport (
+    FPS_ABI,
+    FPS_LANE_FAILED,
+    FPS_LANE_FREE,
+    FPS_LANE_LEFT,
+    FPS_LANE_LIVE,
+    FPS_LINE,
+    FPS_MAGIC,
+    FPS_MAX_BUFFERS,
+    FPS_MAX_LANES,
+    FPS_MESSAGE_BYTES,
+    fps_descriptor,
+    fps_head_acquire,
+    fps_lane,
+    fps_tail_acquire,
+)
+from fastps.kernels.scheduler cimport (
+    policy_from_values,
+    policy_t,
+    scheduler_bytes,
+    scheduler_copy,
+    scheduler_initialise,
+    scheduler_t,
+)
+
+cdef extern from "atomics.h" nogil:
+    uint32_t fps_state_acquire(const uint32_t *state)
+    int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
+    uint64_t fps_commit_load(const uint64_t *commit)
+    uint64_t fps_pin_load(const uint64_t *pin)
+    int64_t fps_counter_get(const int64_t *counter)
+
+ABI = FPS_ABI
+MAX_LANES = FPS_MAX_LANES
+MAX_BUFFERS = FPS_MAX_BUFFERS
+LINE_FLOATS = FPS_LINE // 4
+LANE_FREE = FPS_LANE_FREE
+LANE_LIVE = FPS_LANE_LIVE
+LANE_LEFT = FPS_LANE_LEFT
+LANE_FAILED = FPS_LANE_FAILED
+
+cdef enum:
+    PAGE = 4096
+
+
+cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
+    return (size + to - 1) // to * to
+
+
+cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
+               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers) except -1:
+    """Give every part its place; parts that different processes write begin on a page of their own."""
+    cdef uint64_t offset
+    if not 1 <= lanes <= FPS_MAX_LANES:
+        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    if not 2 <= buffers <= FPS_MAX_BUFFERS:
+        raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
+    if ring_size < 2 or ring_size & (ring_size - 1):
+        raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
+    if slots < 1 or slots >= ring_size:
+        raise ValueError(f"expected 1 to {ring_size - 1} gradient slots in a ring of {ring_size}, found {slots}")
+    memset(header, 0, sizeof(fps_header))
+    header.magic = FPS_MAGIC
+    header.abi = FPS_ABI
+    header.n_lanes = lanes
+    header.n_buffers = buffers
+    header.n_slots = slots
+    header.ring_size = ring_size
+    header.n_groups = groups
+    header.n_parameters = parameters
+    header.presence_words = (parameters + 63) // 64
+    header.rule = rule
+    header.state_planes = state_planes
+    header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
+    offset = header.domain_offset = PAGE
+    offset = header.segments_offset = offset + _aligned(sizeof(fps_domain), PAGE)
+    offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
+    header.lane_bytes = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
+    offset = header.scheduler_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
+    header.scheduler_bytes = _aligned(scheduler_bytes(lanes), PAGE)
+    offset = header.weights_offset = offset + 2 * header.scheduler_bytes
+    header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
+    offset = header.state_offset = offset + buffers * header.weights_bytes
+    header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
+    header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
+    offset = header.slots_offset = offset + 2 * header.state_bytes
+    header.slot_presence_offset = groups * sizeof(fps_hyper)
+    header.slot_gradient_offset = _aligned(header.slot_presence_offset + header.presence_words * sizeof(uint64_t), FPS_LINE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * sizeof(float), PAGE)
+    offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
+    header.extra_bytes = _aligned(extra_bytes, PAGE)
+    header.total_bytes = offset + lanes * header.extra_bytes
+    return 0
+
+
+def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
+         int64_t extra_bytes, int buffers):
+    """The header of an arena of these measures, as bytes; its last word is the arena's size.
+
+    Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
+    """
+    cdef fps_header header
+    if lanes < 1:
+        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers)
+    return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
+
+
+def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, str fold,
+                  str grant, int64_t low, int64_t high, str release, bint hard_bound):
+    """Write a fresh arena into zeroed `memory`: header, segments (offset, length, group) in floats, scheduler, first record."""
+    cdef fps_header *header = <fps_header *> &memory[0]
+    cdef fps_segment *segment
+    cdef policy_t policy
+    cdef uint32_t index
+    cdef Arena arena
+    policy_from_values(&policy, fold, grant, low, high, release, hard_bound)
+    memcpy(header, <char *> header_bytes, sizeof(fps_header))
+    for index, (offset, length, group) in enumerate(segments):
+        segment = <fps_segment *> (&memory[0] + header.segments_offset) + index
+        segment.offset = offset
+        segment.length = length
+        segment.group = group
+        segment.parameter = index
+    arena = Arena(memory)
+    scheduler_initialise(arena.scheduler(0), header.n_lanes, &policy)
+    arena.scheduler(1).n_workers = header.n_lanes
+    scheduler_copy(arena.scheduler(1), arena.scheduler(0))
+    for index in range(header.n_lanes):
+        arena.lane(index).granted = 1
+
+
+cdef int _check(const fps_header *found, int64_t size) except -1:
+    """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
+    cdef fps_header own
+    _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
+          found.rule, found.state_planes, found.extra_bytes, found.n_buffers)
+    if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
+        raise ValueError("the arena's header is damaged: its places do not follow from its measures")
+    return 0
+
+
+cdef class Arena:
+    """A checked view of an arena in `memory` (a writable buffer; it stays exported as long as the view lives).
+
+    Raises ValueError when the memory holds no arena of this version, or is shorter than its header says.
+    """
+
+    def __cinit__(self, memory not None):
+        cdef const unsigned char[::1] view = memory
+        self.memory = view
+        self.base = <char *> &view[0]
+        self.header = <fps_header *> self.base
+        self.domain = <fps_domain *> (self.base + PAGE)
+        if <uintptr_t> self.base % FPS_LINE:
+            raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
+        if view.shape[0] < PAGE or self.header.magic != FPS_MAGIC:
+            raise ValueError("expected an arena of fastps, found other memory")
+        if self.header.abi != FPS_ABI:
+            raise ValueError(f"expected an arena of layout {FPS_ABI}, found layout {self.header.abi}: "
+                             "all processes of a job must run the same fastps")
+        _check(self.header, view.shape[0])
+
+    cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
+        return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
+
+    cdef scheduler_t *scheduler(self, uint64_t record) noexcept nogil:
+        return <scheduler_t *> (self.base + self.header.scheduler_offset + record * self.header.scheduler_bytes)
+
+    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
+        return (self.base + self.header.slots_offset
+                + (<uint64_t> lane * self.header.n_slots + slot) * self.header.slot_bytes)
+
+    cdef float *weights(self, uint64_t buffer) noexcept nogil:
+        return <float *> (self.base + self.header.weights_offset + buffer * self.header.weights_bytes)
+
+    cdef char *state(self, uint64_t buffer) noexcept nogil:
+        return self.base + self.header.state_offset + buffer * self.header.state_bytes
+
+    # -- places, for those who make views of them --------------------------------------------------
+
+    def weights_offset(self, int buffer):
+        """Byte offset of a weights buffer."""
+        return <char *> self.weights(buffer) - self.base
+
+    def gradient_offset(self, int lane, int slot):
+        """Byte offset of the gradient in a lane's slot."""
+        return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
+
+    def steps_offset(self, int buffer):
+        """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
+        return self.state(buffer) - self.base
+
+    def plane_offset(self, int buffer, int plane):
+        """Byte offset of one plane of the rule's state."""
+        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * 4 - self.base
+
+    def extra_offset(self, int lane):
+        """Byte offset of the lane's slot for model buffers."""
+        return self.header.extra_offset + lane * self.header.extra_bytes
+
+    @property
+    def lanes(self):
+        """Workers that the arena was made for."""
+        return self.header.n_lanes
+
+    @property
+    def buffers(self):
+        """Weight buffers."""
+        return self.header.n_buffers
+
+    @property
+    def slots(self):
+        """Gradient slots of a lane."""
+        return self.header.n_slots
+
+    @property
+    def buffer_floats(self):
+        """Floats of a weights buffer, padding included."""
+        return self.header.buffer_floats
+
+    @property
+    def state_planes(self):
+        """Planes of the rule's state."""
+        return self.header.state_planes
+
+    @property
+    def total_bytes(self):
+        """Size of the whole arena."""
+        return self.header.total_bytes
+
+    # -- what is committed -------------------------------------------------------------------------
+
+    @property
+    def version(self):
+        """Updates so far."""
+        return fps_commit_version(fps_commit_load(&self.domain.commit))
+
+    def committed(self):
+        """(version, weights buffer, state buffer) of the last commit. Only who holds the turn may rely on it."""
+        cdef uint64_t commit = fps_commit_load(&self.domain.commit)
+        cdef fps_record *record = &self.domain.records[fps_commit_record(commit)]
+        return fps_commit_version(commit), fps_commit_buffer(commit), record.state_buffer
+
+    def pins(self):
+        """The buffer that each lane pins, or -1."""
+        return [<int64_t> fps_pin_load(&self.lane(index).pin) - 1 for index in range(self.header.n_lanes)]
+
+    # -- membership --------------------------------------------------------------------------------
+
+    def claim(self, uint32_t lane, int64_t process_id):
+        """Make the lane this process's own; False if another has it, or had it."""
+        if fps_state_acquire(&self.lane(lane).state) != FPS_LANE_FREE:
+            return False
+        # The number is there before the state is, so that whoever sees the lane live can name its process.
+        self.lane(lane).process_id = process_id
+        return bool(fps_state_change(&self.lane(lane).state, FPS_LANE_FREE, FPS_LANE_LIVE))
+
+    def finish(self, uint32_t lane, str failure=None):
+        """The lane's worker has ended: in good order, or by the error that `failure` describes in one line."""
+        cdef bytes message
+        if failure is not None:
+            message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
+            strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
+        fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED)
+
+    def lane_state(self, uint32_t lane):
+        """LANE_FREE, LANE_LIVE, LANE_LEFT or LANE_FAILED."""
+        return fps_state_acquire(&self.lane(lane).state)
+
+    def lane_states(self):
+        """The state of every lane, as bytes: one look at all of them."""
+        cdef uint32_t index
+        cdef bytearray states = bytearray(self.header.n_lanes)
+        for index in range(self.header.n_lanes):
+            states[index] = fps_state_acquire(&self.lane(index).state)
+        return bytes(states)
+
+    def failure(self, uint32_t lane):
+        """What a failed lane's worker said."""
+        cdef char *message = self.lane(lane).message
+        return bytes(message[:FPS_MESSAGE_BYTES]).split(b"\0")[0].decode("utf-8", "replace")
+
+    def process_id(self, uint32_t lane):
+        """For messages only."""
+        return self.lane(lane).process_id
+
+    # -- counters ----------------------------------------------------------------------------------
+
+    def counters(self, uint32_t lane):
+        """The lane's counters by name; each is current, but they are not of one moment."""
+        cdef fps_lane *words = self.lane(lane)
+        cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
+        cdef double loss
+        memcpy(&loss, &loss_bits, sizeof(loss))
+        return {
+            "posted": fps_tail_acquire(&words.tail),
+            "done": fps_head_acquire(&words.head),
+            "steps": fps_counter_get(&words.steps),
+            "wait_ns": fps_counter_get(&words.wait_ns),
+            "compute_ns": fps_counter_get(&words.compute_ns),
+            "samples": fps_counter_get(&words.samples),
+            "folded": fps_counter_get(&words.folded),
+            "dropped": fps_counter_get(&words.dropped),
+            "staleness_sum": fps_counter_get(&words.staleness_sum),
+            "staleness_max": fps_counter_get(&words.staleness_max),
+            "loss": loss,
+        }

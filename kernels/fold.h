@@ -1,0 +1,75 @@
+/* The fold's words: what a job of folding is, for those who make one (turn.pyx, fold.pyx).
+ *
+ * What it refuses to be: the loops (fold_tile.h) or the walk over segments (fold_run.h). All lengths and offsets are in floats. */
+#ifndef FPS_FOLD_H
+#define FPS_FOLD_H
+
+#include <stdint.h>
+
+#define FPS_RULE_SGD 0  /* SGD, momentum, Nesterov: 1 state plane when any group has momentum, else none */
+#define FPS_RULE_ADAM 1 /* 2 state planes; AdamW is the flag FPS_HYPER_DECOUPLED */
+
+#define FPS_FOLD_SUM 0  /* one application of the rule on scale * the sum of the pushes, in the order given */
+#define FPS_FOLD_EACH 1 /* the rule push by push, each with its own hyper-parameters */
+
+#define FPS_HYPER_NESTEROV 1
+#define FPS_HYPER_MAXIMIZE 2
+#define FPS_HYPER_DECOUPLED 4
+
+#define FPS_MAX_PUSHES 1024
+#define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
+
+#define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
+#define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, or too few state planes for it */
+
+/* The hyper-parameters of one param_group, as a push carries them; names as in torch.optim. */
+typedef struct {
+    double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, reserved[8];
+    uint64_t flags;
+} fps_hyper;
+_Static_assert(sizeof(fps_hyper) == 128, "hyper-parameters are two cache lines, with room for rules to come");
+
+/* One parameter; its offset is a multiple of 16 floats, so that it begins on a cache line. */
+typedef struct {
+    int64_t offset, length;
+    int32_t group, parameter;
+} fps_segment;
+
+/* One push: a parameter whose presence bit is 0 has no gradient in it; `scale` multiplies its gradient. */
+typedef struct {
+    const float *gradient;
+    const fps_hyper *hypers;
+    const uint64_t *presence;
+    double scale;
+} fps_push;
+
+/* Everything a fold reads and writes; in and out never overlap. `steps` counts a parameter's applications of the rule. */
+typedef struct {
+    int32_t rule, mode;
+    int32_t state_planes;
+    int64_t state_stride; /* floats between planes */
+    int64_t n_segments;
+    const fps_segment *segments;
+    int32_t n_pushes;
+    const fps_push *pushes;
+    double scale; /* FPS_FOLD_SUM: 1 / number of pushes for the mean */
+    const float *weights_in;
+    float *weights_out;
+    const float *state_in;
+    float *state_out;
+    const int64_t *steps_in;
+    int64_t *steps_out;
+} fps_fold_job;
+
+/* What one push does to one parameter, in the single precision in which torch does it; made once, used by all tiles. */
+typedef struct {
+    float scale;          /* of the gradient: the push's, the fold's, and -1 to maximize */
+    float weight_decay;   /* coupled: added to the gradient */
+    float shrink;         /* decoupled: multiplies the weight */
+    float momentum, undampened;
+    float minus_rate;     /* -learning rate, or Adam's -step size */
+    float lerp, beta2, one_minus_beta2, root_correction2, epsilon;
+    int has_decay, has_shrink, has_momentum, is_first, is_nesterov, lerp_small;
+} fps_coefficients;
+
+#endif

@@ -1,0 +1,55 @@
+# The fold, for the store's turn: a job's words, and the one function that runs it.
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+cdef extern from "fold.h" nogil:
+    enum:
+        FPS_RULE_SGD
+        FPS_RULE_ADAM
+        FPS_FOLD_SUM
+        FPS_FOLD_EACH
+        FPS_HYPER_NESTEROV
+        FPS_HYPER_MAXIMIZE
+        FPS_HYPER_DECOUPLED
+        FPS_MAX_PUSHES
+
+    ctypedef struct fps_hyper:
+        double learning_rate
+        double momentum
+        double dampening
+        double weight_decay
+        double beta1
+        double beta2
+        double epsilon
+        uint64_t flags
+
+    ctypedef struct fps_segment:
+        int64_t offset
+        int64_t length
+        int32_t group
+        int32_t parameter
+
+    ctypedef struct fps_push:
+        const float *gradient
+        const fps_hyper *hypers
+        const uint64_t *presence
+        double scale
+
+    ctypedef struct fps_fold_job:
+        int32_t rule
+        int32_t mode
+        int32_t state_planes
+        int64_t state_stride
+        int64_t n_segments
+        const fps_segment *segments
+        int32_t n_pushes
+        const fps_push *pushes
+        double scale
+        const float *weights_in
+        float *weights_out
+        const float *state_in
+        float *state_out
+        const int64_t *steps_in
+        int64_t *steps_out
+
+cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil

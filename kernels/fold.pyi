@@ -1,0 +1,29 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+RULE_SGD: int
+RULE_ADAM: int
+FOLD_SUM: int
+FOLD_EACH: int
+HYPER_NESTEROV: int
+HYPER_MAXIMIZE: int
+HYPER_DECOUPLED: int
+MAX_PUSHES: int
+
+def instruction_sets() -> list[str]: ...
+def fold(
+    rule: int,
+    mode: int,
+    segments: list[tuple[int, int, int]],
+    pushes: list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]],
+    weights: npt.NDArray[np.float32],
+    state: npt.NDArray[np.float32],
+    steps: npt.NDArray[np.int64],
+    *,
+    scale: float = 1.0,
+    instruction_set: str = "auto",
+    ranges: Sequence[tuple[int, int]] | None = None,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]: ...

@@ -1,0 +1,157 @@
+"""The fold: aggregate pending gradients and apply the update rule, in one pass, into fresh buffers.
+
+The arithmetic is that of torch.optim's single-tensor optimizers, operation by operation, with fused multiply-adds where ATen
+has them; the bits are the same on every instruction set (kernels/reference.py is the oracle). What it refuses to know: where
+gradients come from, versions, and who waits.
+
+The instruction set is chosen once, at import: the widest that the machine has, or the one that FASTPS_ISA names.
+"""
+
+import os
+
+import numpy as np
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+cdef extern from "fold_run.h" nogil:
+    enum:
+        FPS_ISA_BASELINE
+        FPS_ISA_AVX2
+        FPS_ISA_AVX512
+
+    ctypedef struct fps_tile_functions:
+        pass
+
+    int fps_isa_available(int isa)
+    const fps_tile_functions *fps_isa_functions(int isa)
+    int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last)
+
+RULE_SGD = FPS_RULE_SGD
+RULE_ADAM = FPS_RULE_ADAM
+FOLD_SUM = FPS_FOLD_SUM
+FOLD_EACH = FPS_FOLD_EACH
+HYPER_NESTEROV = FPS_HYPER_NESTEROV
+HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
+HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
+MAX_PUSHES = FPS_MAX_PUSHES
+
+_ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
+
+
+def instruction_sets():
+    """The instruction sets that this machine can run, the widest last."""
+    return [name for name, number in _ISAS.items() if fps_isa_available(number)]
+
+
+def _isa_of(str name):
+    available = instruction_sets()
+    if name == "auto":
+        return max(_ISAS[each] for each in available)
+    if name not in available:
+        raise ValueError(f"expected an instruction set of this machine ({', '.join(available)}), found {name!r}")
+    return _ISAS[name]
+
+
+cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.get("FASTPS_ISA", "auto")))
+
+
+cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil:
+    return fps_fold_range(_chosen, job, first, last)
+
+
+def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
+         const float[:, ::1] state not None, const int64_t[::1] steps not None, *, double scale=1.0,
+         str instruction_set="auto", ranges=None):
+    """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
+
+    Args:
+        segments: (offset, length, group) in floats, one a parameter.
+        pushes: (gradient float32[n], hypers: a list of 8-tuples (learning rate, momentum, dampening, weight decay, beta1,
+            beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale).
+        scale: multiplies the sum of the gradients under FOLD_SUM.
+        ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
+
+    Returns (weights, state, steps) as new arrays. Raises ValueError for measures that do not fit.
+    """
+    cdef int64_t n = weights.shape[0]
+    cdef fps_fold_job job
+    cdef fps_segment *segment_words = NULL
+    cdef fps_push *push_words = NULL
+    cdef float[::1] weights_out = np.zeros(n, np.float32)
+    cdef float[:, ::1] state_out = np.zeros((max(1, state.shape[0]), n), np.float32)
+    cdef int64_t[::1] steps_out = np.zeros(max(1, len(segments)), np.int64)
+    cdef const float[:, ::1] state_in = state if state.shape[0] else np.zeros((1, n), np.float32)
+    cdef const float[::1] gradient
+    cdef const double[:, ::1] hypers
+    cdef const uint64_t[::1] presence
+    cdef int index, outcome = 0
+    cdef const fps_tile_functions *tile = fps_isa_functions(_isa_of(instruction_set))
+    keep = []
+    if steps.shape[0] != len(segments) or state.shape[1] != n:
+        raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
+                         f"found {steps.shape[0]} and {state.shape[1]}")
+    for offset, length, _ in segments:
+        if offset < 0 or length < 0 or offset + length > n:
+            raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
+    memset(&job, 0, sizeof(job))
+    try:
+        segment_words = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
+        push_words = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
+        if not segment_words or not push_words:
+            raise MemoryError()
+        for index, (offset, length, group) in enumerate(segments):
+            segment_words[index].offset = offset
+            segment_words[index].length = length
+            segment_words[index].group = group
+            segment_words[index].parameter = index
+        for index, (values, groups, present, push_scale) in enumerate(pushes):
+            gradient = np.ascontiguousarray(values, np.float32)
+            hypers = _hyper_words(groups)
+            presence = _presence_words(present)
+            if gradient.shape[0] != n:
+                raise ValueError(f"expected gradients of {n} floats, found {gradient.shape[0]}")
+            keep.append((gradient, hypers, presence))
+            push_words[index].gradient = &gradient[0]
+            push_words[index].hypers = <const fps_hyper *> &hypers[0, 0]
+            push_words[index].presence = &presence[0]
+            push_words[index].scale = push_scale
+        job.rule = rule
+        job.mode = mode
+        job.state_planes = state.shape[0]
+        job.state_stride = n
+        job.n_segments = len(segments)
+        job.segments = segment_words
+        job.n_pushes = len(pushes)
+        job.pushes = push_words
+        job.scale = scale
+        job.weights_in = &weights[0]
+        job.weights_out = &weights_out[0]
+        job.state_in = &state_in[0, 0]
+        job.state_out = &state_out[0, 0]
+        job.steps_in = &steps[0]
+        job.steps_out = &steps_out[0]
+        for first, last in ranges or [(0, n)]:
+            outcome = outcome or fps_fold_range(tile, &job, first, last)
+    finally:
+        free(segment_words)
+        free(push_words)
+    if outcome:
+        raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
+    return np.asarray(weights_out), np.asarray(state_out)[:state.shape[0]], np.asarray(steps_out)[:len(segments)]
+
+
+def _hyper_words(groups):
+    """fps_hyper's 16 words: 7 doubles, 8 reserved, and the flags, whose bits are an integer's."""
+    words = np.zeros((len(groups), 16))
+    for index, (*numbers, flags) in enumerate(groups):
+        words[index, :7] = numbers
+        words[index, 15:].view(np.uint64)[0] = flags
+    return words
+
+
+def _presence_words(present):
+    words = np.zeros(max(1, -(-len(present) // 64)), np.uint64)
+    for index, bit in enumerate(present):
+        words[index // 64] |= np.uint64(int(bit) << (index % 64))
+    return words

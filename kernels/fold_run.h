@@ -1,0 +1,190 @@
+/* The walk of a fold: segment by segment, tile by tile, one pass over memory; and the choice of instruction set at run time.
+ *
+ * What it refuses to be: a place for arithmetic (fold_tile.h). Included by fold.pyx only, so the choice is made once. */
+#ifndef FPS_FOLD_RUN_H
+#define FPS_FOLD_RUN_H
+
+#include <math.h>
+#include <string.h>
+
+#include "fold.h"
+
+typedef struct {
+    void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*scaled_sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*sgd)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
+    void (*adam)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *,
+                 const float *, float *);
+} fps_tile_functions;
+
+#define FPS_ISA(name) name##_baseline
+#include "fold_tile.h"
+#undef FPS_ISA
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define FPS_ISA(name) name##_avx2
+#include "fold_tile.h"
+#undef FPS_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
+#define FPS_ISA(name) name##_avx512
+#include "fold_tile.h"
+#undef FPS_ISA
+#pragma GCC pop_options
+#endif
+
+#define FPS_ISA_BASELINE 0
+#define FPS_ISA_AVX2 1
+#define FPS_ISA_AVX512 2
+
+static int fps_isa_available(int isa) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (isa == FPS_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == FPS_ISA_AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+               && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("fma");
+#endif
+    return isa == FPS_ISA_BASELINE;
+}
+
+static const fps_tile_functions *fps_isa_functions(int isa) {
+#if defined(__x86_64__)
+    if (isa == FPS_ISA_AVX2) return &tile_functions_avx2;
+    if (isa == FPS_ISA_AVX512) return &tile_functions_avx512;
+#endif
+    return &tile_functions_baseline;
+}
+
+static inline int fps_is_present(const fps_push *push, int32_t parameter) {
+    return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
+}
+
+/* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */
+static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
+                                            int64_t steps) {
+    fps_coefficients by;
+    memset(&by, 0, sizeof(by));
+    by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
+    by.weight_decay = (float)hyper->weight_decay;
+    by.has_decay = hyper->weight_decay != 0;
+    if (rule == FPS_RULE_SGD) {
+        by.minus_rate = (float)-learning_rate;
+        by.momentum = (float)hyper->momentum;
+        by.undampened = (float)(1 - hyper->dampening);
+        by.has_momentum = hyper->momentum != 0;
+        by.is_first = steps == 0;
+        by.is_nesterov = (hyper->flags & FPS_HYPER_NESTEROV) != 0;
+        return by;
+    }
+    if (by.has_decay && hyper->flags & FPS_HYPER_DECOUPLED) {
+        by.has_shrink = 1;
+        by.shrink = (float)(1 - learning_rate * hyper->weight_decay);
+    }
+    by.lerp = (float)(1 - hyper->beta1);
+    by.lerp_small = fabsf(by.lerp) < 0.5f;
+    if (!by.lerp_small) by.lerp -= 1;
+    by.beta2 = (float)hyper->beta2;
+    by.one_minus_beta2 = (float)(1 - hyper->beta2);
+    by.minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, (double)(steps + 1))));
+    by.root_correction2 = (float)sqrt(1 - pow(hyper->beta2, (double)(steps + 1)));
+    by.epsilon = (float)hyper->epsilon;
+    return by;
+}
+
+static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t first,
+                      int64_t length, const float *gradient, const float *weights, const float *state) {
+    float *weights_out = job->weights_out + first, *state_out = job->state_out + first;
+    if (job->rule == FPS_RULE_ADAM)
+        tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + job->state_stride,
+                   state_out + job->state_stride);
+    else
+        tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
+    /* A group without momentum beside one with: its plane is carried along. */
+    if (job->rule == FPS_RULE_SGD && job->state_planes && !by->has_momentum && state != state_out)
+        memcpy(state_out, state, length * sizeof(float));
+}
+
+/* Nothing was pushed for this parameter: it stays as it is. */
+static void fps_carry(const fps_fold_job *job, int64_t first, int64_t length) {
+    memcpy(job->weights_out + first, job->weights_in + first, length * sizeof(float));
+    for (int plane = 0; plane < job->state_planes; plane++)
+        memcpy(job->state_out + plane * job->state_stride + first, job->state_in + plane * job->state_stride + first,
+               length * sizeof(float));
+}
+
+/* Mean learning rate of the pushes; the common one, untouched by rounding, where all are equal. */
+static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
+    double total = 0, first = pushes[0].hypers[group].learning_rate;
+    int equal = 1;
+    for (int push = 0; push < count; push++) {
+        total += pushes[push].hypers[group].learning_rate;
+        equal &= pushes[push].hypers[group].learning_rate == first;
+    }
+    return equal ? first : total / count;
+}
+
+static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
+                         const fps_push *pushes, int count, int64_t first, int64_t last) {
+    float total[FPS_TILE] __attribute__((aligned(64)));
+    const fps_hyper *hyper = &pushes[0].hypers[segment->group];
+    int same_scale = 1;
+    for (int push = 1; push < count; push++) same_scale &= pushes[push].scale == pushes[0].scale;
+    fps_coefficients by = fps_coefficients_of(job->rule, hyper, fps_mean_rate(pushes, count, segment->group),
+                                              job->scale * (same_scale ? pushes[0].scale : 1), job->steps_in[segment->parameter]);
+    for (; first < last; first += FPS_TILE) {
+        int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
+        const float *gradient = total;
+        if (count == 1) gradient = pushes[0].gradient + first;
+        else if (same_scale) tile->sum(total, pushes, count, first, length);
+        else tile->scaled_sum(total, pushes, count, first, length);
+        fps_apply(tile, job, &by, first, length, gradient, job->weights_in + first, job->state_in + first);
+    }
+}
+
+static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
+                          const fps_push *pushes, int count, fps_coefficients *by, int64_t first, int64_t last) {
+    for (int push = 0; push < count; push++) {
+        const fps_hyper *hyper = &pushes[push].hypers[segment->group];
+        by[push] = fps_coefficients_of(job->rule, hyper, hyper->learning_rate, pushes[push].scale,
+                                       job->steps_in[segment->parameter] + push);
+    }
+    for (; first < last; first += FPS_TILE) {
+        int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
+        /* The first application reads the published buffers; the others work on the tile that it wrote. */
+        for (int push = 0; push < count; push++)
+            fps_apply(tile, job, &by[push], first, length, pushes[push].gradient + first,
+                      (push ? job->weights_out : job->weights_in) + first, (push ? job->state_out : job->state_in) + first);
+    }
+}
+
+/* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
+ * the call that has its first float. Returns 0 or a negative FPS_FOLD_ status. */
+static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    fps_push present[FPS_MAX_PUSHES];
+    fps_coefficients by[FPS_MAX_PUSHES];
+    if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
+    if (job->rule != FPS_RULE_SGD && (job->rule != FPS_RULE_ADAM || job->state_planes < 2)) return FPS_FOLD_UNKNOWN_RULE;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        const fps_segment *segment = &job->segments[s];
+        int64_t from = segment->offset > first ? segment->offset : first;
+        int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
+        int count = 0;
+        for (int push = 0; push < job->n_pushes; push++)
+            if (fps_is_present(&job->pushes[push], segment->parameter)) present[count++] = job->pushes[push];
+        if (segment->offset >= first && segment->offset < last)
+            job->steps_out[segment->parameter] =
+                job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
+        if (from >= to) continue;
+        if (count == 0) fps_carry(job, from, to - from);
+        else if (job->mode == FPS_FOLD_EACH) fps_fold_each(tile, job, segment, present, count, by, from, to);
+        else fps_fold_sum(tile, job, segment, present, count, from, to);
+    }
+    return 0;
+}
+
+#endif

@@ -1,0 +1,122 @@
+/* The loops over one tile, compiled once for each instruction set: the includer defines FPS_ISA(name).
+ *
+ * What it refuses to be: clever. Each loop is what torch's single-tensor optimizer does to one element, in torch's order, with
+ * a fused multiply-add exactly where ATen has one; the compiler makes vectors of it. So the bits are torch's, and they are the
+ * same on every instruction set. Inputs may be the outputs (same element), never shifted against them: hence ivdep. */
+
+/* a * b + c with one rounding. */
+static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b, float c) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    /* No such instruction: the product is exact in double; the sum is rounded to odd, so that rounding it again to float
+     * gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
+    double product = (double)a * b, sum = product + c, back = sum - product;
+    double error = (product - (sum - back)) + (c - back);
+    union { double value; int64_t bits; } odd = {sum};
+    if ((error > 0 || error < 0) && !(odd.bits & 1)) odd.bits += (error > 0) == (sum > 0) ? 1 : -1;
+    return (float)odd.value;
+#endif
+}
+
+/* total = sum of the gradients at `first`, in order. */
+static void FPS_ISA(sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
+    const float *a = pushes[0].gradient + first, *b = pushes[1].gradient + first;
+    int next = 2;
+    if (count >= 4) {
+        const float *c = pushes[2].gradient + first, *d = pushes[3].gradient + first;
+        for (int64_t i = 0; i < length; i++) total[i] = ((a[i] + b[i]) + c[i]) + d[i];
+        next = 4;
+    } else {
+        for (int64_t i = 0; i < length; i++) total[i] = a[i] + b[i];
+    }
+    for (; next < count; next++) {
+        const float *more = pushes[next].gradient + first;
+        for (int64_t i = 0; i < length; i++) total[i] += more[i];
+    }
+}
+
+/* The same where each push has a scale of its own. */
+static void FPS_ISA(scaled_sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
+    for (int push = 0; push < count; push++) {
+        const float *gradient = pushes[push].gradient + first;
+        float scale = (float)pushes[push].scale;
+        if (push == 0)
+            for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
+        else
+            for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
+    }
+}
+
+/* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. */
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
+    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
+    const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int first, const int nesterov) {
+    const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, undampened = by->undampened;
+    const float minus_rate = by->minus_rate;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], step = gradient[i] * scale;
+        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
+        if (momentum) {
+            float buffer = first ? step : FPS_ISA(fma)(step, undampened, buffer_in[i] * factor);
+            buffer_out[i] = buffer;
+            step = nesterov ? FPS_ISA(fma)(buffer, factor, step) : buffer;
+        }
+        weights_out[i] = FPS_ISA(fma)(step, minus_rate, weight);
+    }
+}
+
+static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
+                         float *weights_out, const float *buffer_in, float *buffer_out) {
+#define FPS_SGD(decay, momentum, first, nesterov)                                                                        \
+    FPS_ISA(sgd_loop)(by, length, gradient, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
+#define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
+    do {                                                                                                                 \
+        if (by->has_decay) FPS_SGD(1, momentum, first, nesterov);                                                        \
+        else FPS_SGD(0, momentum, first, nesterov);                                                                      \
+    } while (0)
+    if (!by->has_momentum) FPS_SGD_DECAY(0, 0, 0);
+    else if (by->is_first && by->is_nesterov) FPS_SGD_DECAY(1, 1, 1);
+    else if (by->is_first) FPS_SGD_DECAY(1, 1, 0);
+    else if (by->is_nesterov) FPS_SGD_DECAY(1, 0, 1);
+    else FPS_SGD_DECAY(1, 0, 0);
+#undef FPS_SGD_DECAY
+#undef FPS_SGD
+}
+
+/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. */
+static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
+    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
+    const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay, const int shrink) {
+    const float scale = by->scale, weight_decay = by->weight_decay, shrinkage = by->shrink, lerp = by->lerp;
+    const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, root_correction2 = by->root_correction2;
+    const float epsilon = by->epsilon, minus_rate = by->minus_rate;
+    const int lerp_small = by->lerp_small;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], step = gradient[i] * scale;
+        if (shrink) weight = weight * shrinkage;
+        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
+        float mean = mean_in[i];
+        mean = FPS_ISA(fma)(lerp, step - mean, lerp_small ? mean : step);
+        float square = FPS_ISA(fma)(one_minus_beta2 * step, step, square_in[i] * beta2);
+        mean_out[i] = mean;
+        square_out[i] = square;
+        weights_out[i] = weight + (minus_rate * mean) / (__builtin_sqrtf(square) / root_correction2 + epsilon);
+    }
+}
+
+static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
+                          float *weights_out, const float *mean_in, float *mean_out, const float *square_in,
+                          float *square_out) {
+#define FPS_ADAM(decay, shrink)                                                                                          \
+    FPS_ISA(adam_loop)(by, length, gradient, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
+    if (by->has_shrink) FPS_ADAM(0, 1);
+    else if (by->has_decay) FPS_ADAM(1, 0);
+    else FPS_ADAM(0, 0);
+#undef FPS_ADAM
+}
+
+const static fps_tile_functions FPS_ISA(tile_functions) = {
+    FPS_ISA(sum), FPS_ISA(scaled_sum), FPS_ISA(sgd), FPS_ISA(adam)};

@@ -1,0 +1,132 @@
+"""A lane's ring of descriptors: single producer, single consumer, fixed 64-byte descriptors, and no copy of the payload.
+
+The producer posts a descriptor and goes on; the gradient that it names stays where it is until the consumer's head has passed
+it. The two indices lie on cache lines of their own, and each is written by one side only. What it refuses to be: a queue with
+several producers, or one that blocks; waiting is the store's business.
+
+`Ring` is the same ring on any memory, for tests and for `fastps bench lane`.
+"""
+
+from libc.string cimport memset
+
+cdef enum:
+    LANE_BYTES = sizeof(fps_lane)
+    DESCRIPTOR_BYTES = sizeof(fps_descriptor)
+
+
+cdef inline uint64_t _mixed(uint64_t value) noexcept nogil:
+    """A value that looks random, of a position: a torn or repeated descriptor cannot have the right one by chance."""
+    value = (value ^ (value >> 30)) * <uint64_t> 0xbf58476d1ce4e5b9
+    value = (value ^ (value >> 27)) * <uint64_t> 0x94d049bb133111eb
+    return value ^ (value >> 31)
+
+
+cdef class Ring:
+    """A ring of `size` descriptors in `memory`, a writable buffer that may be shared by two processes.
+
+    >>> ring = Ring(bytearray(Ring.bytes_for(4)), 4)
+    >>> ring.post(step=7, slot=1)
+    True
+    >>> ring.take()
+    (7, 1)
+    >>> ring.take() is None
+    True
+    """
+
+    cdef fps_lane *lane
+    cdef uint32_t size
+    cdef unsigned char[::1] memory
+
+    def __cinit__(self, unsigned char[::1] memory not None, uint32_t size):
+        if size < 1 or size & (size - 1):
+            raise ValueError(f"expected the ring's size to be a power of two, found {size}")
+        if memory.shape[0] < LANE_BYTES + size * DESCRIPTOR_BYTES:
+            raise ValueError(f"expected at least {LANE_BYTES + size * DESCRIPTOR_BYTES} bytes for a ring of {size}, "
+                             f"found {memory.shape[0]}")
+        self.memory = memory
+        self.size = size
+        self.lane = <fps_lane *> &memory[0]
+
+    @staticmethod
+    def bytes_for(uint32_t size):
+        """Bytes of memory that a ring of `size` descriptors needs."""
+        return LANE_BYTES + size * DESCRIPTOR_BYTES
+
+    def post(self, uint64_t step, uint32_t slot):
+        """Post one descriptor; False when the ring is full."""
+        cdef fps_descriptor descriptor
+        memset(&descriptor, 0, sizeof(descriptor))
+        descriptor.step = step
+        descriptor.slot = slot
+        return lane_post(self.lane, self.size, &descriptor) == 0
+
+    def take(self):
+        """The oldest descriptor as (step, slot), or None when the ring is empty."""
+        cdef uint64_t head = self.lane.head
+        cdef fps_descriptor *descriptor
+        if head == fps_tail_acquire(&self.lane.tail):
+            return None
+        descriptor = lane_descriptor(self.lane, self.size, head)
+        taken = (descriptor.step, descriptor.slot)
+        fps_head_release(&self.lane.head, head + 1)
+        return taken
+
+    def __len__(self):
+        return fps_tail_acquire(&self.lane.tail) - fps_head_acquire(&self.lane.head)
+
+    def produce(self, uint64_t count, uint64_t seed, int64_t patience=2_000_000_000):
+        """Post `count` descriptors whose contents follow from `seed` and their position; returns how often the ring was full.
+
+        Raises TimeoutError after `patience` fruitless tries in a row.
+        """
+        cdef fps_descriptor descriptor
+        cdef uint64_t i, full = 0
+        cdef int64_t tries
+        memset(&descriptor, 0, sizeof(descriptor))
+        for i in range(count):
+            descriptor.step = i
+            descriptor.read_version = _mixed(seed + i)
+            descriptor.slot = <uint32_t> _mixed(seed ^ i)
+            tries = 0
+            with nogil:
+                while lane_post(self.lane, self.size, &descriptor) != 0:
+                    full += tries == 0
+                    tries += 1
+                    if tries > patience:
+                        break
+                    fps_pause()
+            if tries > patience:
+                raise TimeoutError(f"the ring stayed full at descriptor {i}")
+        return full
+
+    def consume(self, uint64_t count, uint64_t seed, int64_t patience=2_000_000_000):
+        """Take `count` descriptors and compare each with what `produce` must have posted; returns how often it was empty.
+
+        Raises AssertionError at the first that differs, TimeoutError after `patience` fruitless tries in a row.
+        """
+        cdef fps_descriptor *descriptor
+        cdef uint64_t i = 0, head, tail, empty = 0, wrong = 0
+        cdef int64_t tries = 0
+        with nogil:
+            head = self.lane.head
+            while i < count and tries <= patience:
+                tail = fps_tail_acquire(&self.lane.tail)
+                if head == tail:
+                    empty += tries == 0
+                    tries += 1
+                    fps_pause()
+                    continue
+                tries = 0
+                descriptor = lane_descriptor(self.lane, self.size, head)
+                wrong = (descriptor.step != i or descriptor.read_version != _mixed(seed + i)
+                         or descriptor.slot != <uint32_t> _mixed(seed ^ i))
+                if wrong:
+                    break
+                head += 1
+                i += 1
+                fps_head_release(&self.lane.head, head)
+        if wrong:
+            raise AssertionError(f"descriptor {i}: expected step {i}, found step {descriptor.step} (seed {seed})")
+        if tries > patience:
+            raise TimeoutError(f"the ring stayed empty at descriptor {i}")
+        return empty

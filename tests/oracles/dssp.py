@@ -1,0 +1,94 @@
+"""Dynamic stale synchronous parallel: Algorithms 1 and 2 of Zhao et al., transcribed as printed.
+
+It refuses to be fast or to repair the paper. Where the print leaves room, the two choices are arguments: `release`
+(what line 17 waits for) and `hard_bound` (whether Theorem 2's s_U is kept). Times are integers, in ns.
+"""
+
+from tests.oracles.server import Server
+
+
+def synchronization_controller(p: list[int], slowest: list[int], r_max: int) -> int:
+    """Algorithm 2, lines 4 to 9, given the rows A[p] and A[slowest], latest push first.
+
+    Returns r*, the number of extra iterations; the smallest of equally good ones, and 0 as long as either row holds
+    fewer than two pushes, for then it has no interval.
+    """
+    if len(p) < 2 or len(slowest) < 2:
+        return 0
+    interval_p_ns = p[0] - p[1]  # line 4: I_p <- A[p][0] - A[p][1]
+    interval_slowest_ns = slowest[0] - slowest[1]  # line 5: I_slowest <- A[slowest][0] - A[slowest][1]
+    # Line 6: Sim_p[0] <- A[p][0]; Sim_p[i] <- Sim_p[0] + i * I_p where 0 < i <= r_max.
+    sim_p_ns = [p[0] + i * interval_p_ns for i in range(r_max + 1)]
+    # Line 7: the same for the slowest worker, "with Sim_slowest[0] <- A[slowest][0] + I_slowest".
+    sim_slowest_ns = [slowest[0] + interval_slowest_ns + i * interval_slowest_ns for i in range(r_max + 1)]
+    # Line 8: the r "that minimizes |Sim_slowest[k] - Sim_p[r]| for all k in [0, r_max] and r in [0, r_max]".
+    best_r, least_wait_ns = 0, abs(sim_slowest_ns[0] - sim_p_ns[0])
+    for r in range(r_max + 1):
+        for k in range(r_max + 1):
+            wait_ns = abs(sim_slowest_ns[k] - sim_p_ns[r])
+            if wait_ns < least_wait_ns:
+                best_r, least_wait_ns = r, wait_ns
+    return best_r  # line 9: return r*
+
+
+class Dssp(Server):
+    """The server's side of Algorithm 1 with s_L = `low` and s_U = `high`.
+
+    `release` reads line 17, "wait until the slowest worker sends the next push request(s) so that
+    t_p - t_slowest <= s_L": "printed" takes it whole; "next-push" takes the first half as enough, which is the instant
+    that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while more than s_U ahead.
+    """
+
+    def __init__(self, workers: int, low: int, high: int, release: str, hard_bound: bool) -> None:
+        super().__init__(workers)
+        self.low = low
+        self.high = high
+        self.release = release
+        self.hard_bound = hard_bound
+        self.r = dict.fromkeys(range(workers), 0)  # "r_p ... initialized to zero at the very beginning"
+        self.A: dict[int, list[int]] = {worker: [] for worker in range(workers)}
+
+    def push(self, p: int, now_ns: int) -> tuple[list[int], list[int]]:
+        slowest_pushes = p == self.slowest()
+        self.count_push(p)  # line 1: t_p = t_p + 1
+        # Algorithm 2, lines 1 and 2: A[p][1] <- A[p][0]; A[p][0] <- push_p. On every push, not only on those that ask
+        # the controller: "Table A stores the timestamps of two latest push requests by all workers".
+        self.A[p] = [now_ns, *self.A[p][:1]]
+        self.version += 1  # line 2: update the server weights
+        released = self.who_stops_waiting(slowest_pushes)
+        if self.sends_ok(p):
+            released.add(p)
+        else:
+            self.waiting.add(p)
+        return [p], self.send_ok(released)
+
+    def sends_ok(self, p: int) -> bool:
+        """Algorithm 1, server, lines 3 to 16: whether p gets its OK now; otherwise line 17 holds for it."""
+        if self.hard_bound and self.gap(p) > self.high:
+            return False  # its credit, if any, is kept
+        if self.r[p] > 0:  # line 3: if r_p > 0
+            self.r[p] -= 1  # line 4: r_p = r_p - 1
+            return True  # line 5: send OK to worker p
+        if self.gap(p) <= self.low:  # lines 7 and 8: if t_p - t_slowest <= s_L
+            return True  # line 9: send OK to worker p
+        if self.t[p] == max(self.t.values()):  # line 11: if t_p is the fastest worker
+            # Line 12: r_p <- synchronization_controller(clock_p^push, r_p)
+            self.r[p] = synchronization_controller(self.A[p], self.A[self.slowest()], self.high - self.low)
+            if self.hard_bound:
+                self.r[p] = min(self.r[p], self.high - self.gap(p))
+            # Lines 13 and 14: if r_p > 0, send OK to worker p. Not decremented, as printed: p begins r* + 1 steps.
+            return self.r[p] > 0
+        return False
+
+    def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        slowest_leaves = worker == self.slowest()
+        self.remove(worker)
+        del self.r[worker], self.A[worker]
+        return [], self.send_ok(self.who_stops_waiting(slowest_leaves))
+
+    def who_stops_waiting(self, slowest_moved: bool) -> set[int]:
+        """Line 17, for the workers that waited before this event; `slowest_moved`: it pushed or left just now."""
+        released = {worker for worker in self.waiting if self.gap(worker) <= self.low}
+        if self.release == "next-push" and slowest_moved:
+            released |= {worker for worker in self.waiting if not self.hard_bound or self.gap(worker) <= self.high}
+        return released

@@ -1,0 +1,64 @@
+"""Helpers for tests with real processes: fork workers of a store, collect what they return or how they ended."""
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Child:
+    """A forked worker: its process id, and the pipe on which it sends one object."""
+
+    process_id: int
+    reader: int
+    outcome: Any = None
+    exit_code: int | None = None
+    ended_at: float = field(default=0.0)
+
+
+def start(work: Callable[[], Any]) -> Child:
+    """Fork a child that runs `work` and sends what it returns (or the exception's class name and text)."""
+    reader, writer = os.pipe()
+    process_id = os.fork()
+    if process_id:
+        os.close(writer)
+        return Child(process_id, reader)
+    code = 1
+    try:
+        os.close(reader)
+        try:
+            message: Any = work()
+            code = 0
+        except BaseException as error:
+            message = (type(error).__name__, str(error))
+            if os.environ.get("FASTPS_TEST_TRACE"):
+                traceback.print_exc()
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(message, pipe)  # our own child's, within one test
+    finally:
+        os._exit(code)
+
+
+def finish(children: list[Child], timeout_s: float) -> None:
+    """Wait for all; whoever is still there after the time is killed, and its exit code says so."""
+    deadline = time.monotonic() + timeout_s
+    pending = [child for child in children if child.exit_code is None]
+    while pending:
+        for child in list(pending):
+            process_id, status = os.waitpid(child.process_id, os.WNOHANG)
+            if process_id:
+                child.exit_code, child.ended_at = os.waitstatus_to_exitcode(status), time.monotonic()
+                with os.fdopen(child.reader, "rb") as pipe:
+                    data = pipe.read()
+                child.outcome = pickle.loads(data) if data else None
+                pending.remove(child)
+        if pending and time.monotonic() > deadline:
+            for child in pending:
+                os.kill(child.process_id, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.002)
