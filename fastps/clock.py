@@ -18,6 +18,10 @@ class Clock(Protocol):
         """Let `duration_ns` nanoseconds pass."""
         ...
 
+    def thread_cpu_ns(self) -> int:
+        """Nanoseconds that the calling thread has spent on a core."""
+        ...
+
 
 class MonotonicClock:
     """CLOCK_MONOTONIC: shared by every process of the machine, so that times in descriptors can be compared.
@@ -35,6 +39,10 @@ class MonotonicClock:
         """Sleep; a duration of zero or less returns at once."""
         if duration_ns > 0:
             time.sleep(duration_ns / 1e9)
+
+    def thread_cpu_ns(self) -> int:
+        """Processor time of the calling thread."""
+        return time.thread_time_ns()
 
 
 SYSTEM_CLOCK: Clock = MonotonicClock()

@@ -10,9 +10,10 @@ import select
 
 from fastps import rendezvous
 from fastps.errors import WorkerDiedError
-from fastps.kernels.arena import ABI, LANE_FAILED, LANE_LIVE, Arena
+from fastps.kernels.arena import ABI, LANE_FAILED, LANE_LEAVING, LANE_LIVE, Arena
 
-_ASK_TIMEOUT_S = 0.5
+_ASK_TIMEOUT_S = 0.05
+_PRESENT = (LANE_LIVE, LANE_LEAVING)
 
 
 class Peers:
@@ -30,16 +31,21 @@ class Peers:
         """A lane whose worker failed, or died without leaving; None while all is well. Costs one system call."""
         states = self._arena.lane_states()
         for lane, state in enumerate(states):
-            if state == LANE_LIVE and lane != self._own and lane not in self._known and not self._meet(lane):
+            if state in _PRESENT and lane != self._own and lane not in self._known and not self._meet(lane):
                 return lane
         for descriptor, _ in self._poll.poll(0):
             lane = self._lane_of[descriptor]
             # The state is read again: its worker may have left in good order just before its process ended.
-            if self._arena.lane_state(lane) in (LANE_LIVE, LANE_FAILED):
+            if self._arena.lane_state(lane) in (*_PRESENT, LANE_FAILED):
                 return lane
             self._poll.unregister(descriptor)
         # Last, for a worker that fails because another died says so itself, and the first cause is the better answer.
-        return next((lane for lane, state in enumerate(states) if state == LANE_FAILED and lane != self._own), None)
+        failed = [lane for lane, state in enumerate(states) if state == LANE_FAILED and lane != self._own]
+        return min(failed, key=self._is_consequence, default=None)
+
+    def _is_consequence(self, lane: int) -> bool:
+        """Whether a lane failed because another had."""
+        return self._arena.failure(lane).startswith(WorkerDiedError.__name__)
 
     def error(self, lane: int) -> WorkerDiedError:
         """The named error for a lane that `dead` returned."""
@@ -67,7 +73,7 @@ class Peers:
                 self._job, lane, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Absent:
-            return self._arena.lane_state(lane) != LANE_LIVE
+            return self._arena.lane_state(lane) not in _PRESENT
         except rendezvous.Silent:
             return True  # alive enough to accept: a stopped process is slow, not dead
         os.close(answer.memfd)

@@ -81,9 +81,11 @@ def DSSP(low: int, high: int, *, release: str = "next-push", hard_bound: bool = 
 
     Algorithm 1's line 17 has two readings. As "printed", a worker without credit waits until it is within `low` again.
     With "next-push" it is released at the slowest worker's next push, the instant whose wait the controller minimizes; this
-    is the default, for it alone gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). In neither reading is the
-    gap bounded by `high`; `hard_bound=True` caps the credit so that no worker is granted a step while more than `high` ahead,
-    which Theorem 2 needs. As printed (line 14), r* = 3 lets a worker begin four steps; this is kept.
+    is the default, for it alone always gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). With two workers of
+    speeds 3.1 : 1 and dssp:3,15 (tests/kernels/test_scheduler.py), next-push does ASP's 1.32 steps per unit; printed does
+    anything from SSP's 0.65 to ASP's 1.32, depending on range, phase and jitter. In neither reading is the gap bounded by
+    `high`; `hard_bound=True` caps the credit so that no worker is granted a step while more than `high` ahead, which Theorem 2
+    needs, and costs the speed (0.65). As printed (line 14), r* = 3 lets a worker begin four steps; this is kept.
 
     Raises PolicyError unless 0 <= low <= high and release is one of the two.
 

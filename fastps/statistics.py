@@ -7,9 +7,9 @@ from fastps import arena as memory_of
 from fastps import store
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError
-from fastps.kernels.arena import LANE_FAILED, LANE_FREE, LANE_LEFT, LANE_LIVE, Arena
+from fastps.kernels.arena import LANE_FAILED, LANE_FREE, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
 
-_STATES = {LANE_FREE: "not attached", LANE_LIVE: "live", LANE_LEFT: "left", LANE_FAILED: "failed"}
+_STATES = {LANE_FREE: "not attached", LANE_LIVE: "live", LANE_LEAVING: "leaving", LANE_LEFT: "left", LANE_FAILED: "failed"}
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensor.requires_grad
         ]
         self._in_no_sync = False
+        self._samples = 0
         self._take_weights()
         _limit_threads(layout.workers)
         exits.register(self._worker, self.close)
@@ -217,7 +218,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_unchanged()
         self._adopt_foreign_gradients()
         scale, skipped = self._loss_scaling()
-        self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped)
+        self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
             self._release_gradients()
         self._worker.advance()
@@ -369,9 +370,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The attached worker beneath."""
         return self._worker
 
-    def report_loss(self, loss: float) -> None:
-        """Tell whoever watches this worker's last loss; it travels with the next push."""
+    def report_loss(self, loss: float, samples: int = 0) -> None:
+        """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
         self._worker.loss = loss
+        self._samples = samples
 
     def statistics(self) -> list[WorkerStatistics]:
         """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
@@ -391,6 +393,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._worker.lane.release(False)
 
     # -- the end -----------------------------------------------------------------------------------
+
+    def wait_for_start(self) -> None:
+        """Wait until every worker of the job has attached."""
+        self._worker.wait_for_start()
 
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fastps import config, rendezvous
 from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
-from fastps.kernels.arena import LANE_LIVE
+from fastps.kernels.arena import LANE_FREE, LANE_LIVE
 from fastps.layout import first_difference
 from fastps.peers import Peers
 from fastps.rules import Hyper
@@ -52,6 +52,7 @@ class Worker:
         self.loss = math.nan
         self.forked = False
         self.closed = False
+        self._left = False
         self._answerer = answerer
         self._peers = Peers(store.arena, store.job, rank)
         self._clock = store.clock
@@ -203,7 +204,7 @@ class Worker:
         others = []
         for lane in range(self.store.layout.workers):
             posted = self.store.arena.counters(lane)["posted"]
-            if lane != self.rank and posted < self.steps:
+            if lane != self.rank and (posted < self.steps or self.store.arena.lane_state(lane) == LANE_FREE):
                 state = "" if self.store.arena.lane_state(lane) == LANE_LIVE else ", not attached"
                 others.append(f"worker {lane} (at step {posted}{state})")
         return (
@@ -211,20 +212,40 @@ class Worker:
             f" for {', '.join(others) or 'a grant'}; raise FASTPS_TIMEOUT if they are only slow"
         )
 
-    def wait_for_others(self) -> None:
-        """Wait until every other worker that attached has left, then pull. Runs turns and watches the peers meanwhile."""
+    def wait_for_start(self) -> None:
+        """Wait until every worker of the job has attached: a common beginning for measurements."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while True:
-            states = self.store.arena.lane_states()
-            self._try_turn()
-            if not any(state == LANE_LIVE for lane, state in enumerate(states) if lane != self.rank):
-                break
+        while LANE_FREE in self.store.arena.lane_states():
+            now_ns = self._clock.now_ns()
+            self._look_around(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(self._timeout_text())
+            self._clock.sleep_ns(1_000_000)
+        self._granted_ns = self._clock.now_ns()
+
+    def wait_for_others(self) -> None:
+        """Leave, wait until every other worker that attached has left too, and pull the final weights.
+
+        Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
+        """
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        self._leave()
+        while not self._others_are_done():
             now_ns = self._clock.now_ns()
             self._look_around(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(5_000_000)
         self.pull()
+
+    def _others_are_done(self) -> bool:
+        """Whether nobody else will push, and everything that was pushed is folded."""
+        self._try_turn()
+        for lane, state in enumerate(self.store.arena.lane_states()):
+            counters = self.store.arena.counters(lane)
+            if state == LANE_LIVE or counters["done"] < counters["posted"]:
+                return False
+        return True
 
     def hold_turn(self) -> None:
         """Take the turn and keep it: for copies of rule state. Call `lane.release` soon after."""
@@ -245,7 +266,7 @@ class Worker:
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
                 " itself, not in its children (such as DataLoader workers)"
             )
-        if self.closed:
+        if self.closed or self._left:
             raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None) -> None:
@@ -268,8 +289,13 @@ class Worker:
             _live.discard(self)
 
     def _leave(self) -> None:
+        """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
+        if self._left:
+            return
+        self._left = True
         while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self.store.arena.leave(self.rank)
         self._try_turn()
 
     def __enter__(self) -> "Worker":

@@ -26,6 +26,7 @@
 #define FPS_LANE_LIVE 1
 #define FPS_LANE_LEFT 2
 #define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
+#define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still takes turns: its death matters */
 
 /* One push as posted: exactly one cache line. */
 typedef struct {

@@ -12,6 +12,7 @@ from fastps.kernels.lane cimport (
     FPS_ABI,
     FPS_LANE_FAILED,
     FPS_LANE_FREE,
+    FPS_LANE_LEAVING,
     FPS_LANE_LEFT,
     FPS_LANE_LIVE,
     FPS_LINE,
@@ -48,6 +49,7 @@ LANE_FREE = FPS_LANE_FREE
 LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
 LANE_FAILED = FPS_LANE_FAILED
+LANE_LEAVING = FPS_LANE_LEAVING
 
 cdef enum:
     PAGE = 4096
@@ -269,13 +271,19 @@ cdef class Arena:
     def finish(self, uint32_t lane, str failure=None):
         """The lane's worker has ended: in good order, or by the error that `failure` describes in one line."""
         cdef bytes message
+        cdef uint32_t state = FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED
         if failure is not None:
             message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
             strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
-        fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED)
+        if not fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, state):
+            fps_state_change(&self.lane(lane).state, FPS_LANE_LEAVING, state)
+
+    def leave(self, uint32_t lane):
+        """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns."""
+        fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
     def lane_state(self, uint32_t lane):
-        """LANE_FREE, LANE_LIVE, LANE_LEFT or LANE_FAILED."""
+        """One of the LANE_ constants."""
         return fps_state_acquire(&self.lane(lane).state)
 
     def lane_states(self):

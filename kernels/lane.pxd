@@ -18,6 +18,7 @@ cdef extern from "arena.h" nogil:
         FPS_LANE_LIVE
         FPS_LANE_LEFT
         FPS_LANE_FAILED
+        FPS_LANE_LEAVING
 
     ctypedef struct fps_descriptor:
         uint64_t step

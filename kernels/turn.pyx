@@ -406,8 +406,8 @@ cdef class Lane:
         scheduler_touch(state, lane)
         if earliest.kind == FPS_LEAVE:
             action = scheduler_leave(state, lane, earliest.post_ns)
-            if state.policy.fold != FOLD_ALL:
-                worker.cursor = worker.consumed
+            if state.policy.fold != FOLD_ALL or worker.cursor + 1 == worker.consumed:
+                worker.cursor = worker.consumed  # nothing of this worker is kept for a fold
             return action
         action = scheduler_push(state, lane, earliest.post_ns)
         if action == ACTION_FOLD:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastps.kernels.arena import LANE_LIVE
 
 import fastps
 from fastps.arena import available_bytes
+from fastps.kernels.arena import LANE_LIVE
 from tests import processes
 
 AMOUNT = np.float32(1.0 / 1024)

@@ -6,9 +6,10 @@ import random
 from collections import deque
 
 import pytest
-from fastps.kernels.lane import Ring
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fastps.kernels.lane import Ring
 
 STRESS_DESCRIPTORS = 10_000_000
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fastps.kernels import turn
 from fastps.kernels.arena import Arena, format_memory, plan
 from fastps.kernels.turn import Lane
