@@ -1,0 +1,240 @@
+"""The command line. Every command parses, calls one function of the library, and shows or writes what it returned.
+
+Errors are one sentence; exit codes are 0 done, 1 the run failed, 2 wrong usage, 130 ended by Ctrl-C. Refuses to import torch
+before a command needs it, so that help and usage errors come at once.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from fastps.errors import Error, PolicyError, UsageError
+from fastps.policy import DISCIPLINES, parse_policies, parse_policy
+from fastps.training_options import TrainingOptions
+from fastps.version import __version__
+
+SYNC_HELP = f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}."
+DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+
+app = typer.Typer(
+    help="The embedded parameter server for PyTorch: run, train and compare with any synchronization scheme.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the loggers fastps.* say.")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Options of all commands."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))])
+
+
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the training images, all workers together.")]
+BatchSize = Annotated[int, typer.Option(help="Samples of a worker's batch.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of SGD.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Data = Annotated[str, typer.Option(help=DATA_HELP)]
+Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
+Straggler = Annotated[
+    list[str],
+    typer.Option(metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."),
+]
+TransferMs = Annotated[float, typer.Option(help="An extra wait in each step, as a transfer would take.")]
+ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train",
+)
+def run(
+    arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
+    workers: Workers = 1,
+    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Run a training script in several workers.
+
+    Each gets torchrun's environment variables. When a worker fails, the first failure is reported and the others are ended.
+    """
+    from fastps.launch import Launcher
+    from fastps.report import failure_panel, write_json
+
+    policy = parse_policy(sync).spec if sync is not None else None
+    if not module and not Path(arguments[0]).is_file():
+        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
+    command = [sys.executable, *(["-m"] if module else []), *arguments]
+    outcome = Launcher(command, workers, sync=policy).run()
+    if outcome.first_failure is not None:
+        Console(stderr=True).print(failure_panel(outcome))
+    if json_file is not None:
+        rows = [{"worker": worker.rank, "exit_code": worker.exit_code} for worker in outcome.workers]
+        write_json("run", rows, json_file)
+    raise typer.Exit(outcome.exit_code)
+
+
+def _console(json_file: str | None) -> Console:
+    """Where tables go: stderr when stdout is for JSON; wide enough for them where there is no terminal to ask."""
+    console = Console(stderr=json_file == "-")
+    return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
+
+
+def _options(
+    *, sync: str, workers: int, straggler: list[str], data: str, epochs: int, batch_size: int, lr: float, **others: Any
+) -> TrainingOptions:
+    """Check what can be checked before anything starts, and make the TrainingOptions."""
+    factors: dict[str, float] = {}
+    for text in straggler:
+        worker, _, factor = text.partition(":")
+        try:
+            factors[str(int(worker))] = float(factor)
+        except ValueError:
+            raise UsageError(f"--straggler: expected WORKER:FACTOR such as 0:3, found {text!r}") from None
+        if not 0 <= int(worker) < workers or not float(factor) >= 1:
+            raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of at least 1, found {text!r}")
+    smallest = {"workers": workers, "epochs": epochs, "batch-size": batch_size}
+    for name, value in smallest.items():
+        if value < 1:
+            raise UsageError(f"--{name}: expected at least 1, found {value}")
+    if not lr > 0:
+        raise UsageError(f"--lr: expected more than 0, found {lr}")
+    return TrainingOptions(
+        sync=sync,
+        workers=workers,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=lr,
+        straggler=factors,
+        **others,
+    )
+
+
+@app.command(epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -")
+def train(
+    sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "bsp",
+    workers: Workers = 4,
+    epochs: Epochs = 10,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = 0.05,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train a small network on real images with several workers, and print a summary."""
+    from fastps import compare as runs
+    from fastps.data import load
+    from fastps.report import training_table, write_json
+
+    policy = parse_policy(sync)
+    options = _options(
+        sync=policy.spec,
+        workers=workers,
+        straggler=straggler,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+        transfer_ms=transfer_ms,
+        compute_ms=compute_ms,
+    )
+    console = _console(json_file)
+    row = runs.train(options, load(data), console, progress=progress and console.is_terminal)
+    console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    if json_file is not None:
+        write_json("train", [row], json_file)
+
+
+@app.command(
+    epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
+)
+def compare(
+    sync: Annotated[
+        str,
+        typer.Option(
+            help="Specs, separated by commas. A comma begins a new spec only where the name of a discipline follows it, so"
+            " bsp,dssp:3,15 are two specs. " + SYNC_HELP
+        ),
+    ] = "bsp,asp,ssp:3,dssp:3,15",
+    workers: Workers = 4,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = 0.05,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
+    from fastps import compare as runs
+    from fastps.data import load
+    from fastps.report import training_table, write_json
+
+    policies = parse_policies(sync)
+    options = _options(
+        sync="",
+        workers=workers,
+        straggler=straggler,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+        transfer_ms=transfer_ms,
+        compute_ms=compute_ms,
+    )
+    console = _console(json_file)
+    rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
+    stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
+    console.print(training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", baseline=rows[0]))
+    if plot is not None:
+        runs.plot(rows, plot)
+    if json_file is not None:
+        write_json("compare", rows, json_file)
+
+
+def main() -> None:
+    """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
+    try:
+        app()
+    except Error as error:
+        if "--debug" in sys.argv:
+            raise
+        sys.stderr.write(f"fastps: {error}\n")
+        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, PolicyError | UsageError) else 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Whole training runs from outside: launch the workers, show progress, merge what they measured into one row, compare rows.
+
+Refuses to train: training.py does, in the workers.
+"""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from sys import executable
+
+from rich.console import Console
+
+from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.data import Dataset
+from fastps.errors import Error, UsageError
+from fastps.launch import Launcher, Outcome
+from fastps.policy import Policy
+from fastps.report import LiveWorkers, Row, failure_panel
+from fastps.statistics import Observer, observe
+from fastps.training_options import TrainingOptions
+
+
+class RunFailedError(Error):
+    """A run's workers did not all finish; the report was shown already. `exit_code` is for the command line."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("the run was interrupted" if outcome.interrupted else "the run failed")
+        self.exit_code = outcome.exit_code
+
+
+def train(
+    options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True, clock: Clock = SYSTEM_CLOCK
+) -> Row:
+    """Run one training job on `data` and return its row. Raises RunFailedError."""
+    with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
+        file = Path(folder) / "options.json"
+        options.save(file)
+        data.save(file.parent)  # read once, here; the workers map it
+        launcher = Launcher([executable, "-m", "fastps.training", str(file)], options.workers, clock=clock)
+        outcome = _run_watched(launcher, options, data, console, progress, clock)
+        if outcome.exit_code:
+            if outcome.first_failure is not None:
+                console.print(failure_panel(outcome))
+            raise RunFailedError(outcome)
+        results = [json.loads((Path(folder) / f"worker-{rank}.json").read_text()) for rank in range(options.workers)]
+    return merged(options, results)
+
+
+def _run_watched(
+    launcher: Launcher, options: TrainingOptions, data: Dataset, console: Console, progress: bool, clock: Clock
+) -> Outcome:
+    if not progress:
+        return launcher.run()
+    observer: Observer | None = None
+    began_ns = 0
+
+    def tick() -> None:
+        nonlocal observer, began_ns
+        if observer is None:
+            try:
+                observer = observe(launcher.job, timeout_s=1e-9, clock=clock)
+            except Error:
+                return  # no arena yet
+        rows = observer.statistics()
+        if not began_ns and any(row.steps for row in rows):
+            began_ns = clock.now_ns()
+        view.show(rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0)
+
+    with LiveWorkers(console, f"{options.sync}, {options.workers} workers", options.epochs * len(data.train_labels)) as view:
+        outcome = launcher.run(tick)
+    if observer is not None:
+        observer.close()
+    return outcome
+
+
+def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
+    """One row of a run from its workers' results: seconds from the common start to the last end, steps of all workers."""
+    seconds = (max(row["ended_ns"] for row in results) - min(row["began_ns"] for row in results)) / 1e9
+    total = {
+        key: sum(row[key] for row in results) for key in ("steps", "samples", "wait_ns", "compute_ns", "folded", "dropped")
+    }
+    return {
+        "sync": options.sync,
+        "workers": options.workers,
+        "seconds": seconds,
+        "steps": total["steps"],
+        "steps_per_s": total["steps"] / seconds,
+        "samples_per_s": total["samples"] / seconds,
+        "test_accuracy": results[0]["final_accuracy"],
+        "staleness_mean": sum(row["staleness_sum"] for row in results) / max(1, total["folded"]),
+        "staleness_max": max(row["staleness_max"] for row in results),
+        "wait_share": total["wait_ns"] / max(1, total["wait_ns"] + total["compute_ns"]),
+        "dropped": total["dropped"],
+        "seed": options.seed,
+        "accuracy_over_time": results[0]["accuracy_over_time"],
+    }
+
+
+def compare(
+    policies: Sequence[Policy],
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    progress: bool = True,
+    clock: Clock = SYSTEM_CLOCK,
+) -> list[Row]:
+    """The same training under each policy, one after the other, on the same seed and data."""
+    rows = []
+    for policy in policies:
+        rows.append(train(replace(options, sync=policy.spec), data, console, progress=progress, clock=clock))
+    return rows
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Draw test accuracy over seconds, a line a run. Raises UsageError when matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'fastps[demo]'") from None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        points = row["accuracy_over_time"]
+        axes.plot([point[0] for point in points], [100 * point[1] for point in points], marker="o", label=row["sync"])
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("test accuracy, %")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file}: the picture cannot be written: {error}") from None

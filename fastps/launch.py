@@ -1,0 +1,274 @@
+"""The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
+
+Sets torchrun's environment variables, so that a script needs to know only one set. The first worker that fails is the root
+cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. Refuses to restart
+anyone, and to import torch: usage errors must be quick.
+"""
+
+import ctypes
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, cast
+
+from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.errors import UsageError, WorkerDiedError
+
+logger = logging.getLogger("fastps.launch")
+
+GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
+TAIL_LINES = 20
+_DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class LaunchedWorker:
+    """One worker process: how it ended, and the last lines that it wrote to stderr."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    exit_code: int | None = None
+    ended_ns: int = 0
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended other than well."""
+        return self.exit_code not in (None, 0)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether its last lines say that it ended because another worker had."""
+        return any(WorkerDiedError.__name__ in line for line in self.tail)
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.exit_code is None:
+            return "still running"
+        if self.exit_code < 0:
+            return f"ended by {signal.Signals(-self.exit_code).name}"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: all workers, the first that failed (None when none did), and whether Ctrl-C ended it."""
+
+    workers: list[LaunchedWorker]
+    first_failure: LaunchedWorker | None
+    interrupted: bool
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 a worker failed, 130 ended by Ctrl-C."""
+        return 130 if self.interrupted else 1 if self.first_failure else 0
+
+
+def environment_of(rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one worker: torchrun's, the job's name, and a fair number of threads unless the user set one."""
+    cores = len(os.sched_getaffinity(0))
+    variables = {
+        **base,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(workers),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": job,
+        "FASTPS_JOB": job,
+        "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
+    }
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    if sync is not None:
+        variables["FASTPS_SYNC"] = sync
+    return variables
+
+
+class Launcher:
+    """Runs `command` once a worker. Use `run`; everything that it started has ended when it returns.
+
+    Args:
+        command: program and arguments, the same for all workers.
+        workers: how many; at least 1.
+        sync: a spec for FASTPS_SYNC, or None to leave it to the script.
+        job: the job's name; random by default.
+        prefix: whether each line of output begins with its worker's number.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        *,
+        sync: str | None = None,
+        job: str | None = None,
+        prefix: bool = True,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        if workers < 1:
+            raise UsageError(f"expected at least 1 worker, found {workers}: use -n 1 or more")
+        self.job = job or secrets.token_hex(8)
+        self._command = list(command)
+        self._count = workers
+        self._sync = sync
+        self._prefix = prefix
+        self._clock = clock
+        self._workers: list[LaunchedWorker] = []
+        self._selector = selectors.DefaultSelector()
+        self._partial: dict[int, bytes] = {}
+        self._open_pipes = 0
+        self._signals = [signal.SIGTERM, signal.SIGKILL]  # still to be sent, in order, once a deadline has passed
+        self._deadline_ns: int | None = None
+        self._interrupts = 0
+
+    def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
+        """Start all, and stay until all have ended. `on_tick` is called about every `tick_s` seconds meanwhile."""
+        began_ns = self._clock.now_ns()
+        previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            self._start()
+            while any(worker.exit_code is None for worker in self._workers):
+                self._handle_events(tick_s)
+                self._enforce_deadline()
+                if on_tick is not None:
+                    on_tick()
+            self._drain()
+        finally:
+            self._kill_all()
+            signal.signal(signal.SIGINT, previous)
+            self._selector.close()
+        seconds = (self._clock.now_ns() - began_ns) / 1e9
+        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds)
+
+    def _root_cause(self) -> LaunchedWorker | None:
+        """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
+        failed = [worker for worker in self._workers if worker.failed]
+        return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+
+    def _start(self) -> None:
+        port = _free_port()
+        for rank in range(self._count):
+            process = subprocess.Popen(
+                self._command,
+                env=environment_of(rank, self._count, port, self.job, self._sync, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+            worker = LaunchedWorker(rank, process)
+            self._workers.append(worker)
+            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
+            for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                pipe = cast("IO[bytes]", stream)
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
+                self._open_pipes += 1
+        logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _handle_events(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            worker, sink = key.data
+            if sink is not None:
+                self._pass_on(key, worker, sink)
+                continue
+            self._selector.unregister(key.fileobj)
+            os.close(key.fd)
+            worker.exit_code = worker.process.wait()
+            worker.ended_ns = self._clock.now_ns()
+            logger.info("worker %d: %s", worker.rank, worker.ending)
+            if worker.failed and self._deadline_ns is None:
+                self._deadline_ns = worker.ended_ns + GRACE_NS
+
+    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
+        """Write whole lines on, each with its worker's number; keep the last of stderr for the report."""
+        data = os.read(key.fd, 65536)
+        lines = (self._partial.pop(key.fd, b"") + data).split(b"\n")
+        if data:
+            self._partial[key.fd] = lines.pop()
+        else:
+            self._selector.unregister(key.fileobj)
+            cast("IO[bytes]", key.fileobj).close()
+            self._open_pipes -= 1
+            if lines[-1] == b"":
+                lines.pop()
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            if sink is sys.stderr:
+                worker.tail.append(text)
+            sink.write(f"[{worker.rank}] {text}\n" if self._prefix else f"{text}\n")
+        sink.flush()
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """First Ctrl-C: pass it on, then SIGTERM and SIGKILL in turn. Second: kill at once."""
+        self._interrupts += 1
+        self._signal_all(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
+        self._deadline_ns = self._clock.now_ns() + GRACE_NS
+
+    def _enforce_deadline(self) -> None:
+        if self._deadline_ns is None or self._clock.now_ns() < self._deadline_ns:
+            return
+        self._signal_all(self._signals.pop(0) if len(self._signals) > 1 else self._signals[0])
+        self._deadline_ns = self._clock.now_ns() + GRACE_NS
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None:
+                worker.process.send_signal(number)
+
+    def _drain(self) -> None:
+        """Read what is left in the pipes; a worker's own child may keep one open, which ends nothing."""
+        deadline_ns = self._clock.now_ns() + _DRAIN_NS
+        while self._open_pipes and self._clock.now_ns() < deadline_ns:
+            self._handle_events(0.05)
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None:
+                worker.process.kill()
+                worker.exit_code = worker.process.wait()
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                cast("IO[bytes]", key.fileobj).close()
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """What a new worker does first: ask to be killed with its launcher, and check that this has not happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+def _free_port() -> int:
+    """A port for scripts that start torch.distributed themselves; fastps needs none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

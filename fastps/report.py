@@ -1,0 +1,125 @@
+"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command.
+
+Refuses to measure anything.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from fastps.launch import Outcome
+from fastps.statistics import WorkerStatistics
+from fastps.version import __version__
+
+Row = dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """The machine that figures were measured on."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return {
+        "cpu": name,
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> None:
+    """Write `{"command", "version", "machine", "rows"}` to a file, or to stdout for "-"."""
+    text = json.dumps({"command": command, "version": __version__, "machine": machine(), "rows": rows}, indent=2)
+    if target == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(target).write_text(text + "\n")
+
+
+def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Table:
+    """A line a run; with a baseline, steps per second are also given relative to it."""
+    table = Table(title=title)
+    headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "sync" else "right", no_wrap=True)
+    table.add_column("dropped", justify="right")
+    if baseline is not None:
+        table.add_column(f"speed / {baseline['sync']}", justify="right")
+    for row in rows:
+        cells = [
+            row["sync"],
+            str(row["workers"]),
+            f"{row['seconds']:.2f}",
+            f"{row['steps_per_s']:.1f}",
+            f"{row['samples_per_s']:.0f}",
+            f"{row['test_accuracy']:.1%}",
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['wait_share']:.1%}",
+            str(row["dropped"]),
+        ]
+        if baseline is not None:
+            cells.append(f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x")
+        table.add_row(*cells)
+    return table
+
+
+class LiveWorkers:
+    """Live progress on a terminal: a line a worker, from the job's own counters. Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, budget_samples: int) -> None:
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
+        self._title = title
+        self._budget = budget_samples
+        self._seconds = 0.0
+
+    def __enter__(self) -> "LiveWorkers":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._live.__exit__(*exception)
+
+    def show(self, rows: Sequence[WorkerStatistics], seconds: float) -> None:
+        """Draw the workers as they stand now; `seconds` is the time since the first row was seen."""
+        drawn = sum(row.samples for row in rows)
+        table = Table(title=f"{self._title}: {min(1.0, drawn / self._budget):.0%} of the samples")
+        for heading in ("worker", "steps", "steps/s", "loss", "staleness", "waiting", "state"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(
+                str(row.rank),
+                str(row.steps),
+                f"{row.steps / seconds:.1f}" if seconds > 0 else "-",
+                f"{row.loss:.3f}",
+                f"{row.staleness_mean:.2f}",
+                f"{row.wait_share:.0%}",
+                row.state,
+            )
+        self._live.update(table)
+
+
+def failure_panel(outcome: Outcome) -> Panel:
+    """The first failure of a job, with the last lines that it wrote, and how the others ended."""
+    first = outcome.first_failure
+    assert first is not None
+    lines = [f"worker {first.rank} failed first: {first.ending}"]
+    others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
+    lines += [f"the others: {', '.join(others)}"] if others else []
+    lines += ["its last lines:", *(f"  {line}" for line in first.tail)] if first.tail else ["it wrote nothing to stderr"]
+    return Panel("\n".join(lines).replace("[", "\\["), title="fastps: the job failed", border_style="red")

@@ -1,0 +1,162 @@
+"""The main job: one worker's training loop on real images.
+
+Run by the launcher as `python -m fastps.training OPTIONS.json`; the worker writes what it measured to a file beside it. Refuses
+to show anything: report.py and compare.py do.
+"""
+
+import copy
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import fastps
+from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.data import Dataset, open_saved
+from fastps.models import accuracy, inputs_of, model_for
+from fastps.policy import Policy, parse_policy
+from fastps.training_options import TrainingOptions, extra_wait_ns
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker measured; times in nanoseconds on the machine's one monotonic clock."""
+
+    rank: int
+    steps: int
+    samples: int
+    began_ns: int
+    ended_ns: int
+    wait_ns: int
+    compute_ns: int
+    folded: int
+    dropped: int
+    staleness_sum: int
+    staleness_max: int
+    accuracy_over_time: list[tuple[float, float]]
+    final_accuracy: float
+
+
+class Batches:
+    """This worker's share of the images: every pass has a new order that all workers agree on, and nobody shares a sample."""
+
+    def __init__(self, data: Dataset, options: TrainingOptions, rank: int) -> None:
+        self._data = data
+        self._options = options
+        self._rank = rank
+        self._pass = 0
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch; a new pass begins when the share has fewer samples left than a batch."""
+        size = self._options.batch_size
+        if len(self._order) < size:
+            generator = torch.Generator().manual_seed(1_000_003 * self._options.seed + self._pass)
+            order = torch.randperm(len(self._data.train_labels), generator=generator)
+            self._order = torch.cat([self._order, order[self._rank :: self._options.workers]])
+            self._pass += 1
+        chosen, self._order = self._order[:size], self._order[size:]
+        index = chosen.numpy()
+        return inputs_of(self._data, self._data.train_images[index]), torch.from_numpy(self._data.train_labels[index])
+
+
+class TrainingRun:
+    """One worker's run: steps until all workers together have drawn the run's budget of samples."""
+
+    def __init__(self, options: TrainingOptions, data: Dataset, rank: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._options = options
+        self._rank = rank
+        self._clock = clock
+        self._policy: Policy = parse_policy(options.sync)
+        self._data = data
+        self._budget = options.epochs * len(data.train_labels)
+        torch.manual_seed(options.seed)
+        self._model = model_for(data)
+        # Weights at the end of each epoch, kept by worker 0 and judged when the clock is off.
+        self._snapshots: list[tuple[float, dict[str, torch.Tensor]]] = []
+
+    def run(self) -> WorkerResult:
+        """Train, then return what was measured; worker 0 also judges the snapshots and the final weights."""
+        options = self._options
+        if options.straggler:
+            torch.set_num_threads(1)  # processor time of the step is then the time of this thread
+        inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
+        with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model) as optimizer:
+            batches = Batches(self._data, options, self._rank)
+            optimizer.wait_for_start()
+            began_ns = self._clock.now_ns()
+            while not self._finished(optimizer):
+                self._step(optimizer, *batches.next())
+                if self._rank == 0:
+                    self._keep_snapshot(optimizer, began_ns)
+            ended_ns = self._clock.now_ns()
+            final = math.nan
+            if self._rank == 0:
+                optimizer.wait_for_others()
+                final = self._judge(self._model.state_dict())
+            row = optimizer.statistics()[self._rank]
+        curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
+        return WorkerResult(
+            rank=self._rank,
+            steps=row.steps,
+            samples=row.samples,
+            began_ns=began_ns,
+            ended_ns=ended_ns,
+            wait_ns=row.wait_ns,
+            compute_ns=row.compute_ns,
+            folded=row.folded,
+            dropped=row.dropped,
+            staleness_sum=row.staleness_sum,
+            staleness_max=row.staleness_max,
+            accuracy_over_time=curve,
+            final_accuracy=final,
+        )
+
+    def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        cpu_ns = self._clock.thread_cpu_ns()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self._model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._clock.sleep_ns(extra_wait_ns(self._options, self._rank, self._clock.thread_cpu_ns() - cpu_ns))
+        optimizer.report_loss(float(loss.detach()), len(labels))
+        optimizer.step()
+
+    def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
+        """Samples that all workers together have drawn."""
+        if self._policy.waits_for_fold:
+            return optimizer.worker.samples * self._options.workers  # all are at the same step
+        return sum(row.samples for row in optimizer.statistics())
+
+    def _finished(self, optimizer: fastps.DistributedOptimizer) -> bool:
+        return self._drawn(optimizer) >= self._budget
+
+    def _keep_snapshot(self, optimizer: fastps.DistributedOptimizer, began_ns: int) -> None:
+        epochs = self._drawn(optimizer) * self._options.epochs // self._budget
+        if epochs > len(self._snapshots):
+            seconds = (self._clock.now_ns() - began_ns) / 1e9
+            self._snapshots.append((seconds, copy.deepcopy(self._model.state_dict())))
+
+    def _judge(self, weights: dict[str, torch.Tensor]) -> float:
+        judge = copy.deepcopy(self._model)
+        judge.load_state_dict(weights)
+        return accuracy(judge, self._data)
+
+
+def main(options_file: str) -> None:
+    """Run this process's worker as the options file says, on the data set saved beside it, and write its result there, too."""
+    path = Path(options_file)
+    rank = fastps.rank()
+    result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), rank).run()
+    path.with_name(f"worker-{rank}.json").write_text(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except fastps.Error as error:
+        sys.exit(f"fastps: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

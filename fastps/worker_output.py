@@ -1,0 +1,87 @@
+"""What workers print: bytes from pipes become whole lines, errors of fastps become one sentence, the last lines are kept.
+
+Refuses to write anywhere: it gives lines, the launcher's caller decides where they go.
+"""
+
+from collections import deque
+
+_MAX_LINE_BYTES = 1 << 16
+_TRACEBACK = b"Traceback (most recent call last):"
+_OWN_ERROR = b"fastps."
+_INTERRUPT = b"KeyboardInterrupt"
+TAIL_LINES = 20
+
+
+class Lines:
+    """Cuts a stream into lines. A carriage return ends one too, so that progress bars arrive while they move.
+
+    >>> lines = Lines()
+    >>> lines.feed(b"one\\ntw"), lines.feed(b"o\\r"), lines.feed(b"\\n3"), lines.rest()
+    ([b'one\\n'], [], [b'two\\r\\n'], [b'3'])
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, each with its end."""
+        self._pending += data
+        # A carriage return at the very end may be the first half of \r\n: it waits for the next byte.
+        whole = len(self._pending) - 1 if self._pending.endswith(b"\r") else len(self._pending)
+        end = 1 + max(self._pending.rfind(b"\n", 0, whole), self._pending.rfind(b"\r", 0, whole))
+        if not end and len(self._pending) > _MAX_LINE_BYTES:
+            end = len(self._pending)
+        done, self._pending = self._pending[:end], self._pending[end:]
+        return done.splitlines(keepends=True) if end else []
+
+    def rest(self) -> list[bytes]:
+        """What came after the last end of line, when no more will come."""
+        rest, self._pending = self._pending, b""
+        return [rest] if rest else []
+
+
+class ErrorLines:
+    """Standard error without the tracebacks of fastps' own errors, whose text says what to do, and of Ctrl-C.
+
+    Tracebacks of all other exceptions pass as they are. With `whole`, everything does.
+
+    >>> error = b"Traceback (most recent call last):\\n", b'  File "x"\\n', b"fastps.errors.UsageError: no\\n"
+    >>> ErrorLines().feed(error)
+    [b'fastps.errors.UsageError: no\\n']
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self._whole = whole
+        self._held: list[bytes] = []
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, lines: "list[bytes] | tuple[bytes, ...]") -> list[bytes]:
+        """The lines to show, now that these have come."""
+        shown = [line for arrived in lines for line in self._next(arrived)]
+        self._remember(shown)
+        return shown
+
+    def rest(self) -> list[bytes]:
+        """A traceback that was cut off, when no more will come."""
+        held, self._held = self._held, []
+        self._remember(held)
+        return held
+
+    def _next(self, line: bytes) -> list[bytes]:
+        if self._whole:
+            return [line]
+        if line.startswith(_TRACEBACK):
+            before, self._held = self._held, [line]
+            return before
+        if not self._held:
+            return [line]
+        if line.startswith(b" "):
+            self._held.append(line)
+            return []
+        block, self._held = [*self._held, line], []
+        if line.startswith(_INTERRUPT):
+            return []
+        return [line] if line.startswith(_OWN_ERROR) else block
+
+    def _remember(self, lines: list[bytes]) -> None:
+        self.tail.extend(text for line in lines if (text := line.decode("utf-8", "replace").rstrip()))
