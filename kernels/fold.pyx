@@ -151,7 +151,7 @@ def _hyper_words(groups):
 
 
 def _presence_words(present):
-    words = np.zeros(max(1, -(-len(present) // 64)), np.uint64)
+    words = np.zeros(max(1, (len(present) + 63) // 64), np.uint64)
     for index, bit in enumerate(present):
         words[index // 64] |= np.uint64(int(bit) << (index % 64))
     return words

@@ -1,0 +1,203 @@
+"""The fold's oracle: what kernels/fold.pyx computes, bit for bit, in plain NumPy that can be read beside torch.optim.
+
+What it refuses to be: quick, or clever. One function a rule and one step a line, in single precision; the only trick is the
+fused multiply-add, which NumPy lacks and which is emulated exactly.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.kernels.fold import (
+    FOLD_EACH,
+    HYPER_DECOUPLED,
+    HYPER_MAXIMIZE,
+    HYPER_NESTEROV,
+    MAX_PUSHES,
+    RULE_ADAM,
+    RULE_SGD,
+)
+
+Floats = npt.NDArray[np.float32]
+
+
+class Hyper(NamedTuple):
+    """The hyper-parameters of one param_group, named as in torch.optim; `flags` are the HYPER_ bits."""
+
+    learning_rate: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    flags: int
+
+
+class Push(NamedTuple):
+    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, and the scale of the gradient."""
+
+    gradient: Floats
+    hypers: Sequence[Hyper]
+    presence: Sequence[bool]
+    scale: float
+
+
+def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
+    """Return a * b + c in float32 with one rounding, elementwise.
+
+    The product of two floats is exact in double. The sum is rounded to odd in double, so that rounding it again to float
+    gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
+    Computers 57(4), 2008); the sum's error is exact by Knuth's TwoSum.
+    """
+    product, addend = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
+    total = np.atleast_1d(product + addend)
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    is_inexact_and_even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    bits += np.where(is_inexact_and_even, np.where((error > 0) == (total > 0), 1, -1), 0)
+    return total.astype(np.float32)
+
+
+def sgd(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.SGD once, as its single-tensor form does; state: [momentum buffer], or [] where none is kept.
+
+    Without momentum the state is as it was. At a parameter's first step the buffer is the gradient, undampened.
+    """
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    state = list(state)
+    if hyper.momentum:
+        buffer = step
+        if steps:
+            buffer = fused_multiply_add(step, np.float32(1 - hyper.dampening), state[0] * np.float32(hyper.momentum))
+        step = fused_multiply_add(buffer, np.float32(hyper.momentum), step) if hyper.flags & HYPER_NESTEROV else buffer
+        state[0] = buffer
+    return fused_multiply_add(step, np.float32(-learning_rate), weight), state
+
+
+def adam(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adam (AdamW under HYPER_DECOUPLED) once, as its single-tensor form does; state: [mean, square]."""
+    mean, square = state
+    step = gradient
+    if hyper.weight_decay and hyper.flags & HYPER_DECOUPLED:
+        weight = weight * np.float32(1 - learning_rate * hyper.weight_decay)
+    elif hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    mean = lerp(mean, step, np.float32(1 - hyper.beta1))
+    square = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, square * np.float32(hyper.beta2))
+    step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
+    root_correction = np.float32(math.sqrt(1 - hyper.beta2 ** (steps + 1)))
+    denominator = np.divide(np.sqrt(square), root_correction) + np.float32(hyper.epsilon)
+    weight = weight + np.divide(mean * np.float32(-step_size), denominator)
+    return weight, [mean, square]
+
+
+def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
+    """Interpolate from start to end as torch.lerp does: from the nearer of the two."""
+    if abs(fraction) < np.float32(0.5):
+        return fused_multiply_add(fraction, end - start, start)
+    return fused_multiply_add(fraction - np.float32(1), end - start, end)
+
+
+RULES = {RULE_SGD: (sgd, 0), RULE_ADAM: (adam, 2)}  # the rule and how many state planes it cannot do without
+
+
+def mean_rate(rates: Sequence[float]) -> float:
+    """Return the mean learning rate of the pushes: the common one, untouched by rounding, where all are equal."""
+    return rates[0] if len(set(rates)) == 1 else sum(rates[1:], rates[0]) / len(rates)
+
+
+def scaled(gradient: Floats, scale: float, hyper: Hyper) -> Floats:
+    """Multiply a gradient by its scale, in single precision, and turn it round to maximize."""
+    return gradient * np.float32(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
+
+
+def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tuple[Floats, float]:
+    """Sum gradients in order; return the sum and the scale that still has to be applied to it.
+
+    A scale that all pushes have in common is applied once, to the sum; otherwise each gradient gets its own first.
+    """
+    is_common = len(set(scales)) == 1
+    terms = gradients if is_common else [each * np.float32(scale) for each, scale in zip(gradients, scales, strict=True)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total, scales[0] if is_common else 1.0
+
+
+def fold_segment(
+    rule: int,
+    mode: int,
+    span: slice,
+    group: int,
+    pushes: Sequence[Push],
+    weight: Floats,
+    state: Floats,
+    steps: int,
+    scale: float,
+) -> tuple[Floats, Sequence[Floats], int]:
+    """Fold the pushes that have a gradient for one parameter; return its weights, state planes and steps."""
+    apply, _ = RULES[rule]
+    planes: Sequence[Floats] = list(state)
+    gradients = [push.gradient[span] for push in pushes]
+    hypers = [push.hypers[group] for push in pushes]
+    if mode == FOLD_EACH:
+        for push, gradient, hyper in zip(pushes, gradients, hypers, strict=True):
+            step = scaled(gradient, push.scale, hyper)
+            weight, planes = apply(weight, planes, step, hyper, hyper.learning_rate, steps)
+            steps += 1
+    elif pushes:
+        total, common_scale = total_gradient(gradients, [push.scale for push in pushes])
+        step = scaled(total, scale * common_scale, hypers[0])
+        rate = mean_rate([hyper.learning_rate for hyper in hypers])
+        weight, planes = apply(weight, planes, step, hypers[0], rate, steps)
+        steps += 1
+    return weight, planes, steps
+
+
+def fold(
+    rule: int,
+    mode: int,
+    segments: Sequence[tuple[int, int, int]],
+    pushes: Sequence[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]],
+    weights: Floats,
+    state: Floats,
+    steps: npt.NDArray[np.int64],
+    *,
+    scale: float = 1.0,
+) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
+    """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
+
+    Arguments, result and errors are those of fastps.kernels.fold.fold; under FOLD_SUM the hyper-parameters are those of the
+    first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0.
+    """
+    if len(pushes) > MAX_PUSHES or rule not in RULES or len(state) < RULES[rule][1]:
+        raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule with its state planes")
+    if len(steps) != len(segments) or state.shape[1] != len(weights):
+        raise ValueError("expected steps for every segment, and state as long as the weights")
+    if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
+        raise ValueError(f"expected segments within {len(weights)} floats")
+    named = [
+        Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, push_scale)  # type: ignore[arg-type]
+        for gradient, groups, presence, push_scale in pushes
+    ]
+    weights_out, state_out, steps_out = np.zeros_like(weights), np.zeros_like(state), np.zeros_like(steps)
+    for parameter, (offset, length, group) in enumerate(segments):
+        span = slice(offset, offset + length)
+        present = [push for push in named if push.presence[parameter]]
+        weights_out[span], planes, steps_out[parameter] = fold_segment(
+            rule, mode, span, group, present, weights[span], state[:, span], int(steps[parameter]), scale
+        )
+        for plane, values in zip(state_out, planes, strict=True):
+            plane[span] = values
+    return weights_out, state_out, steps_out

@@ -1,0 +1,408 @@
+"""The compiled fold, bit for bit: against its oracle on every instruction set, and against torch.optim itself.
+
+Every rule, with every option, is a row of one table (ROWS). Speed is not tested here.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from fastps.kernels import fold as compiled
+from fastps.kernels import reference
+from fastps.kernels.fold import FOLD_EACH, FOLD_SUM, HYPER_DECOUPLED, HYPER_MAXIMIZE, HYPER_NESTEROV, RULE_ADAM, RULE_SGD
+from fastps.kernels.reference import Hyper
+
+Floats = npt.NDArray[np.float32]
+Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
+Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]]
+
+SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 3000)
+MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
+ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
+GAP = 16  # floats between segments, as an arena's alignment leaves them
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule with one set of options: our hyper-parameters, and torch's optimizer class with its own words for them."""
+
+    name: str
+    rule: int
+    hyper: Hyper
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    @property
+    def state_planes(self) -> int:
+        return 2 if self.rule == RULE_ADAM else int(self.hyper.momentum != 0)
+
+    def other_hyper(self) -> Hyper:
+        """Another param_group's: slower, with decay, with beta1 on the other side of 0.5, and without momentum."""
+        beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
+        return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1)
+
+
+def sgd_row(name: str, flags: int = 0, **options: Any) -> Row:
+    momentum, dampening, decay = (options.get(key, 0.0) for key in ("momentum", "dampening", "weight_decay"))
+    return Row(
+        name, RULE_SGD, Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, flags), torch.optim.SGD, {"lr": 0.1, **options}
+    )
+
+
+def adam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
+    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, flags)
+    optimizer = torch.optim.AdamW if flags & HYPER_DECOUPLED else torch.optim.Adam
+    return Row(name, RULE_ADAM, hyper, optimizer, {"lr": 0.01, "betas": (beta1, 0.999), "weight_decay": 0.0, **options})
+
+
+SGD_ROWS = (
+    sgd_row("sgd"),
+    sgd_row("sgd-decay", weight_decay=0.01),
+    sgd_row("sgd-maximize", HYPER_MAXIMIZE, maximize=True),
+    sgd_row("momentum", momentum=0.9),
+    sgd_row("momentum-decay", momentum=0.9, weight_decay=0.01),
+    sgd_row("momentum-dampening", momentum=0.9, dampening=0.3),
+    sgd_row("momentum-all", HYPER_MAXIMIZE, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
+    sgd_row("nesterov", HYPER_NESTEROV, momentum=0.9, nesterov=True),
+    sgd_row("nesterov-decay", HYPER_NESTEROV, momentum=0.9, weight_decay=0.01, nesterov=True),
+)
+ADAM_ROWS = (
+    adam_row("adam"),
+    adam_row("adam-decay", weight_decay=0.1),
+    adam_row("adam-low-beta1", beta1=0.3),
+    adam_row("adam-half-beta1", beta1=0.5),
+    adam_row("adam-zero-beta1", beta1=0.0),
+    adam_row("adam-maximize", HYPER_MAXIMIZE, maximize=True),
+    adam_row("adamw", HYPER_DECOUPLED, weight_decay=0.1),
+    adam_row("adamw-without-decay", HYPER_DECOUPLED),
+    adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
+)
+ROWS = pytest.mark.parametrize("row", SGD_ROWS + ADAM_ROWS, ids=lambda row: row.name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a fold reads."""
+
+    row: Row
+    segments: list[tuple[int, int, int]]
+    pushes: Pushes
+    weights: Floats
+    state: Floats
+    steps: npt.NDArray[np.int64]
+    scale: float = 1.0
+
+    def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
+        return compiled.fold(self.row.rule, mode, *self._measures(), scale=self.scale, instruction_set=isa, ranges=ranges)
+
+    def fold_by_reference(self, mode: int) -> Result:
+        return reference.fold(self.row.rule, mode, *self._measures(), scale=self.scale)
+
+    def _measures(self) -> tuple[Any, ...]:
+        return self.segments, self.pushes, self.weights, self.state, self.steps
+
+
+def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """Segments on multiples of 16 floats with gaps between them, the groups in turn; and the length of it all."""
+    segments, offset = [], GAP
+    for index, length in enumerate(lengths):
+        segments.append((offset, length, index % 2))
+        offset += -(-length // 16) * 16 + GAP
+    return segments, offset
+
+
+def normal(random: np.random.Generator, *shape: int) -> Floats:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence[int] = SIZES) -> Job:
+    """A job with random values in `situation` (a key of SITUATIONS); gaps are full of values that nobody may use."""
+    random = np.random.default_rng([seed, pushes])
+    segments, n = segments_of(lengths)
+    made: Pushes = []
+    for index in range(pushes):
+        presence, scale, rate = SITUATIONS[situation](index, len(lengths))
+        hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
+        made.append((normal(random, n) / np.float32(scale), hypers, presence, scale))
+    state = normal(random, row.state_planes, n)
+    if row.rule == RULE_ADAM:
+        state[1] = abs(state[1])
+    steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
+    return Job(row, segments, made, normal(random, n), state, steps, scale=1 / pushes)
+
+
+def in_all(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [True] * parameters, 1.0, 1.0
+
+
+def absent_in_one(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [not (index == 0 and parameter % 2) for parameter in range(parameters)], 1.0, 1.0
+
+
+def absent_in_all(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [parameter % 3 != 1 for parameter in range(parameters)], 1.0, 1.0
+
+
+def common_loss_scale(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [True] * parameters, 1 / 3000.0, 1.0
+
+
+def own_loss_scales(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index), 1.0
+
+
+def own_learning_rates(index: int, parameters: int) -> tuple[list[bool], float, float]:
+    return [True] * parameters, 1.0, 1 / (1 + index)
+
+
+SITUATIONS: dict[str, Callable[[int, int], tuple[list[bool], float, float]]] = {
+    each.__name__: each
+    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates)
+}
+
+
+def bits(values: Floats) -> npt.NDArray[np.int32]:
+    """The bits of floats; all not-a-numbers are one, as IEEE 754 does not say which of them an operation gives."""
+    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.int32)
+
+
+def assert_same_bits(found: Result, expected: Result, context: object) -> None:
+    differing = {
+        "weights": np.flatnonzero(bits(found[0]) != bits(expected[0])),
+        "state": np.flatnonzero(bits(found[1]) != bits(expected[1])),
+        "steps": np.flatnonzero(found[2] != expected[2]),
+    }
+    assert [array.shape for array in found] == [array.shape for array in expected]
+    assert not any(places.size for places in differing.values()), (differing, context)
+
+
+@ROWS
+@MODES
+def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int) -> None:
+    for pushes in range(1, 7):
+        for seed, situation in enumerate(SITUATIONS):
+            job = make_job(row, pushes, situation, seed)
+            expected = job.fold_by_reference(mode)
+            for isa in compiled.instruction_sets():
+                assert_same_bits(job.fold(mode, isa), expected, (isa, pushes, situation))
+
+
+@ISAS
+@MODES
+def test_presence_bits_beyond_the_first_word_are_read(isa: str, mode: int) -> None:
+    job = make_job(SGD_ROWS[3], 3, "own_loss_scales", seed=1, lengths=[5] * 131)
+    assert_same_bits(job.fold(mode, isa), job.fold_by_reference(mode), isa)
+
+
+@ISAS
+@MODES
+@ROWS
+def test_what_no_push_has_stays_as_it_is(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "absent_in_all", seed=2)
+    weights, state, steps = job.fold(mode, isa)
+    for parameter, (offset, length, _) in enumerate(job.segments):
+        span = slice(offset, offset + length)
+        is_absent = parameter % 3 == 1
+        assert np.array_equal(bits(weights[span]), bits(job.weights[span])) == is_absent
+        assert not is_absent or np.array_equal(bits(state[:, span]), bits(job.state[:, span]))
+        assert steps[parameter] - job.steps[parameter] == (0 if is_absent else 3 if mode == FOLD_EACH else 1)
+
+
+@ISAS
+@MODES
+@ROWS
+def test_fold_leaves_its_inputs_alone(row: Row, mode: int, isa: str) -> None:
+    job, same = (make_job(row, 2, "in_all", seed=3) for _ in range(2))
+    job.fold(mode, isa)
+    assert_same_bits((job.weights, job.state, job.steps), (same.weights, same.state, same.steps), isa)
+    assert all(np.array_equal(push[0], other[0]) for push, other in zip(job.pushes, same.pushes, strict=True))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_folding_by_ranges_gives_the_same_bits(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "own_loss_scales", seed=4)
+    n = len(job.weights)
+    for parts in (2, 3, 7):
+        inner = np.random.default_rng(parts).integers(1, n, parts - 1)
+        edges = [0, *sorted(int(edge) for edge in inner), n]
+        ranges = list(itertools.pairwise(edges))
+        assert_same_bits(job.fold(mode, isa, ranges), job.fold(mode, isa), ranges)
+        assert_same_bits(job.fold(mode, isa, ranges[::-1]), job.fold(mode, isa), ranges)
+
+
+@ISAS
+@ROWS
+def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
+    job = make_job(row, 5, "own_loss_scales", seed=5)
+    now: Result = (job.weights, job.state, job.steps)
+    for push in job.pushes:
+        now = Job(row, job.segments, [push], *now).fold(FOLD_SUM, isa)
+    assert_same_bits(job.fold(FOLD_EACH, isa), now, isa)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    row=st.sampled_from(SGD_ROWS + ADAM_ROWS),
+    mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
+    lengths=st.lists(st.integers(0, 70) | st.integers(1000, 1100), min_size=1, max_size=5),
+    pushes=st.integers(1, 6),
+    situation=st.sampled_from(sorted(SITUATIONS)),
+    seed=st.integers(0, 2**32),
+    share=st.floats(0, 1),
+)
+def test_any_floats_at_all_fold_as_the_reference_folds_them(
+    row: Row, mode: int, lengths: list[int], pushes: int, situation: str, seed: int, share: float
+) -> None:
+    """`share` of the values are any 32 bits: subnormal, huge, infinite and not a number among them."""
+    job = make_job(row, pushes, situation, seed, lengths)
+    random = np.random.default_rng(seed)
+    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
+        is_any = random.random(values.shape) < share
+        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+    with np.errstate(all="ignore"):
+        expected = job.fold_by_reference(mode)
+        for isa in compiled.instruction_sets():
+            assert_same_bits(job.fold(mode, isa), expected, isa)
+
+
+def test_the_references_fused_multiply_add_rounds_once() -> None:
+    """Against exact fractions; a third of the sums lie halfway between two floats, but for the least of the product."""
+    random = np.random.default_rng(6)
+    a, b, c = (normal(random, 3000) * np.float32(2.0) ** random.integers(-30, 30, 3000) for _ in range(3))
+    a[:1000] = np.float32(2.0) ** random.integers(-40, 40, 1000) * np.float32(1 + 2**-23)
+    b[:1000] = np.spacing(c[:1000]) / 2 / np.float32(2.0) ** np.floor(np.log2(a[:1000]))
+    found = reference.fused_multiply_add(a.astype(np.float32), b.astype(np.float32), c.astype(np.float32))
+    for x, y, z, rounded in zip(*(values.astype(np.float32).tolist() for values in (a, b, c)), found, strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        error = abs(Fraction(float(rounded)) - exact)
+        for neighbour in (np.nextafter(rounded, np.float32(-np.inf)), np.nextafter(rounded, np.float32(np.inf))):
+            other = abs(Fraction(float(neighbour)) - exact)
+            assert error < other or (error == other and rounded.view(np.int32) % 2 == 0), (x, y, z)
+
+
+class ExactSquareRoot(TorchFunctionMode):
+    """Within it, torch's square root is the correctly rounded one of IEEE 754."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.sqrt:
+            return torch.from_numpy(np.sqrt(args[0].numpy()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+needs_fused_torch = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="without these instruction sets torch itself does not fuse its multiply-adds",
+)
+
+
+def steps_beside_torch(
+    row: Row, n: int, context: contextlib.AbstractContextManager[Any]
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """200 steps on one parameter of n floats; after each, for each instruction set: its name, our weights and torch's."""
+    random = np.random.default_rng(n)
+    start = normal(random, n)
+    ours = {
+        isa: (start, np.zeros((row.state_planes, n), np.float32), np.zeros(1, np.int64)) for isa in compiled.instruction_sets()
+    }
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = row.optimizer([parameter], foreach=False, **row.options)
+    for _ in range(200):
+        gradient = normal(random, n)
+        parameter.grad = torch.from_numpy(gradient)
+        with context:
+            optimizer.step()
+        pushes: Pushes = [(gradient, [row.hyper], [True], 1.0)]
+        for isa, before in ours.items():
+            ours[isa] = compiled.fold(row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, instruction_set=isa)
+            yield isa, ours[isa][0], parameter.detach().numpy()
+
+
+@needs_fused_torch
+@pytest.mark.usefixtures("one_torch_thread")
+@ROWS
+def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
+    """Of Adam: but for torch's square root, a vector library's, which does not always round correctly."""
+    for n in (1, 7, 17, 1023, 3001):
+        context = ExactSquareRoot() if row.rule == RULE_ADAM else contextlib.nullcontext()
+        for step, (isa, ours, theirs) in enumerate(steps_beside_torch(row, n, context)):
+            assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("row", ADAM_ROWS, ids=lambda row: row.name)
+def test_adam_stays_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
+    for _, ours, theirs in steps_beside_torch(row, 3001, contextlib.nullcontext()):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)
+
+
+def refused(match: str, **changes: Any) -> None:
+    """A job of one parameter is folded as it is, and refused with `changes`."""
+    arguments: dict[str, Any] = {
+        "rule": RULE_ADAM,
+        "mode": FOLD_SUM,
+        "segments": [(0, 32, 0)],
+        "pushes": [(np.ones(32, np.float32), [ADAM_ROWS[0].hyper], [True], 1.0)],
+        "weights": np.ones(32, np.float32),
+        "state": np.zeros((2, 32), np.float32),
+        "steps": np.zeros(1, np.int64),
+    }
+    compiled.fold(**arguments)
+    if changes.get("pushes") == "too many":
+        changes["pushes"] = arguments["pushes"] * (compiled.MAX_PUSHES + 1)
+    with pytest.raises(ValueError, match=match):
+        compiled.fold(**{**arguments, **changes})
+
+
+def test_too_many_pushes_are_refused() -> None:
+    refused("status -1", pushes="too many")
+
+
+def test_as_many_pushes_as_may_be_are_folded() -> None:
+    job = make_job(SGD_ROWS[3], compiled.MAX_PUSHES, "own_loss_scales", seed=7, lengths=[1, 17])
+    for mode in (FOLD_SUM, FOLD_EACH):
+        assert_same_bits(job.fold(mode, "auto"), job.fold_by_reference(mode), mode)
+
+
+@pytest.mark.parametrize("rule", [-1, 2])
+def test_an_unknown_rule_is_refused(rule: int) -> None:
+    refused("status -2", rule=rule)
+
+
+def test_adam_with_one_state_plane_is_refused() -> None:
+    refused("status -2", state=np.zeros((1, 32), np.float32))
+
+
+@pytest.mark.parametrize("segment", [(16, 17, 0), (-1, 5, 0), (0, -1, 0), (48, 1, 0)])
+def test_a_segment_out_of_range_is_refused(segment: tuple[int, int, int]) -> None:
+    refused("segments within 32 floats", segments=[segment])
+
+
+def test_measures_that_do_not_fit_are_refused() -> None:
+    refused("steps for 1 parameters", steps=np.zeros(2, np.int64))
+    refused("state of 32 floats", state=np.zeros((2, 31), np.float32))
+    refused("gradients of 32 floats", pushes=[(np.ones(31, np.float32), [ADAM_ROWS[0].hyper], [True], 1.0)])
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    refused("instruction set of this machine", instruction_set="abacus")
