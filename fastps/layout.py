@@ -88,7 +88,13 @@ def place(
 
 def first_difference(mine: str, theirs: str) -> str:
     """One sentence that names the first thing in which two layouts differ, from the first one's point of view."""
-    own, other = json.loads(mine), json.loads(theirs)
+    own = json.loads(mine)
+    try:
+        other = json.loads(theirs)
+        if not isinstance(other["parameters"], list):
+            raise TypeError
+    except (ValueError, TypeError, KeyError):
+        return "there the description is not one of fastps"
     for key in ("abi", "byte_order", "workers", "sync", "rule", "groups"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"

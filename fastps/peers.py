@@ -13,6 +13,7 @@ from fastps.errors import WorkerDiedError
 from fastps.kernels.arena import ABI, LANE_FAILED, LANE_LEAVING, LANE_LIVE, Arena
 
 _ASK_TIMEOUT_S = 0.05
+_ASK_AGAIN_LOOKS = 20  # a peer that did not answer (a stopped process) is asked again after so many looks: each try costs time
 _PRESENT = (LANE_LIVE, LANE_LEAVING)
 
 
@@ -26,12 +27,17 @@ class Peers:
         self._poll = select.poll()
         self._lane_of: dict[int, int] = {}
         self._known: set[int] = set()
+        self._looks_to_skip: dict[int, int] = {}
 
     def dead(self) -> int | None:
         """A lane whose worker failed, or died without leaving; None while all is well. Costs one system call."""
         states = self._arena.lane_states()
         for lane, state in enumerate(states):
-            if state in _PRESENT and lane != self._own and lane not in self._known and not self._meet(lane):
+            if state not in _PRESENT or lane == self._own or lane in self._known:
+                continue
+            if self._looks_to_skip.get(lane, 0) > 0:
+                self._looks_to_skip[lane] -= 1
+            elif not self._meet(lane):
                 return lane
         for descriptor, _ in self._poll.poll(0):
             lane = self._lane_of[descriptor]
@@ -75,6 +81,7 @@ class Peers:
         except rendezvous.Absent:
             return self._arena.lane_state(lane) not in _PRESENT
         except rendezvous.Silent:
+            self._looks_to_skip[lane] = _ASK_AGAIN_LOOKS
             return True  # alive enough to accept: a stopped process is slow, not dead
         os.close(answer.memfd)
         self._known.add(lane)

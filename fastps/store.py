@@ -34,6 +34,7 @@ class Store:
     Make one with `Store.create` or `Store.connect`; then `attach(rank)` gives the worker.
 
     >>> import numpy as np
+    >>> from fastps import SGD
     >>> with Store.create({"w": np.ones(3, np.float32)}, SGD(lr=0.5), workers=1) as store, store.attach(0) as worker:
     ...     worker.gradients["w"][:] = 1.0
     ...     worker.step()

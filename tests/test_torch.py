@@ -1,7 +1,11 @@
 """DistributedOptimizer against the plain torch optimizer, and what it refuses."""
 
 import copy
+import mmap
 import os
+import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +110,45 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(
         assert child.outcome == children[0].outcome, "all workers end with the same bits"
     difference = float((torch.tensor(children[0].outcome) - expected).abs().max() / expected.abs().max())
     assert difference <= bound
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,4"])
+def test_kills_of_a_torch_worker_are_named_by_the_others(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five kills a discipline: 20 with torch, beside the 180 of tests/test_store.py without."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for seed in range(5):
+        monkeypatch.setenv("FASTPS_JOB", f"test-kill-{os.getpid()}-{sync}-{seed}")
+        _kill_a_torch_worker(sync, random.Random(seed))
+
+
+def _kill_a_torch_worker(sync: str, generator: random.Random) -> None:
+    has_stepped = mmap.mmap(-1, 3)  # shared with the children
+
+    def work(rank: int) -> None:
+        os.environ["RANK"] = str(rank)
+        model = _model()
+        batch = _batches(1, BATCH, seed=rank)
+        optimizer = fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync=sync, model=model)
+        while True:
+            _train(model, optimizer, batch)
+            has_stepped[rank] = 1
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]
+    deadline = time.monotonic() + 30
+    while bytes(has_stepped) != b"\1\1\1" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(generator.random() * 0.05)
+    victim = generator.randrange(3)
+    os.kill(children[victim].process_id, signal.SIGKILL)
+    killed_at = time.monotonic()
+    processes.finish(children, 10)
+    survivors = [child for rank, child in enumerate(children) if rank != victim]
+    for child in survivors:
+        assert child.exit_code == 1, "a survivor had to be killed"
+        assert child.ended_at - killed_at < 2.0, f"took {child.ended_at - killed_at:.2f} s"
+        assert child.outcome[0] == "WorkerDiedError", child.outcome
+    assert any(f"worker {victim} " in child.outcome[1] for child in survivors)
 
 
 # -- no copies -------------------------------------------------------------------------------------

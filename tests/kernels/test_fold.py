@@ -243,6 +243,16 @@ def test_folding_by_ranges_gives_the_same_bits(row: Row, mode: int, isa: str) ->
         assert_same_bits(job.fold(mode, isa, ranges[::-1]), job.fold(mode, isa), ranges)
 
 
+@MODES
+def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) -> None:
+    job = make_job(SGD_ROWS[3], 3, "in_all", seed=9, lengths=[20, 20])
+    offset = job.segments[1][0]
+    _, _, steps = job.fold(mode, "auto", [(offset + 1, len(job.weights))])
+    assert steps.tolist() == [0, 0]
+    _, _, steps = job.fold(mode, "auto", [(offset, offset + 1)])
+    assert steps.tolist() == [0, job.fold_by_reference(mode)[2][1]]
+
+
 @ISAS
 @ROWS
 def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
@@ -278,19 +288,38 @@ def test_any_floats_at_all_fold_as_the_reference_folds_them(
             assert_same_bits(job.fold(mode, isa), expected, isa)
 
 
+def almost_halfway(random: np.random.Generator, n: int) -> tuple[Floats, Floats, np.float32]:
+    """Return c, a and b for which c + a * b is less than half a float from c, by too little for a double to tell."""
+    c = normal(random, n)
+    b = np.float32(2**-10 * (1 - 2**-23))
+    a = np.spacing(c) * np.float32(2**9 * (1 + 2**-23)) * random.choice(np.array([-1, 1], np.float32), n)
+    return c, a, b
+
+
 def test_the_references_fused_multiply_add_rounds_once() -> None:
-    """Against exact fractions; a third of the sums lie halfway between two floats, but for the least of the product."""
     random = np.random.default_rng(6)
-    a, b, c = (normal(random, 3000) * np.float32(2.0) ** random.integers(-30, 30, 3000) for _ in range(3))
-    a[:1000] = np.float32(2.0) ** random.integers(-40, 40, 1000) * np.float32(1 + 2**-23)
-    b[:1000] = np.spacing(c[:1000]) / 2 / np.float32(2.0) ** np.floor(np.log2(a[:1000]))
-    found = reference.fused_multiply_add(a.astype(np.float32), b.astype(np.float32), c.astype(np.float32))
-    for x, y, z, rounded in zip(*(values.astype(np.float32).tolist() for values in (a, b, c)), found, strict=True):
+    c, a, b = almost_halfway(random, 1000)
+    more = [normal(random, 3000) * np.float32(2) ** random.integers(-30, 30, 3000).astype(np.float32) for _ in range(3)]
+    first, second, third = (np.append(one, other) for one, other in zip(more, (a, np.broadcast_to(b, c.shape), c), strict=True))
+    found = reference.fused_multiply_add(first, second, third)
+    for x, y, z, rounded in zip(first.tolist(), second.tolist(), third.tolist(), found, strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
         error = abs(Fraction(float(rounded)) - exact)
         for neighbour in (np.nextafter(rounded, np.float32(-np.inf)), np.nextafter(rounded, np.float32(np.inf))):
             other = abs(Fraction(float(neighbour)) - exact)
             assert error < other or (error == other and rounded.view(np.int32) % 2 == 0), (x, y, z)
+
+
+@ISAS
+def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
+    weights, gradient, rate = almost_halfway(np.random.default_rng(8), 1000)
+    rounded_twice = (weights + gradient.astype(np.float64) * rate).astype(np.float32)
+    assert np.count_nonzero(rounded_twice != weights) > 100
+    hyper = SGD_ROWS[0].hyper._replace(learning_rate=float(-rate))
+    pushes: Pushes = [(gradient, [hyper], [True], 1.0)]
+    arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
+    found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
+    assert np.array_equal(bits(found), bits(weights))
 
 
 class ExactSquareRoot(TorchFunctionMode):

@@ -1,0 +1,48 @@
+"""What the documentation shows is run: the examples of docstrings, and README's script."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import fastps
+import fastps.kernels
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    module.name
+    for package in (fastps, fastps.kernels)
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+    if module.name != "fastps.__main__"
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_do_what_they_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
+        monkeypatch.delenv(variable, raising=False)
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(example)
+    assert runner.failures == 0, "see the captured output"
+
+
+def test_some_examples_were_found_in_both_packages() -> None:
+    for name in ("fastps.policy", "fastps.store", "fastps.torch", "fastps.kernels.scheduler"):
+        found = doctest.DocTestFinder().find(importlib.import_module(name), name)
+        assert any(example.examples for example in found), name
+
+
+def test_every_file_that_the_documents_name_exists() -> None:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if not documents[0].exists():
+        pytest.skip("tests run without the source tree")
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+        for path in re.findall(r"`((?:tests|docs|examples|kernels|fastps|bench)/[\w./]+\.\w+)`", document.read_text()):
+            assert (ROOT / path).exists(), f"{document.name}: {path}"
