@@ -11,6 +11,7 @@ This module is the public list and nothing else. What needs torch is imported wh
 
 from typing import TYPE_CHECKING, Any
 
+from fastps.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
 from fastps.environment import rank, world_size
 from fastps.errors import (
     ArenaError,
@@ -25,8 +26,9 @@ from fastps.errors import (
     UsageError,
     WorkerDiedError,
 )
-from fastps.policy import ASP, BSP, DSSP, SSP, Policy, parse_policies, parse_policy
+from fastps.policy import Policy
 from fastps.rules import SGD, Adam
+from fastps.specs import parse_policies, parse_policy
 from fastps.statistics import Observer, WorkerStatistics, observe
 from fastps.store import Store
 from fastps.version import __version__
@@ -39,19 +41,26 @@ __all__ = [
     "ASP",
     "BSP",
     "DSSP",
+    "PSP",
+    "R2SP",
     "SGD",
     "SSP",
     "Adam",
     "ArenaError",
     "AttachError",
+    "BackupWorkers",
     "DistributedOptimizer",
     "Error",
+    "HardSync",
     "LayoutError",
     "Observer",
     "ParameterChangedError",
     "Policy",
     "PolicyError",
     "ProtocolError",
+    "RudraAdv",
+    "RudraAdvStar",
+    "SoftSync",
     "Store",
     "TimeoutExceededError",
     "UnsupportedError",

@@ -13,12 +13,16 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from fastps.disciplines import DISCIPLINES
 from fastps.errors import Error, PolicyError, UsageError
-from fastps.policy import DISCIPLINES, parse_policies, parse_policy
+from fastps.specs import MODIFIERS, parse_policies, parse_policy
 from fastps.training_options import TrainingOptions
 from fastps.version import __version__
 
-SYNC_HELP = f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}."
+SYNC_HELP = (
+    f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
+    f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
+)
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
 
 app = typer.Typer(
@@ -57,6 +61,9 @@ Straggler = Annotated[
 ]
 TransferMs = Annotated[float, typer.Option(help="An extra wait in each step, as a transfer would take.")]
 ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
+PullDelay = Annotated[
+    str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
+]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
 
@@ -99,7 +106,16 @@ def _console(json_file: str | None) -> Console:
 
 
 def _options(
-    *, sync: str, workers: int, straggler: list[str], data: str, epochs: int, batch_size: int, lr: float, **others: Any
+    *,
+    sync: str,
+    workers: int,
+    straggler: list[str],
+    pull_delay: str | None,
+    data: str,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    **others: Any,
 ) -> TrainingOptions:
     """Check what can be checked before anything starts, and make the TrainingOptions."""
     factors: dict[str, float] = {}
@@ -117,6 +133,7 @@ def _options(
             raise UsageError(f"--{name}: expected at least 1, found {value}")
     if not lr > 0:
         raise UsageError(f"--lr: expected more than 0, found {lr}")
+    delay_share, delay_s = _pull_delay(pull_delay)
     return TrainingOptions(
         sync=sync,
         workers=workers,
@@ -125,8 +142,23 @@ def _options(
         batch_size=batch_size,
         learning_rate=lr,
         straggler=factors,
+        pull_delay_share=delay_share,
+        pull_delay_s=delay_s,
         **others,
     )
+
+
+def _pull_delay(text: str | None) -> tuple[float, float]:
+    if text is None:
+        return 0.0, 0.0
+    share, _, seconds = text.partition(":")
+    try:
+        found = float(share), float(seconds)
+    except ValueError:
+        raise UsageError(f"--pull-delay: expected SHARE:SECONDS such as 0.01:0.5, found {text!r}") from None
+    if not (0 <= found[0] <= 1 and 0 <= found[1] <= 60):
+        raise UsageError(f"--pull-delay: expected a share of 0 to 1 and 0 to 60 seconds, found {text!r}")
+    return found
 
 
 @app.command(epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -")
@@ -142,6 +174,7 @@ def train(
     straggler: Straggler = [],  # noqa: B006 - typer copies it
     transfer_ms: TransferMs = 0.0,
     compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
@@ -163,7 +196,9 @@ def train(
         seed=seed,
         transfer_ms=transfer_ms,
         compute_ms=compute_ms,
+        pull_delay=pull_delay,
     )
+    policy.check_workers(workers)
     console = _console(json_file)
     row = runs.train(options, load(data), console, progress=progress and console.is_terminal)
     console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
@@ -192,6 +227,7 @@ def compare(
     straggler: Straggler = [],  # noqa: B006 - typer copies it
     transfer_ms: TransferMs = 0.0,
     compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
     json_file: Json = None,
     progress: Progress = True,
@@ -202,7 +238,8 @@ def compare(
     from fastps.report import training_table, write_json
 
     policies = parse_policies(sync)
-    options = _options(
+    for policy in policies:
+        options = _options(
         sync="",
         workers=workers,
         straggler=straggler,
@@ -214,7 +251,10 @@ def compare(
         seed=seed,
         transfer_ms=transfer_ms,
         compute_ms=compute_ms,
+        pull_delay=pull_delay,
     )
+    for policy in policies:
+        policy.check_workers(workers)
     console = _console(json_file)
     rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
     stragglers = f", straggler {' '.join(straggler)}" if straggler else ""

@@ -81,6 +81,7 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
     total = {
         key: sum(row[key] for row in results) for key in ("steps", "samples", "wait_ns", "compute_ns", "folded", "dropped")
     }
+    shards = results[0]["histograms"]
     return {
         "sync": options.sync,
         "workers": options.workers,
@@ -93,9 +94,19 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
         "staleness_max": max(row["staleness_max"] for row in results),
         "wait_share": total["wait_ns"] / max(1, total["wait_ns"] + total["compute_ns"]),
         "dropped": total["dropped"],
+        "stale_blocks": sum(row["stale_blocks"] for row in results),
+        "sigma_mean": sum(shard["average_staleness"] for shard in shards) / max(1, len(shards)),
+        "zero_gap_share": zero_gap_share(shards, seconds * options.workers / max(1, total["steps"])),
         "seed": options.seed,
         "accuracy_over_time": results[0]["accuracy_over_time"],
     }
+
+
+def zero_gap_share(shards: Sequence[Row], iteration_s: float) -> float:
+    """The fraction of gaps between consecutive updates that are under 1 % of the mean iteration time, 0 to 1 (R2SP, Fig. 8)."""
+    limit_ns = 0.01 * iteration_s * 1e9
+    gaps: list[tuple[int, int]] = [(least_ns, count) for shard in shards for least_ns, count in shard["gaps_ns"]]
+    return sum(count for least_ns, count in gaps if least_ns < limit_ns) / max(1, sum(count for _, count in gaps))
 
 
 def compare(

@@ -7,8 +7,8 @@ import os
 
 from fastps.errors import UsageError
 from fastps.kernels import arena
+from fastps.policy import MOST_SLOTS
 
-SLOTS = 2  # gradient slots of a lane: one being folded while the next is being filled
 RING_SIZE = 8  # descriptors of a lane's ring
 SLICE_NS = 50_000_000  # no wait is longer without a look at the peers (protocol A.8)
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
@@ -18,7 +18,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 # A ring that held more pushes than slots would let a push name a slot that another push still needs; null pushes and the last
 # descriptor, LEAVE, need places of their own.
-assert RING_SIZE > SLOTS + 1
+assert RING_SIZE > MOST_SLOTS + 1
 assert SLICE_NS <= 50_000_000
 assert arena.MAX_LANES + 1 < 1 << 16
 

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from fastps.kernels import arena
 from fastps.policy import Policy
@@ -17,13 +17,17 @@ from fastps.rules import Rule
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: float32, `length` floats from `offset` floats into a buffer, strides in floats as the tensor had them."""
+    """One parameter: float32, `length` floats from `offset` floats into a buffer, strides in floats as the tensor had them.
+
+    It belongs to the shard of number `shard`, which versions it.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     group: int
     offset: int
+    shard: int = 0
 
     @property
     def length(self) -> int:
@@ -41,6 +45,23 @@ class Layout:
     policy: Policy
     workers: int
     extra_bytes: int = 0
+
+    @property
+    def planes(self) -> int:
+        """Planes of state: the rule's, and the moving average of the weights as the last."""
+        return len(self.rule.planes) + (self.policy.ema > 0)
+
+    @property
+    def slots(self) -> int:
+        """Gradient slots of a lane."""
+        return self.policy.slots(self.workers)
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """The floats [first, last) of each shard of a buffer."""
+        count = self.parameters[-1].shard + 1 if self.parameters else 1
+        begins = [next(p.offset for p in self.parameters if p.shard == shard) for shard in range(count)]
+        return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
 
     @property
     def buffer_floats(self) -> int:
@@ -69,10 +90,10 @@ class Layout:
         return hashlib.sha256(self.text().encode()).digest()
 
 
-def place(
-    parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
-) -> tuple[Parameter, ...]:
+def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:
     """Lay parameters (name, shape, stride, group) out one after the other, each on a cache line of its own.
+
+    They are cut into at most `shards` runs of about equal length, at borders of parameters.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
@@ -83,7 +104,19 @@ def place(
         parameter = Parameter(name, tuple(shape), tuple(stride), group, offset)
         placed.append(parameter)
         offset += _aligned(parameter.length)
-    return tuple(placed)
+    return tuple(_sharded(placed, min(shards, len(placed)), offset))
+
+
+def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter]:
+    """Each parameter goes to the shard in whose share of the floats it begins; no shard stays empty."""
+    numbered: list[Parameter] = []
+    shard = 0
+    for index, parameter in enumerate(placed):
+        left_for_others = len(placed) - index == shards - 1 - shard
+        if index and shard + 1 < shards and (left_for_others or parameter.offset * shards >= total * (shard + 1)):
+            shard += 1
+        numbered.append(replace(parameter, shard=shard))
+    return numbered
 
 
 def first_difference(mine: str, theirs: str) -> str:

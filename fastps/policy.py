@@ -1,178 +1,205 @@
 """Policies: when gradients are folded, when a worker may go on, what a pull waits for, how a step is scaled.
 
-A policy is data: four small values and the bounds they need. The named disciplines are rows of one table, `DISCIPLINES`; the
+A policy is data: four small values and the numbers they need. The named disciplines are rows of a table (disciplines.py); the
 store and the simulator read the values and know no names. Refuses to decide anything: kernels/scheduler.pyx does.
 """
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastps.errors import PolicyError
+from fastps.kernels.policy_words import reason_against
 
 MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's range (high - low) finite
+DEFAULT_SHARDS = 4
+MOST_SLOTS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One synchronization scheme, as values.
+    """One synchronization scheme, as values. Any fold, grant, pull and scale that make sense together may be combined.
 
     Attributes:
-        spec: the canonical text, as `parse_policy` reads it.
-        fold: "each" push when it arrives, or "all" live workers' pushes of one version together.
-        grant: a worker goes on "at-once", with the "next-version", or while "bounded" ahead of the slowest.
+        spec: the canonical text, as `fastps.parse_policy` reads it; made from the values when not given.
+        fold: "each" push when it arrives; "all" live workers' pushes of one version; the first of this version ("quorum",
+            later ones are dropped); a "count" of pushes of any version; one at a time "in-order" of the workers.
+        grant: a worker goes on "at-once", with the "next-version", while "bounded" ahead of the slowest, or "round-robin".
+        scale: "one"; the "mean" of pushes folded together, or with the learning rate times their number ("linear"), times
+            sqrt(samples / reference) ("square-root"), divided by the divisor ("divisor"); each push divided by its
+            "staleness"; or with the learning rate times its batch / its worker's first ("batch").
         low, high: the bound in steps (s of SSP: low == high; s_L and s_U of DSSP).
         release: how a waiting worker is released (DSSP, Algorithm 1, line 17): "next-push" or "printed".
         hard_bound: never grant a step to a worker that is more than `high` ahead (DSSP, Theorem 2).
-        pull: what a pull brings: "all" shards.
-        scale: how the folded gradient is scaled: "mean" of the pushes of one version, or "one".
+        count: pushes of a quorum (c of PSP-SGD); 0: the workers less `backups`.
+        backups: b of backup workers.
+        push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
+        divisor: n of n-softsync: a sum is complete with floor(workers / n) pushes.
+        groups: leaves of Rudra's tree; a leaf passes on its workers' pushes together. 0: no tree.
+        relax: r of R2SP, 0 to 1: the share of T / N that lies between two grants.
+        tune: R2SP's batch tuning: the grant carries a batch with which the worker takes as long as the slowest.
+        reference: B of hardsync's sqrt(lambda mu / B), in samples.
+        pull: fraction of the shards that a step waits for (b% of PSP-SGD); 1: all.
+        pull_timeout: seconds that a step waits for more shards after those (tau2 of PSP-SGD).
+        shards: parts of the model with versions of their own; parameters are not split.
+        overlap: push and pull in threads of their own while the next gradient is computed (Rudra-adv*).
+        ema: decay of the moving average of the weights that the fold keeps; 0: none.
+        clip: global norm to which each push is clipped; 0: not.
+
+    Raises PolicyError for values out of range or that make no sense together, saying why.
+
+    >>> Policy(fold="each", grant="bounded", low=3, high=3, pull=0.75, shards=4).spec
+    'policy:fold=each,grant=bounded,low=3,high=3,pull=0.75,shards=4'
     """
 
-    spec: str
+    spec: str = ""
     fold: str
     grant: str
+    scale: str = ""
     low: int = 0
     high: int = 0
-    release: str = "printed"
+    release: str = "next-push"
     hard_bound: bool = False
-    pull: str = "all"
-    scale: str = "one"
+    count: int = 0
+    backups: int = 0
+    push_timeout: float = 0.0
+    divisor: int = 0
+    groups: int = 0
+    relax: float = 0.0
+    tune: bool = False
+    reference: int = 0
+    pull: float = 1.0
+    pull_timeout: float = 0.0
+    shards: int = 1
+    overlap: bool = False
+    ema: float = 0.0
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", "one" if self.fold in ("each", "in-order") else "mean")
+        if not self.spec:
+            object.__setattr__(self, "spec", _spec_of(self))
+        self._check()
+
+    def _check(self) -> None:
+        reason = reason_against(self.fold, self.grant, self.scale)
+        if reason is not None:
+            raise PolicyError(f"{self.spec}: {reason}")
+        checks = {
+            "low and high": (
+                0 <= self.low <= self.high <= MAX_BOUND,
+                f"0 <= low <= high <= {MAX_BOUND}",
+                (self.low, self.high),
+            ),
+            "release": (self.release in ("next-push", "printed"), "release=next-push or release=printed", self.release),
+            "count": (0 <= self.count <= MAX_BOUND, "at least 1", self.count),
+            "backups": (0 <= self.backups <= MAX_BOUND, "at least 0", self.backups),
+            "push_timeout": (0 <= self.push_timeout < 3600, "0 to 3600 seconds", self.push_timeout),
+            "relax": (0 <= self.relax <= 1, "0 to 1", self.relax),
+            "pull": (0 < self.pull <= 1, "more than 0 and at most 1", self.pull),
+            "pull_timeout": (0 <= self.pull_timeout < 3600, "0 to 3600 seconds", self.pull_timeout),
+            "shards": (1 <= self.shards <= 64, "1 to 64", self.shards),
+            "ema": (0 <= self.ema < 1, "0 (none) to less than 1", self.ema),
+            "clip": (self.clip >= 0, "0 (not at all) or more", self.clip),
+            "reference": (self.scale != "square-root" or self.reference > 0, "more than 0 samples", self.reference),
+            "divisor": (self.fold != "count" or self.divisor >= 1, "1 to the number of workers", self.divisor),
+            "groups": (self.groups == 0 or self.fold == "count", "0 unless the fold is 'count'", self.groups),
+            "tune": (not self.tune or self.grant == "round-robin", "false unless the grant is round-robin", self.tune),
+        }
+        for name, (fits, allowed, found) in checks.items():
+            if not fits:
+                raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
+        self._check_pull()
+
+    def _check_pull(self) -> None:
+        if self.pull < 1 and self.shards == 1:
+            raise PolicyError(f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 or more, found 1")
+        if self.pull < 1 and self.grant in ("at-once", "round-robin"):
+            raise PolicyError(
+                f"{self.spec}: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
+                f" found {self.grant}"
+            )
+        if self.shards > 1 and self.grant == "round-robin":
+            raise PolicyError(
+                f"{self.spec}: grants in a fixed order are of one coordinator: expected shards=1, found {self.shards}"
+            )
+        if self.overlap and self.waits_for_fold:
+            raise PolicyError(
+                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs the grant"
+                " at-once or bounded"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        """Raise PolicyError for numbers that do not fit this many workers."""
+        checks = {
+            "b": (self.backups < workers, f"0 to {workers - 1}, fewer than the workers", self.backups),
+            "c": (self.count <= workers, f"1 to {workers}, the number of workers", self.count),
+            "n": (self.divisor <= workers, f"1 to {workers}, the number of workers", self.divisor),
+            "groups": (self.groups <= workers, f"0 to {workers}, the number of workers", self.groups),
+        }
+        for name, (fits, allowed, found) in checks.items():
+            if not fits:
+                raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
+
+    def values(self, workers: int) -> Mapping[str, Any]:
+        """The scheduler's values for this many workers. Raises PolicyError as `check_workers` does."""
+        self.check_workers(workers)
+        return {
+            "fold": self.fold,
+            "grant": self.grant,
+            "scale": self.scale,
+            "low": self.low,
+            "high": self.high,
+            "release": self.release,
+            "hard_bound": self.hard_bound,
+            "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
+            "timeout_ns": int(self.push_timeout * 1e9),
+            "divisor": self.divisor,
+            "groups": self.groups,
+            "relax": self.relax,
+            "tune": self.tune,
+            "reference": float(self.reference),
+            "repeats": self.pull < 1,
+        }
+
+    def slots(self, workers: int) -> int:
+        """Gradient slots of a lane: one that is folded while the next is filled; more where several pushes of one wait."""
+        if self.fold != "count" or self.waits_for_fold:
+            return 2
+        return min(MOST_SLOTS, max(2, workers // self.divisor + 1))
 
     @property
     def waits_for_fold(self) -> bool:
-        """Whether a grant implies that the worker's own push is folded."""
-        return self.grant == "next-version"
+        """Whether a worker goes on only when its own push is folded, or dropped."""
+        return self.grant == "next-version" or self.fold == "in-order"
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all workers are always at the same step."""
+        return self.fold == "all"
 
     @property
     def at_once(self) -> bool:
         """Whether a worker goes on without waiting for anything."""
         return self.grant == "at-once"
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether the scheme counts samples, so that every push must tell its batch."""
+        return self.scale in ("square-root", "batch") or self.tune
 
-def BSP() -> Policy:  # noqa: N802 - the papers' names
-    """Bulk synchronous parallel: all workers of a version, their mean, then all go on (DSSP paper, section I.A.1).
-
-    >>> BSP().spec
-    'bsp'
-    """
-    return Policy("bsp", fold="all", grant="next-version", scale="mean")
-
-
-def ASP() -> Policy:  # noqa: N802
-    """Asynchronous parallel: every push is folded when it arrives, nobody waits (DSSP paper, section I.A.2)."""
-    return Policy("asp", fold="each", grant="at-once")
+    def with_options(self, text: str, **options: Any) -> "Policy":
+        """This policy with other values, whose spec has `text` added."""
+        return replace(self, spec=f"{self.spec},{text}", **options)
 
 
-def SSP(s: int) -> Policy:  # noqa: N802
-    """Stale synchronous parallel: a worker goes on while it is not more than `s` pushes ahead of the slowest.
-
-    The bound is on grants, as line 8 of DSSP's Algorithm 1 tests it: the gap just after the next push may be s + 1.
-    Raises PolicyError unless 0 <= s <= 1,000,000.
-
-    >>> SSP(3).spec
-    'ssp:3'
-    """
-    _check_bound("ssp", "s", s)
-    return Policy(f"ssp:{s}", fold="each", grant="bounded", low=s, high=s)
-
-
-def DSSP(low: int, high: int, *, release: str = "next-push", hard_bound: bool = False) -> Policy:  # noqa: N802
-    """Dynamic SSP: beyond `low` the fastest worker gets as many extra steps, up to `high - low`, as the controller predicts.
-
-    Algorithm 1's line 17 has two readings. As "printed", a worker without credit waits until it is within `low` again.
-    With "next-push" it is released at the slowest worker's next push, the instant whose wait the controller minimizes; this
-    is the default, for it alone always gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). With two workers of
-    speeds 3.1 : 1 and dssp:3,15 (tests/kernels/test_scheduler.py), next-push does ASP's 1.32 steps per unit; printed does
-    anything from SSP's 0.65 to ASP's 1.32, depending on range, phase and jitter. In neither reading is the gap bounded by
-    `high`; `hard_bound=True` caps the credit so that no worker is granted a step while more than `high` ahead, which Theorem 2
-    needs, and costs the speed (0.65). As printed (line 14), r* = 3 lets a worker begin four steps; this is kept.
-
-    Raises PolicyError unless 0 <= low <= high and release is one of the two.
-
-    >>> DSSP(3, 15).spec
-    'dssp:3,15'
-    >>> DSSP(3, 15, release="printed", hard_bound=True).spec
-    'dssp:3,15,release=printed,hard_bound=true'
-    """
-    _check_bound("dssp", "lo", low)
-    _check_bound("dssp", "hi", high)
-    if high < low:
-        raise PolicyError(f"dssp:{low},{high}: expected lo <= hi, found lo={low} and hi={high}; write dssp:{high},{low}?")
-    if release not in ("next-push", "printed"):
-        raise PolicyError(f"dssp: expected release=next-push or release=printed, found release={release}")
-    spec = f"dssp:{low},{high}"
-    spec += "" if release == "next-push" else f",release={release}"
-    spec += ",hard_bound=true" if hard_bound else ""
-    return Policy(spec, fold="each", grant="bounded", low=low, high=high, release=release, hard_bound=hard_bound)
-
-
-def _check_bound(name: str, what: str, value: int) -> None:
-    if not 0 <= value <= MAX_BOUND:
-        raise PolicyError(f"{name}: expected {what} from 0 to {MAX_BOUND}, found {value}")
-
-
-@dataclass(frozen=True)
-class Discipline:
-    """A row of the table: how the spec is written, and what makes the policy of its arguments."""
-
-    usage: str
-    build: Callable[..., Policy]
-    numbers: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-
-
-DISCIPLINES: dict[str, Discipline] = {
-    "bsp": Discipline("bsp", BSP),
-    "asp": Discipline("asp", ASP),
-    "ssp": Discipline("ssp:s", SSP, ("s",)),
-    "dssp": Discipline(
-        "dssp:lo,hi[,release=next-push|printed][,hard_bound=true]", DSSP, ("lo", "hi"), ("release", "hard_bound")
-    ),
-}
-_NEXT_SPEC = re.compile(r",(?=\s*(?:" + "|".join(DISCIPLINES) + r")\b(?!\s*=))")
-
-
-def parse_policy(spec: "str | Policy") -> Policy:
-    """Read one spec, such as "ssp:3"; a Policy is returned as it is. Raises PolicyError with what was expected.
-
-    >>> parse_policy("dssp:3,15").high
-    15
-    """
-    if isinstance(spec, Policy):
-        return spec
-    name, colon, rest = spec.strip().partition(":")
-    discipline = DISCIPLINES.get(name.strip().lower())
-    if discipline is None:
-        known = ", ".join(row.usage for row in DISCIPLINES.values())
-        raise PolicyError(f"unknown synchronization {spec!r}: expected one of {known}")
-    parts = [part.strip() for part in rest.split(",")] if colon else []
-    numbers = [_number(spec, part, discipline) for part in parts if "=" not in part]
-    if len(numbers) != len(discipline.numbers):
-        raise PolicyError(f"{spec!r}: expected {discipline.usage}, found {len(numbers)} of {len(discipline.numbers)} numbers")
-    options = dict(_option(spec, part, discipline) for part in parts if "=" in part)
-    return discipline.build(*numbers, **options)
-
-
-def parse_policies(specs: str) -> list[Policy]:
-    """Read a list of specs; a comma begins a new spec only where the name of a discipline follows it.
-
-    >>> [policy.spec for policy in parse_policies("bsp,asp,ssp:3,dssp:3,15")]
-    ['bsp', 'asp', 'ssp:3', 'dssp:3,15']
-    """
-    return [parse_policy(spec) for spec in _NEXT_SPEC.split(specs)]
-
-
-def _number(spec: str, part: str, discipline: Discipline) -> int:
-    try:
-        return int(part)
-    except ValueError:
-        raise PolicyError(f"{spec!r}: expected {discipline.usage} with whole numbers, found {part!r}") from None
-
-
-def _option(spec: str, part: str, discipline: Discipline) -> tuple[str, str | bool]:
-    key, _, value = (piece.strip() for piece in part.partition("="))
-    if key not in discipline.options:
-        raise PolicyError(f"{spec!r}: expected {discipline.usage}, found the option {key!r}")
-    if value.lower() in ("true", "false"):
-        return key, value.lower() == "true"
-    return key, value
+def _spec_of(policy: Policy) -> str:
+    """A spec that names every value which is not the default."""
+    plain = {"scale": "one" if policy.fold in ("each", "in-order") else "mean"}
+    parts = []
+    for name, field in Policy.__dataclass_fields__.items():
+        value = getattr(policy, name)
+        if name != "spec" and value != plain.get(name, field.default):
+            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return f"policy:{','.join(parts)}"

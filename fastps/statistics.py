@@ -26,6 +26,7 @@ class WorkerStatistics:
     dropped: int
     staleness_sum: int
     staleness_max: int
+    stale_blocks: int
     loss: float
     version: int
 
@@ -58,6 +59,7 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
                 dropped=counters["dropped"],
                 staleness_sum=counters["staleness_sum"],
                 staleness_max=counters["staleness_max"],
+                stale_blocks=counters["stale_blocks"],
                 loss=counters["loss"],
                 version=arena.version,
             )

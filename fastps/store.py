@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,9 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
 from fastps.kernels import arena as words
 from fastps.layout import Layout, Parameter, first_difference, place
-from fastps.policy import Policy, parse_policy
+from fastps.policy import Policy
 from fastps.rules import Hyper, Update
+from fastps.specs import parse_policy
 from fastps.worker import Worker
 
 Floats = npt.NDArray[np.float32]
@@ -87,8 +88,9 @@ class Store:
         for name, array in arrays.items():
             if array.dtype != np.float32:
                 raise UnsupportedError(f"parameter {name!r}: expected float32, found {array.dtype}; convert it first")
-        parameters = place((name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items())
-        layout = Layout(parameters, 1, update.rule, parse_policy(sync), workers)
+        policy = parse_policy(sync)
+        rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
+        layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers)
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -108,22 +110,18 @@ class Store:
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
         """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it."""
+        values = layout.policy.values(layout.workers)
         header, size = _plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
         descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.workers} workers")
         try:
             memory = memory_of.map_shared(descriptor)
-            policy = layout.policy
             words.format_memory(
                 memory,
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
-                fold=policy.fold,
-                grant=policy.grant,
-                low=policy.low,
-                high=policy.high,
-                release=policy.release,
-                hard_bound=policy.hard_bound,
+                shards=layout.shards,
+                **values,
             )
             store = cls(
                 descriptor,
@@ -135,6 +133,9 @@ class Store:
                 list(hypers),
             )
             write_weights(store.weight_views(0))
+            if layout.policy.ema:
+                for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
+                    average[:] = weights
             store.answer_at("host")
         except BaseException:
             os.close(descriptor)
@@ -214,21 +215,35 @@ class Store:
         """A flat view of one parameter's floats in the buffer, slot or plane that begins at `byte_offset`."""
         return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
 
-    def weight_views(self, buffer: int) -> Views:
-        """A flat view of each parameter in a weights buffer."""
-        return [self.floats_at(self.arena.weights_offset(buffer), parameter) for parameter in self.layout.parameters]
+    def weight_views(self, buffers: int | Sequence[int]) -> Views:
+        """A flat view of each parameter in a weights buffer, or in each shard's own."""
+        return [
+            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
+            for parameter in self.layout.parameters
+        ]
 
     def gradient_views(self, lane: int, slot: int) -> Views:
         """A flat view of each parameter's gradient in a slot of a lane."""
         return [self.floats_at(self.arena.gradient_offset(lane, slot), parameter) for parameter in self.layout.parameters]
 
-    def plane_views(self, buffer: int, plane: int) -> Views:
-        """A flat view of each parameter in a plane of a rule-state buffer. Only who holds the turn may use it."""
-        return [self.floats_at(self.arena.plane_offset(buffer, plane), parameter) for parameter in self.layout.parameters]
+    def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
+        """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
+        return [
+            self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
+            for parameter in self.layout.parameters
+        ]
 
-    def rule_steps(self, buffer: int) -> npt.NDArray[np.int64]:
-        """How often the rule was applied to each parameter: int64[parameters]. Only who holds the turn may use it."""
-        return np.frombuffer(self.memory, np.int64, len(self.layout.parameters), self.arena.steps_offset(buffer))
+    def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        """How often the rule was applied to each parameter: int64[1] each. Only for who holds the turns."""
+        return [
+            np.frombuffer(self.memory, np.int64, 1, self.arena.steps_offset(_buffer_of(buffers, parameter)) + 8 * index)
+            for index, parameter in enumerate(self.layout.parameters)
+        ]
+
+    def committed(self) -> tuple[list[int], list[int]]:
+        """Each shard's published (weights buffers, state buffers). Only for who holds the turns."""
+        found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
+        return [weights for _, weights, _ in found], [state for _, _, state in found]
 
     def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:
         """A lane's room for model buffers. Only who holds the turn may use it."""
@@ -299,16 +314,22 @@ def _plan(layout: Layout) -> tuple[bytes, int]:
         raise UsageError("expected at least one parameter, found none")
     return words.plan(
         lanes=layout.workers,
-        slots=config.SLOTS,
+        slots=layout.slots,
         ring_size=config.RING_SIZE,
         groups=layout.groups,
         parameters=len(layout.parameters),
         buffer_floats=layout.buffer_floats,
         rule=layout.rule.number,
-        state_planes=len(layout.rule.planes),
+        state_planes=layout.planes,
         extra_bytes=layout.extra_bytes,
         buffers=layout.workers + 2,
+        shards=len(layout.shards),
+        ema_decay=layout.policy.ema,
     )
+
+
+def _buffer_of(buffers: int | Sequence[int], parameter: Parameter) -> int:
+    return buffers if isinstance(buffers, int) else buffers[parameter.shard]
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,16 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.layout import Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
-from fastps.policy import Policy, parse_policy
+from fastps.policy import Policy
 from fastps.rules import Hyper
+from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_rules import check_parameter, hyper_of, rule_of
 from fastps.worker import Worker, presence_of
+
+if TYPE_CHECKING:
+    from fastps.kernels.arena import Histograms
 
 _instances = itertools.count()
 
@@ -49,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: torch.optim.SGD, Adam or AdamW. param_groups are shared with it, so lr schedulers on either work.
         sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
+        batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
         timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
 
@@ -65,6 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync: str | Policy | None = None,
         *,
         model: torch.nn.Module | None = None,
+        batch_size: int = 0,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -88,7 +94,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._keeps_gradients = policy.waits_for_fold
         self._present: set[int] = set()
         self._presences: dict[frozenset[int], bytes] = {}
-        self._weight_tensors: dict[int, list[torch.Tensor]] = {}
+        self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
+        self._of_shard = [
+            [index for index, parameter in enumerate(layout.parameters) if parameter.shard == shard]
+            for shard in range(self._store.arena.shards)
+        ]
         self._gradient_tensors = [
             self._tensor_views(self._store.gradient_views(self._worker.rank, slot)) for slot in range(self._store.arena.slots)
         ]
@@ -98,7 +108,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensor.requires_grad
         ]
         self._in_no_sync = False
-        self._samples = 0
+        self._batch_size = batch_size
+        self._samples = batch_size
+        self._clip = policy.clip
         self._take_weights()
         _limit_threads(layout.workers)
         exits.register(self._worker, self.close)
@@ -117,7 +129,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not rows:
             raise UsageError("expected an optimizer with at least one parameter, found none")
         workers = environment.world_size()
-        return Layout(place(rows), len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes)
+        parameters = place(rows, policy.shards)
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes)
 
     def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
@@ -218,6 +231,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_unchanged()
         self._adopt_foreign_gradients()
         scale, skipped = self._loss_scaling()
+        scale *= self._clip_factor(scale)
         self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
             self._release_gradients()
@@ -261,15 +275,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
 
+    def _clip_factor(self, scale: float) -> float:
+        """What this push's gradient is multiplied by so that its norm over all shards is at most `clip`, as torch clips.
+
+        Its norm travels as this factor, so that a fold clips each push without a pass of its own.
+        """
+        if not self._clip or not self._present:
+            return 1.0
+        views = self._gradient_tensors[self._worker.slot]
+        norms = torch._foreach_norm([views[index] for index in sorted(self._present)])
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) * scale
+        return min(1.0, self._clip / (norm + 1e-6))
+
     def _take_weights(self) -> None:
         """Point every parameter at the newest published buffer: no copy."""
-        buffer = self._worker.pull()
-        tensors = self._weight_tensors.get(buffer)
-        if tensors is None:
-            tensors = self._weight_tensors[buffer] = self._tensor_views(self._store.weight_views(buffer))
-        for parameter, tensor in zip(self._tensors, tensors, strict=True):
-            parameter.data = tensor
+        for shard, buffer in enumerate(self._worker.pull()):
+            tensors = self._weight_tensors.get((shard, buffer))
+            if tensors is None:
+                tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
+            for index, tensor in zip(self._of_shard[shard], tensors, strict=True):
+                self._tensors[index].data = tensor
         self._versions = [parameter._version for parameter in self._tensors]
+
+    def _weights_of(self, shard: int, buffer: int) -> list[torch.Tensor]:
+        """Tensors over the parameters of one shard in a weights buffer."""
+        views = self._tensor_views(self._store.weight_views(buffer))
+        return [views[index] for index in self._of_shard[shard]]
 
     def _check_unchanged(self) -> None:
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.
@@ -300,16 +331,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
         self._worker.check_usable()
-        self._worker.hold_turn()
+        self._worker.hold_turns()
         try:
-            _, _, buffer = self._store.arena.committed()
-            steps = self._store.rule_steps(buffer).tolist()
+            _, buffers = self._store.committed()
+            steps = [int(count[0]) for count in self._store.rule_steps(buffers)]
             planes = [
-                [view.clone() for view in self._tensor_views(self._store.plane_views(buffer, plane))]
+                [view.clone() for view in self._tensor_views(self._store.plane_views(buffers, plane))]
                 for plane in range(len(self._rule.planes))
             ]
         finally:
-            self._worker.lane.release(False)
+            self._worker.release_turns(False)
         for index, tensor in enumerate(self._tensors):
             if steps[index] and self._rule.planes:
                 entry: dict[str, Any] = {name: planes[plane][index] for plane, name in enumerate(self._rule.planes)}
@@ -333,20 +364,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._publish_state()
 
     def _publish_state(self) -> None:
-        self._worker.hold_turn()
+        self._worker.hold_turns()
         published = False
         try:
-            weights_buffer, state_buffer = self._worker.lane.spare()
-            _, active, _ = self._store.arena.committed()
-            for view, source in zip(self._store.weight_views(weights_buffer), self._store.weight_views(active), strict=True):
+            spares = [self._worker.lane.spare(shard) for shard in range(self._store.arena.shards)]
+            weights_buffers, state_buffers = [pair[0] for pair in spares], [pair[1] for pair in spares]
+            active, active_state = self._store.committed()
+            for view, source in zip(self._store.weight_views(weights_buffers), self._store.weight_views(active), strict=True):
                 view[:] = source
-            steps = self._store.rule_steps(state_buffer)
+            if self._store.layout.policy.ema:
+                last = self._store.layout.planes - 1
+                averages = self._store.plane_views(state_buffers, last), self._store.plane_views(active_state, last)
+                for view, source in zip(*averages, strict=True):
+                    view[:] = source
+            steps = self._store.rule_steps(state_buffers)
             for index, tensor in enumerate(self._tensors):
                 entry = self.state.get(tensor, {})
                 has_state = any(entry.get(name) is not None for name in self._rule.planes)
-                steps[index] = int(entry.get("step", 1)) if has_state else 0
+                steps[index][0] = int(entry.get("step", 1)) if has_state else 0
             for plane, name in enumerate(self._rule.planes):
-                planes = self._tensor_views(self._store.plane_views(state_buffer, plane))
+                planes = self._tensor_views(self._store.plane_views(state_buffers, plane))
                 for values, tensor in zip(planes, self._tensors, strict=True):
                     value = self.state.get(tensor, {}).get(name)
                     if value is None:
@@ -355,7 +392,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         values.copy_(value)
             published = True
         finally:
-            self._worker.lane.release(published)
+            self._worker.release_turns(published)
         self._take_weights()
 
     # -- looking -----------------------------------------------------------------------------------
@@ -373,7 +410,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
         self._worker.loss = loss
-        self._samples = samples
+        self._samples = samples or self._batch_size
+
+    def histograms(self) -> "list[Histograms]":
+        """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
+        return [self._store.arena.histograms(shard) for shard in range(self._store.arena.shards)]
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the parameters are the moving average of the weights, for evaluation; without `ema` they stay as they are.
+
+        theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
+        """
+        if not self._store.layout.policy.ema:
+            yield
+            return
+        self._worker.hold_turns()
+        try:
+            _, buffers = self._store.committed()
+            averages = self._tensor_views(self._store.plane_views(buffers, self._store.layout.planes - 1))
+            averages = [average.clone() for average in averages]
+        finally:
+            self._worker.release_turns(False)
+        kept = [tensor.data for tensor in self._tensors]
+        try:
+            for tensor, average in zip(self._tensors, averages, strict=True):
+                tensor.data = average
+            yield
+        finally:
+            for tensor, weights in zip(self._tensors, kept, strict=True):
+                tensor.data = weights
+
+    @property
+    def batch_size(self) -> int:
+        """The batch for the next step: the grant's where it carries one (R2SP's tuning), else the one given at wrapping."""
+        return self._worker.batch_size or self._batch_size
 
     def statistics(self) -> list[WorkerStatistics]:
         """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
@@ -384,13 +455,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Means are averaged, variances by their moments, counters by their maximum. Needs `model=`. Call it on every worker.
         """
-        self._worker.hold_turn()
+        self._worker.hold_turns()
         try:
             self._buffers.publish(self._store.extra_view(self._worker.rank))
             views = [self._store.extra_view(lane) for lane in range(self._store.layout.workers)]
             self._buffers.average(views)
         finally:
-            self._worker.lane.release(False)
+            self._worker.release_turns(False)
 
     # -- the end -----------------------------------------------------------------------------------
 

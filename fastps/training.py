@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,8 +18,12 @@ import fastps
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.data import Dataset, open_saved
 from fastps.models import accuracy, inputs_of, model_for
-from fastps.policy import Policy, parse_policy
+from fastps.policy import Policy
+from fastps.specs import parse_policy
 from fastps.training_options import TrainingOptions, extra_wait_ns
+
+if TYPE_CHECKING:
+    from fastps.kernels.arena import Histograms
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,10 @@ class WorkerResult:
     dropped: int
     staleness_sum: int
     staleness_max: int
+    stale_blocks: int
     accuracy_over_time: list[tuple[float, float]]
     final_accuracy: float
+    histograms: "list[Histograms]"
 
 
 class Batches:
@@ -50,10 +57,10 @@ class Batches:
         self._pass = 0
         self._order = torch.empty(0, dtype=torch.int64)
 
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch; a new pass begins when the share has fewer samples left than a batch."""
-        size = self._options.batch_size
-        if len(self._order) < size:
+    def next(self, tuned: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch, of `tuned` samples if that is not 0; a new pass begins when the share has fewer left than a batch."""
+        size = tuned or self._options.batch_size
+        while len(self._order) < size:
             generator = torch.Generator().manual_seed(1_000_003 * self._options.seed + self._pass)
             order = torch.randperm(len(self._data.train_labels), generator=generator)
             self._order = torch.cat([self._order, order[self._rank :: self._options.workers]])
@@ -86,18 +93,21 @@ class TrainingRun:
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model) as optimizer:
             batches = Batches(self._data, options, self._rank)
+            optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
             optimizer.wait_for_start()
             began_ns = self._clock.now_ns()
             while not self._finished(optimizer):
-                self._step(optimizer, *batches.next())
+                self._step(optimizer, *batches.next(optimizer.worker.batch_size))
                 if self._rank == 0:
                     self._keep_snapshot(optimizer, began_ns)
             ended_ns = self._clock.now_ns()
             final = math.nan
             if self._rank == 0:
                 optimizer.wait_for_others()
-                final = self._judge(self._model.state_dict())
+                with optimizer.averaged_weights():
+                    final = self._judge(self._model.state_dict())
             row = optimizer.statistics()[self._rank]
+            histograms = optimizer.histograms()
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
         return WorkerResult(
             rank=self._rank,
@@ -111,8 +121,10 @@ class TrainingRun:
             dropped=row.dropped,
             staleness_sum=row.staleness_sum,
             staleness_max=row.staleness_max,
+            stale_blocks=row.stale_blocks,
             accuracy_over_time=curve,
             final_accuracy=final,
+            histograms=histograms,
         )
 
     def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
@@ -126,7 +138,7 @@ class TrainingRun:
 
     def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
         """Samples that all workers together have drawn."""
-        if self._policy.waits_for_fold:
+        if self._policy.is_level:
             return optimizer.worker.samples * self._options.workers  # all are at the same step
         return sum(row.samples for row in optimizer.statistics())
 

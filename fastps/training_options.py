@@ -7,7 +7,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What decides a run. `straggler` maps a worker to the factor by which its compute time is stretched."""
+    """What decides a run.
+
+    `straggler` maps a worker to the factor by which its compute time is stretched. Of the responses to pulls,
+    `pull_delay_share` come `pull_delay_s` seconds late (PSP-SGD, section 4.2).
+    """
 
     sync: str = "bsp"
     workers: int = 4
@@ -20,6 +24,8 @@ class TrainingOptions:
     straggler: dict[str, float] = field(default_factory=dict)
     transfer_ms: float = 0.0
     compute_ms: float = 0.0
+    pull_delay_share: float = 0.0
+    pull_delay_s: float = 0.0
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -18,6 +18,7 @@ from fastps import config, rendezvous
 from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_LIVE
+from fastps.late_responses import LateResponses
 from fastps.layout import first_difference
 from fastps.peers import Peers
 from fastps.rules import Hyper
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fastps.store import Store
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_MOST_NAMED = 256  # combinations of buffers whose views are kept
 
 
 class Worker:
@@ -35,6 +37,8 @@ class Worker:
         rank: this worker's lane.
         steps: steps pushed so far.
         version: the version of the weights that were pulled last.
+        batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
+        stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
         gradients: name to float32 array in the slot of the next push; write them, then call `step`.
     """
@@ -45,7 +49,8 @@ class Worker:
         self.lane = turn.Lane(store.arena, rank)
         self.steps = 0
         self.slot = 0
-        self.buffer = 0
+        self.buffers = [0] * store.arena.shards
+        self.stale_blocks = 0
         self.wait_ns = 0
         self.compute_ns = 0
         self.samples = 0
@@ -59,11 +64,14 @@ class Worker:
         self._spins = config.spins(store.layout.workers)
         self._timeout_ns = int(store.timeout_s * 1e9)
         self._looked_ns = self._granted_ns = self._clock.now_ns()
-        self._slot_free_at = [0] * config.SLOTS  # descriptors that must be done with before the slot may be written again
-        self._sent_hypers: list[list[Hyper] | None] = [None] * config.SLOTS
-        self._sent_presence: list[bytes | None] = [None] * config.SLOTS
+        slots = store.layout.slots
+        self._slot_free_at = [0] * slots  # descriptors that must be done with before the slot may be written again
+        self._sent_hypers: list[list[Hyper] | None] = [None] * slots
+        self._sent_presence: list[bytes | None] = [None] * slots
+        self._needed_shards = -int(-store.layout.policy.pull * store.arena.shards // 1)  # the least that is not fewer
+        self._responses = LateResponses(0.0, 0, 0, self._clock)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
-        self._named_weights: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
         _live.add(self)
         self.pull()
@@ -93,6 +101,11 @@ class Worker:
     ) -> None:
         """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone."""
         self.check_usable()
+        if self.store.layout.policy.needs_samples and samples < 1:
+            raise UsageError(
+                f"{self.store.layout.policy.spec} scales by samples: expected the size of the batch with each push, found none;"
+                " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
+            )
         now_ns = self._clock.now_ns()
         self.compute_ns += now_ns - self._granted_ns
         self.samples += samples
@@ -104,7 +117,8 @@ class Worker:
         self.steps += 1
         if not null:
             self._slot_free_at[self.slot] = self.lane.posted()
-            self.slot = (self.slot + 1) % config.SLOTS
+            self.slot = (self.slot + 1) % len(self._slot_free_at)
+        self._responses.draw(self.steps)
         self._try_turn()
         if now_ns - self._looked_ns > config.LIVENESS_NS:
             self._look_around(now_ns)
@@ -113,19 +127,40 @@ class Worker:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
         granted = 0 if self.store.layout.policy.at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
-        if self.lane.granted() < granted or self.lane.done() < done:
+        if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
             began_ns = self._clock.now_ns()
-            self._wait(granted, done)
+            self._wait(granted, done, self._needed_shards)
+            self._wait_for_more(granted)
             self._granted_ns = self._clock.now_ns()
             self.wait_ns += self._granted_ns - began_ns
         else:
             self._granted_ns = self._clock.now_ns()
-        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss)
+        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
-    def pull(self) -> int:
-        """Pin the published weights; returns their buffer. Copies nothing."""
-        self.buffer = self.lane.pull()
-        return self.buffer
+    def pull(self) -> list[int]:
+        """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
+
+        A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
+        """
+        is_partial = self._needed_shards < len(self.buffers)
+        for shard in range(len(self.buffers)):
+            if is_partial and not self._is_fresh(shard, self.steps + 1):
+                self.stale_blocks += 1
+            else:
+                self.buffers[shard] = self.lane.pull(shard)
+        return self.buffers
+
+    def _is_fresh(self, shard: int, granted: int) -> bool:
+        return self.lane.granted(shard) >= granted and shard not in self._responses.late
+
+    def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
+        """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
+        self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
+
+    @property
+    def batch_size(self) -> int:
+        """The batch that the last grant carried; 0: the worker's own choice."""
+        return self.lane.batch()
 
     @property
     def version(self) -> int:
@@ -140,12 +175,15 @@ class Worker:
     @property
     def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """Name to read-only array of the pulled weights; the arrays are those of one version until the next pull."""
-        named = self._named_weights.get(self.buffer)
+        key = tuple(self.buffers)
+        named = self._named_weights.get(key)
         if named is None:
-            named = self._named(self.store.weight_views(self.buffer))
+            named = self._named(self.store.weight_views(key))
             for view in named.values():
                 view.flags.writeable = False
-            self._named_weights[self.buffer] = named
+            if len(self._named_weights) >= _MOST_NAMED:
+                self._named_weights.clear()  # shards combine in many ways
+            self._named_weights[key] = named
         return named
 
     @property
@@ -171,17 +209,46 @@ class Worker:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def _wait(self, granted: int, done: int) -> None:
+    def _wait(self, granted: int, done: int, shards: int = 0) -> None:
+        """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while not self.lane.wait(granted, done, self._spins, config.SLICE_NS):
+        while not self.lane.wait(granted, done, self._spins, self._slice_ns(), shards) or not self._responded(granted, shards):
             self._try_turn()
             now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
+            if now_ns - self._looked_ns > config.LIVENESS_NS:
+                self._look_around(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
 
+    def _slice_ns(self) -> int:
+        """How long to sleep at most: until the next timer is due, for whoever waits fires it."""
+        due_ns = self.lane.due_ns()
+        if due_ns < 0:
+            return config.SLICE_NS
+        return min(config.SLICE_NS, max(1, due_ns - self._clock.now_ns()))
+
+    def _responded(self, granted: int, shards: int) -> bool:
+        """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""
+        if not self._responses.late or shards == 0:
+            return True
+        self._responses.arrive()
+        if sum(self._is_fresh(shard, granted) for shard in range(len(self.buffers))) >= shards:
+            return True
+        self._responses.sleep(config.SLICE_NS)
+        return False
+
+    def _wait_for_more(self, granted: int) -> None:
+        """Partial pull: up to the timeout for the shards that are not fresh yet (tau2 of PSP-SGD)."""
+        until_ns = self._clock.now_ns() + int(self.store.layout.policy.pull_timeout * 1e9)
+        while (now_ns := self._clock.now_ns()) < until_ns:
+            self._responses.arrive()
+            if all(self._is_fresh(shard, granted) for shard in range(len(self.buffers))):
+                return
+            self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
+            self._try_turn()
+
     def _try_turn(self) -> None:
-        outcome = self.lane.try_turn()
+        outcome = self.lane.try_turn(self._clock.now_ns())
         if outcome < 0 or outcome == turn.LOST:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
@@ -190,7 +257,7 @@ class Worker:
         self._looked_ns = now_ns
         dead = self._peers.dead()
         if dead is not None:
-            self.lane.break_turn(dead)
+            self.lane.break_turn(dead, now_ns)
             raise self._peers.error(dead)
         theirs = self.store.foreign_layout()
         if theirs is not None:
@@ -247,15 +314,22 @@ class Worker:
                 return False
         return True
 
-    def hold_turn(self) -> None:
-        """Take the turn and keep it: for copies of rule state. Call `lane.release` soon after."""
+    def hold_turns(self) -> None:
+        """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while not self.lane.hold():
-            now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {self.lane.owner()} holds")
-            self._clock.sleep_ns(100_000)
+        for shard in range(len(self.buffers)):
+            while not self.lane.hold(shard):
+                now_ns = self._clock.now_ns()
+                self._look_around(now_ns)
+                if now_ns >= deadline_ns:
+                    owner = self.lane.owner(shard)
+                    raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {owner} holds")
+                self._clock.sleep_ns(100_000)
+
+    def release_turns(self, publish: bool) -> None:
+        """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
+        for shard in range(len(self.buffers)):
+            self.lane.release(publish, shard, self._clock.now_ns())
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -9,12 +9,15 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 1
+#define FPS_ABI 2
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
 #define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
+#define FPS_MAX_SHARDS 64
 #define FPS_MESSAGE_BYTES 448
+#define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
+#define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all that are staler */
 
 /* Kinds of descriptor. */
 #define FPS_PUSH 0  /* a gradient in a slot */
@@ -31,7 +34,7 @@
 /* One push as posted: exactly one cache line. */
 typedef struct {
     uint64_t step;         /* which step of its worker this is, from 0 */
-    uint64_t read_version; /* the version that the gradient was computed with */
+    uint64_t read_version; /* its timestamp: the newest version that the gradient was computed with */
     int64_t post_ns;       /* when it was posted, on the clock that all workers share */
     double scale;          /* multiplies the gradient: 1, or 1 / the loss scale */
     double loss;           /* the worker's last loss, for whoever watches; NaN if never told */
@@ -42,31 +45,40 @@ typedef struct {
 } fps_descriptor;
 _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
 
-/* A lane's control words; its ring of descriptors follows. */
+/* A lane's control words; its ring of descriptors follows, then its seat in each shard. */
 typedef struct {
     uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
     uint8_t pad_tail[56];
-    /* Line of the turn's holder. All of it is derived from committed state, so the next holder can write it again. */
-    uint64_t head;    /* [HEAD] descriptors done with so far */
-    int64_t granted;  /* [GRANT] steps that the worker may have begun */
-    uint32_t event;   /* [EVENT] futex word: moves whenever head or granted does */
-    uint32_t pad_event;
-    int64_t folded, dropped, staleness_sum, staleness_max, pad_holder;
+    /* Line of the holders. */
+    uint32_t event; /* [EVENT] futex word: moves whenever a head or a grant of one of its seats does */
+    uint8_t pad_event[60];
     /* Line of the worker. */
-    uint64_t pin;      /* [PIN] buffer being read + 1, or 0 */
     uint32_t sleeping; /* paired with [EVENT] */
-    uint8_t pad_pin[52];
+    uint8_t pad_sleeping[60];
     /* Membership. */
     uint32_t state; /* [STATE] */
     uint32_t generation;
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
     uint8_t pad_state[48];
     /* Counters of the worker, only looked at. */
-    int64_t steps, wait_ns, compute_ns, loss_bits, samples, reserved[3];
+    int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, reserved[2];
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
 } fps_lane;
 _Static_assert(sizeof(fps_lane) == 5 * FPS_LINE + FPS_MESSAGE_BYTES, "each writer's words stay on lines of their own");
 _Static_assert(sizeof(fps_lane) % FPS_LINE == 0, "the ring behind it starts on a line");
+
+/* A lane's words in one shard. */
+typedef struct {
+    /* Line of the shard's holder. All of it is derived from committed state, so the next holder can write it again. */
+    uint64_t head;   /* [HEAD] descriptors that this shard is done with */
+    int64_t granted; /* [GRANT] steps that the worker may have begun, as far as this shard is concerned */
+    int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
+    int64_t folded, dropped, staleness_sum, staleness_max, pad_holder;
+    /* Line of the worker. */
+    uint64_t pin; /* [PIN] buffer being read + 1, or 0 */
+    uint8_t pad_pin[56];
+} fps_seat;
+_Static_assert(sizeof(fps_seat) == 2 * FPS_LINE, "holder and worker write lines of their own");
 
 /* What one commit publishes beside the weights; two of them, the commit word says which one is true. */
 typedef struct {
@@ -76,15 +88,41 @@ typedef struct {
     uint8_t pad[48];
 } fps_record;
 
-/* The mutable words of a commit domain. */
+/* The words of a shard, which is a commit domain: what one flip publishes. */
 typedef struct {
     uint64_t turn; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
     uint8_t pad_turn[56];
     uint64_t commit; /* [COMMIT] (version : 40 | epoch : 16 | weights buffer : 7 | record : 1) */
     uint8_t pad_commit[56];
     fps_record records[2];
+    int64_t due_ns; /* the deadline of the next timer, or -1; a hint for sleepers, the scheduler's state decides */
+    int64_t last_update_ns; /* for the histogram of gaps */
+    uint8_t pad_due[48];
+    int64_t first, last; /* its floats of every buffer: [first, last). Never changes. */
+    uint8_t pad_range[48];
 } fps_domain;
-_Static_assert(sizeof(fps_domain) == 4 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+_Static_assert(sizeof(fps_domain) == 6 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+
+/* What may be seen of a shard: counters that the holder adds to while it decides. Exact but for a holder's death. */
+typedef struct {
+    int64_t gaps[FPS_GAP_BUCKETS]; /* time between two consecutive updates */
+    int64_t staleness[FPS_STALENESS_BUCKETS];
+    int64_t updates;               /* versions */
+    int64_t average_staleness_sum; /* sum over the updates of <sigma> (Rudra, equation 2), in thousandths */
+    int64_t arrivals[][FPS_GAP_BUCKETS]; /* one a lane: when the k-th push of a version came, counted from its beginning */
+} fps_statistics;
+
+/* The bucket of a time in ns: 0 for 0, else 8 buckets an octave. */
+static inline int fps_time_bucket(int64_t ns) {
+    int octave;
+    if (ns <= 0) return 0;
+    octave = 63 - __builtin_clzll((uint64_t)ns);
+    return octave < 3 ? (int)ns : (octave - 2) * 8 + (int)((ns >> (octave - 3)) & 7);
+}
+/* The least time of a bucket, in ns. */
+static inline int64_t fps_bucket_time(int bucket) {
+    return bucket < 8 ? bucket : (int64_t)(8 + (bucket & 7)) << (bucket / 8 - 1);
+}
 
 /* Written by the creator before anyone attaches, and never again. */
 typedef struct {
@@ -98,17 +136,22 @@ typedef struct {
     uint32_t n_parameters;
     uint32_t presence_words;  /* 64-bit words of a push's presence bitmap */
     uint32_t rule;            /* FPS_RULE_* of fold.h */
-    uint32_t state_planes;    /* buffers' worth of floats that the rule keeps */
+    uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
+    uint32_t n_shards;
+    uint32_t pad;
+    double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
-    uint64_t domain_offset;
+    uint64_t domains_offset;  /* fps_domain[n_shards] */
+    uint64_t statistics_offset, statistics_bytes; /* n_shards of them */
     uint64_t segments_offset; /* fps_segment[n_parameters] */
     uint64_t lanes_offset, lane_bytes;
-    uint64_t scheduler_offset, scheduler_bytes; /* two copies, one a record */
+    uint64_t seats_offset;                      /* within a lane */
+    uint64_t scheduler_offset, scheduler_bytes; /* shard-major, two copies a shard, one a record */
     uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
     uint64_t state_offset, state_bytes;         /* two of them: int64 steps[n_parameters], then the planes */
     uint64_t state_steps_bytes;
     uint64_t slots_offset, slot_bytes;          /* lane-major */
-    uint64_t slot_presence_offset, slot_gradient_offset;
+    uint64_t slot_presence_offset, slot_versions_offset, slot_gradient_offset;
     uint64_t extra_offset, extra_bytes;         /* model buffers (BatchNorm): one slot a lane */
     uint64_t total_bytes;
 } fps_header;

@@ -2,8 +2,8 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.lane cimport fps_lane
-from fastps.kernels.scheduler cimport scheduler_t
+from fastps.kernels.lane cimport fps_lane, fps_seat
+from fastps.kernels.roster cimport scheduler_t
 
 cdef extern from "arena.h" nogil:
     ctypedef struct fps_record:
@@ -15,6 +15,24 @@ cdef extern from "arena.h" nogil:
         uint64_t turn
         uint64_t commit
         fps_record *records
+        int64_t due_ns
+        int64_t last_update_ns
+        int64_t first
+        int64_t last
+
+    enum:
+        FPS_GAP_BUCKETS
+        FPS_STALENESS_BUCKETS
+
+    ctypedef struct fps_statistics:
+        int64_t *gaps
+        int64_t *staleness
+        int64_t updates
+        int64_t average_staleness_sum
+        int64_t arrivals[1][512]
+
+    int fps_time_bucket(int64_t ns)
+    int64_t fps_bucket_time(int bucket)
 
     ctypedef struct fps_header:
         uint64_t magic
@@ -28,11 +46,16 @@ cdef extern from "arena.h" nogil:
         uint32_t presence_words
         uint32_t rule
         uint32_t state_planes
+        uint32_t n_shards
+        double ema_decay
         uint64_t buffer_floats
-        uint64_t domain_offset
+        uint64_t domains_offset
+        uint64_t statistics_offset
+        uint64_t statistics_bytes
         uint64_t segments_offset
         uint64_t lanes_offset
         uint64_t lane_bytes
+        uint64_t seats_offset
         uint64_t scheduler_offset
         uint64_t scheduler_bytes
         uint64_t weights_offset
@@ -43,6 +66,7 @@ cdef extern from "arena.h" nogil:
         uint64_t slots_offset
         uint64_t slot_bytes
         uint64_t slot_presence_offset
+        uint64_t slot_versions_offset
         uint64_t slot_gradient_offset
         uint64_t extra_offset
         uint64_t extra_bytes
@@ -63,10 +87,12 @@ cdef class Arena:
     cdef object memory          # keeps the mapping alive
     cdef char *base
     cdef fps_header *header
-    cdef fps_domain *domain
 
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
-    cdef scheduler_t *scheduler(self, uint64_t record) noexcept nogil
+    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
+    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
+    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil
     cdef char *state(self, uint64_t buffer) noexcept nogil

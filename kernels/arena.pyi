@@ -3,6 +3,7 @@ from typing import Any, TypedDict
 ABI: int
 MAX_LANES: int
 MAX_BUFFERS: int
+MAX_SHARDS: int
 LINE_FLOATS: int
 LANE_FREE: int
 LANE_LIVE: int
@@ -17,11 +18,19 @@ class Counters(TypedDict):
     wait_ns: int
     compute_ns: int
     samples: int
+    stale_blocks: int
     folded: int
     dropped: int
     staleness_sum: int
     staleness_max: int
     loss: float
+
+class Histograms(TypedDict):
+    updates: int
+    average_staleness: float
+    gaps_ns: list[tuple[int, int]]
+    staleness: list[tuple[int, int]]
+    arrivals_ns: list[list[tuple[int, int]]]
 
 def plan(
     *,
@@ -35,18 +44,16 @@ def plan(
     state_planes: int,
     extra_bytes: int,
     buffers: int,
+    shards: int = 1,
+    ema_decay: float = 0.0,
 ) -> tuple[bytes, int]: ...
 def format_memory(
     memory: Any,
     header_bytes: bytes,
     segments: list[tuple[int, int, int]],
     *,
-    fold: str,
-    grant: str,
-    low: int,
-    high: int,
-    release: str,
-    hard_bound: bool,
+    shards: list[tuple[int, int]] | None = None,
+    **policy_values: Any,
 ) -> None: ...
 
 class Arena:
@@ -69,9 +76,14 @@ class Arena:
     @property
     def total_bytes(self) -> int: ...
     @property
+    def shards(self) -> int: ...
+    @property
+    def ema_decay(self) -> float: ...
+    @property
     def version(self) -> int: ...
-    def committed(self) -> tuple[int, int, int]: ...
-    def pins(self) -> list[int]: ...
+    def shard_version(self, shard: int) -> int: ...
+    def committed(self, shard: int = 0) -> tuple[int, int, int]: ...
+    def pins(self, shard: int = 0) -> list[int]: ...
     def claim(self, lane: int, process_id: int) -> bool: ...
     def leave(self, lane: int) -> None: ...
     def finish(self, lane: int, failure: str | None = None) -> None: ...
@@ -80,3 +92,4 @@ class Arena:
     def failure(self, lane: int) -> str: ...
     def process_id(self, lane: int) -> int: ...
     def counters(self, lane: int) -> Counters: ...
+    def histograms(self, shard: int = 0) -> Histograms: ...

@@ -19,18 +19,20 @@ from fastps.kernels.lane cimport (
     FPS_MAGIC,
     FPS_MAX_BUFFERS,
     FPS_MAX_LANES,
+    FPS_MAX_SHARDS,
     FPS_MESSAGE_BYTES,
     fps_descriptor,
     fps_head_acquire,
     fps_lane,
+    fps_seat,
     fps_tail_acquire,
 )
-from fastps.kernels.scheduler cimport (
-    policy_from_values,
+from fastps.kernels.policy_words cimport policy_from_values
+from fastps.kernels.roster cimport (
     policy_t,
-    scheduler_bytes,
-    scheduler_copy,
-    scheduler_initialise,
+    roster_bytes,
+    roster_copy,
+    roster_initialise,
     scheduler_t,
 )
 
@@ -44,6 +46,7 @@ cdef extern from "atomics.h" nogil:
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
 MAX_BUFFERS = FPS_MAX_BUFFERS
+MAX_SHARDS = FPS_MAX_SHARDS
 LINE_FLOATS = FPS_LINE // 4
 LANE_FREE = FPS_LANE_FREE
 LANE_LIVE = FPS_LANE_LIVE
@@ -60,7 +63,8 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
-               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers) except -1:
+               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
+               uint32_t shards, double ema_decay) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     if not 1 <= lanes <= FPS_MAX_LANES:
@@ -71,6 +75,10 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
         raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
     if slots < 1 or slots >= ring_size:
         raise ValueError(f"expected 1 to {ring_size - 1} gradient slots in a ring of {ring_size}, found {slots}")
+    if not 1 <= shards <= FPS_MAX_SHARDS:
+        raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
+    if not 0 <= ema_decay < 1:
+        raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -83,21 +91,27 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.presence_words = (parameters + 63) // 64
     header.rule = rule
     header.state_planes = state_planes
+    header.n_shards = shards
+    header.ema_decay = ema_decay
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
-    offset = header.domain_offset = PAGE
-    offset = header.segments_offset = offset + _aligned(sizeof(fps_domain), PAGE)
+    offset = header.domains_offset = PAGE
+    offset = header.segments_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
     offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
-    header.lane_bytes = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
-    offset = header.scheduler_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
-    header.scheduler_bytes = _aligned(scheduler_bytes(lanes), PAGE)
-    offset = header.weights_offset = offset + 2 * header.scheduler_bytes
+    header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
+    header.lane_bytes = header.seats_offset + shards * sizeof(fps_seat)
+    offset = header.statistics_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
+    header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
+    offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
+    header.scheduler_bytes = _aligned(roster_bytes(lanes), PAGE)
+    offset = header.weights_offset = offset + 2 * shards * header.scheduler_bytes
     header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
     offset = header.state_offset = offset + buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
     offset = header.slots_offset = offset + 2 * header.state_bytes
     header.slot_presence_offset = groups * sizeof(fps_hyper)
-    header.slot_gradient_offset = _aligned(header.slot_presence_offset + header.presence_words * sizeof(uint64_t), FPS_LINE)
+    header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
+    header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
     header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * sizeof(float), PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
@@ -106,7 +120,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
 
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
-         int64_t extra_bytes, int buffers):
+         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -114,20 +128,25 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     cdef fps_header header
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
-    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers)
+    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
+          shards, ema_decay)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
-def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, str fold,
-                  str grant, int64_t low, int64_t high, str release, bint hard_bound):
-    """Write a fresh arena into zeroed `memory`: header, segments (offset, length, group) in floats, scheduler, first record."""
+def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, list shards=None,
+                  **policy_values):
+    """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
+
+    `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
+    one that holds everything. The policy's values are those of fastps.kernels.scheduler.Scheduler.
+    """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
     cdef policy_t policy
     cdef uint32_t index
     cdef Arena arena
-    policy_from_values(&policy, fold, grant, low, high, release, hard_bound)
     memcpy(header, <char *> header_bytes, sizeof(fps_header))
+    policy_from_values(&policy, policy_values, header.n_lanes)
     for index, (offset, length, group) in enumerate(segments):
         segment = <fps_segment *> (&memory[0] + header.segments_offset) + index
         segment.offset = offset
@@ -135,18 +154,32 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
         segment.group = group
         segment.parameter = index
     arena = Arena(memory)
-    scheduler_initialise(arena.scheduler(0), header.n_lanes, &policy)
-    arena.scheduler(1).n_workers = header.n_lanes
-    scheduler_copy(arena.scheduler(1), arena.scheduler(0))
-    for index in range(header.n_lanes):
-        arena.lane(index).granted = 1
+    shards = shards or [(0, header.buffer_floats)]
+    if len(shards) != header.n_shards:
+        raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
+    for index, (first, last) in enumerate(shards):
+        if not 0 <= first <= last <= header.buffer_floats:
+            raise ValueError(f"expected a shard within {header.buffer_floats} floats, found {first} to {last}")
+        _format_shard(arena, index, first, last, &policy)
+
+
+cdef void _format_shard(Arena arena, uint32_t shard, int64_t first, int64_t last, const policy_t *policy):
+    cdef uint32_t lane
+    arena.domain(shard).first = first
+    arena.domain(shard).last = last
+    arena.domain(shard).due_ns = -1
+    roster_initialise(arena.scheduler(shard, 0), arena.header.n_lanes, policy)
+    arena.scheduler(shard, 1).n_workers = arena.header.n_lanes
+    roster_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))
+    for lane in range(arena.header.n_lanes):
+        arena.seat(lane, shard).granted = 1
 
 
 cdef int _check(const fps_header *found, int64_t size) except -1:
     """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
-          found.rule, found.state_planes, found.extra_bytes, found.n_buffers)
+          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0
@@ -163,7 +196,6 @@ cdef class Arena:
         self.memory = view
         self.base = <char *> &view[0]
         self.header = <fps_header *> self.base
-        self.domain = <fps_domain *> (self.base + PAGE)
         if <uintptr_t> self.base % FPS_LINE:
             raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
         if view.shape[0] < PAGE or self.header.magic != FPS_MAGIC:
@@ -176,8 +208,18 @@ cdef class Arena:
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
         return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
 
-    cdef scheduler_t *scheduler(self, uint64_t record) noexcept nogil:
-        return <scheduler_t *> (self.base + self.header.scheduler_offset + record * self.header.scheduler_bytes)
+    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+
+    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
+        return <fps_domain *> (self.base + self.header.domains_offset) + shard
+
+    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
+        return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
+
+    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil:
+        return <scheduler_t *> (self.base + self.header.scheduler_offset
+                                + (2 * shard + record) * self.header.scheduler_bytes)
 
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
         return (self.base + self.header.slots_offset
@@ -241,22 +283,36 @@ cdef class Arena:
         """Size of the whole arena."""
         return self.header.total_bytes
 
+    @property
+    def shards(self):
+        """Shards, each versioned by itself."""
+        return self.header.n_shards
+
+    @property
+    def ema_decay(self):
+        """Decay of the moving average of the weights, the last plane of the state; 0 when none is kept."""
+        return self.header.ema_decay
+
     # -- what is committed -------------------------------------------------------------------------
 
     @property
     def version(self):
-        """Updates so far."""
-        return fps_commit_version(fps_commit_load(&self.domain.commit))
+        """Updates so far: of the shard that has had the fewest."""
+        return min(self.shard_version(shard) for shard in range(self.header.n_shards))
 
-    def committed(self):
-        """(version, weights buffer, state buffer) of the last commit. Only who holds the turn may rely on it."""
-        cdef uint64_t commit = fps_commit_load(&self.domain.commit)
-        cdef fps_record *record = &self.domain.records[fps_commit_record(commit)]
+    def shard_version(self, uint32_t shard):
+        """Updates of one shard so far."""
+        return fps_commit_version(fps_commit_load(&self.domain(shard).commit))
+
+    def committed(self, uint32_t shard=0):
+        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it."""
+        cdef uint64_t commit = fps_commit_load(&self.domain(shard).commit)
+        cdef fps_record *record = &self.domain(shard).records[fps_commit_record(commit)]
         return fps_commit_version(commit), fps_commit_buffer(commit), record.state_buffer
 
-    def pins(self):
+    def pins(self, uint32_t shard=0):
         """The buffer that each lane pins, or -1."""
-        return [<int64_t> fps_pin_load(&self.lane(index).pin) - 1 for index in range(self.header.n_lanes)]
+        return [<int64_t> fps_pin_load(&self.seat(index, shard).pin) - 1 for index in range(self.header.n_lanes)]
 
     # -- membership --------------------------------------------------------------------------------
 
@@ -306,21 +362,61 @@ cdef class Arena:
     # -- counters ----------------------------------------------------------------------------------
 
     def counters(self, uint32_t lane):
-        """The lane's counters by name; each is current, but they are not of one moment."""
+        """The lane's counters by name, over all shards; each is current, but they are not of one moment.
+
+        `done` is the least of the shards, `folded` and `dropped` are sums over shards.
+        """
         cdef fps_lane *words = self.lane(lane)
+        cdef fps_seat *seat
         cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
         cdef double loss
+        cdef uint32_t shard
+        cdef uint64_t done = fps_head_acquire(&self.seat(lane, 0).head)
+        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0
         memcpy(&loss, &loss_bits, sizeof(loss))
+        for shard in range(self.header.n_shards):
+            seat = self.seat(lane, shard)
+            done = min(done, fps_head_acquire(&seat.head))
+            folded += fps_counter_get(&seat.folded)
+            dropped += fps_counter_get(&seat.dropped)
+            staleness_sum += fps_counter_get(&seat.staleness_sum)
+            staleness_max = max(staleness_max, fps_counter_get(&seat.staleness_max))
         return {
             "posted": fps_tail_acquire(&words.tail),
-            "done": fps_head_acquire(&words.head),
+            "done": done,
             "steps": fps_counter_get(&words.steps),
             "wait_ns": fps_counter_get(&words.wait_ns),
             "compute_ns": fps_counter_get(&words.compute_ns),
             "samples": fps_counter_get(&words.samples),
-            "folded": fps_counter_get(&words.folded),
-            "dropped": fps_counter_get(&words.dropped),
-            "staleness_sum": fps_counter_get(&words.staleness_sum),
-            "staleness_max": fps_counter_get(&words.staleness_max),
+            "stale_blocks": fps_counter_get(&words.stale_blocks),
+            "folded": folded,
+            "dropped": dropped,
+            "staleness_sum": staleness_sum,
+            "staleness_max": staleness_max,
             "loss": loss,
+        }
+
+    def histograms(self, uint32_t shard=0):
+        """What a shard has counted, as lists of (least value of the bucket, count), empty buckets left out.
+
+        `gaps_ns` between two consecutive updates; `staleness` of folded pushes, in versions; `arrivals_ns`: for each k, when
+        the k-th push of a version came, counted from its beginning; `updates`; `average_staleness`: mean over all updates of
+        <sigma> (Rudra, equation 2).
+        """
+        cdef fps_statistics *found = self.statistics(shard)
+        cdef int bucket
+        cdef uint32_t k
+        updates = fps_counter_get(&found.updates)
+        return {
+            "updates": updates,
+            "average_staleness": fps_counter_get(&found.average_staleness_sum) / 1000.0 / max(1, updates),
+            "gaps_ns": [(fps_bucket_time(bucket), found.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                        if found.gaps[bucket]],
+            "staleness": [(bucket, found.staleness[bucket]) for bucket in range(FPS_STALENESS_BUCKETS)
+                          if found.staleness[bucket]],
+            "arrivals_ns": [
+                [(fps_bucket_time(bucket), found.arrivals[k][bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                 if found.arrivals[k][bucket]]
+                for k in range(self.header.n_lanes)
+            ],
         }

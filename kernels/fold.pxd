@@ -34,17 +34,21 @@ cdef extern from "fold.h" nogil:
         const fps_hyper *hypers
         const uint64_t *presence
         double scale
+        double rate_scale
 
     ctypedef struct fps_fold_job:
         int32_t rule
         int32_t mode
         int32_t state_planes
+        int32_t ema_plane
+        double ema_decay
         int64_t state_stride
         int64_t n_segments
         const fps_segment *segments
         int32_t n_pushes
         const fps_push *pushes
         double scale
+        double rate_scale
         const float *weights_in
         float *weights_out
         const float *state_in

@@ -10,6 +10,7 @@ cdef extern from "arena.h" nogil:
         FPS_MAX_LANES
         FPS_MAX_BUFFERS
         FPS_MAX_BATCH
+        FPS_MAX_SHARDS
         FPS_MESSAGE_BYTES
         FPS_PUSH
         FPS_NULL
@@ -32,14 +33,7 @@ cdef extern from "arena.h" nogil:
 
     ctypedef struct fps_lane:
         uint64_t tail
-        uint64_t head
-        int64_t granted
         uint32_t event
-        int64_t folded
-        int64_t dropped
-        int64_t staleness_sum
-        int64_t staleness_max
-        uint64_t pin
         uint32_t sleeping
         uint32_t state
         uint32_t generation
@@ -49,7 +43,18 @@ cdef extern from "arena.h" nogil:
         int64_t compute_ns
         int64_t loss_bits
         int64_t samples
+        int64_t stale_blocks
         char *message
+
+    ctypedef struct fps_seat:
+        uint64_t head
+        int64_t granted
+        int64_t batch
+        int64_t folded
+        int64_t dropped
+        int64_t staleness_sum
+        int64_t staleness_max
+        uint64_t pin
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
@@ -60,15 +65,17 @@ cdef extern from "atomics.h" nogil:
     void fps_pause()
 
 
-# The ring lies behind its lane's control words; `ring_size` is a power of two.
+# The ring lies behind its lane's control words, and the seats behind the ring; `ring_size` is a power of two.
 cdef inline fps_descriptor *lane_descriptor(fps_lane *lane, uint32_t ring_size, uint64_t position) noexcept nogil:
     return <fps_descriptor *> (lane + 1) + (position & (ring_size - 1))
 
 
-# Post one descriptor: only the lane's one producer may call this. Returns 0, or -1 when the ring is full.
-cdef inline int lane_post(fps_lane *lane, uint32_t ring_size, const fps_descriptor *descriptor) noexcept nogil:
+# Post one descriptor: only the lane's one producer may call this. `done`: descriptors that every shard is done with.
+# Returns 0, or -1 when the ring is full.
+cdef inline int lane_post(
+        fps_lane *lane, uint32_t ring_size, uint64_t done, const fps_descriptor *descriptor) noexcept nogil:
     cdef uint64_t tail = lane.tail  # the producer's own word: nobody else writes it
-    if tail - fps_head_acquire(&lane.head) >= ring_size:
+    if tail - done >= ring_size:
         return -1
     lane_descriptor(lane, ring_size, tail)[0] = descriptor[0]
     fps_tail_release(&lane.tail, tail + 1)

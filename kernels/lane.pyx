@@ -12,6 +12,7 @@ from libc.string cimport memset
 cdef enum:
     LANE_BYTES = sizeof(fps_lane)
     DESCRIPTOR_BYTES = sizeof(fps_descriptor)
+    SEAT_BYTES = sizeof(fps_seat)
 
 
 cdef inline uint64_t _mixed(uint64_t value) noexcept nogil:
@@ -34,23 +35,24 @@ cdef class Ring:
     """
 
     cdef fps_lane *lane
+    cdef fps_seat *seat
     cdef uint32_t size
     cdef unsigned char[::1] memory
 
     def __cinit__(self, unsigned char[::1] memory not None, uint32_t size):
         if size < 1 or size & (size - 1):
             raise ValueError(f"expected the ring's size to be a power of two, found {size}")
-        if memory.shape[0] < LANE_BYTES + size * DESCRIPTOR_BYTES:
-            raise ValueError(f"expected at least {LANE_BYTES + size * DESCRIPTOR_BYTES} bytes for a ring of {size}, "
-                             f"found {memory.shape[0]}")
+        if memory.shape[0] < self.bytes_for(size):
+            raise ValueError(f"expected at least {self.bytes_for(size)} bytes for a ring of {size}, found {memory.shape[0]}")
         self.memory = memory
         self.size = size
         self.lane = <fps_lane *> &memory[0]
+        self.seat = <fps_seat *> (&memory[0] + LANE_BYTES + size * DESCRIPTOR_BYTES)
 
     @staticmethod
     def bytes_for(uint32_t size):
         """Bytes of memory that a ring of `size` descriptors needs."""
-        return LANE_BYTES + size * DESCRIPTOR_BYTES
+        return LANE_BYTES + size * DESCRIPTOR_BYTES + SEAT_BYTES
 
     def post(self, uint64_t step, uint32_t slot):
         """Post one descriptor; False when the ring is full."""
@@ -58,21 +60,21 @@ cdef class Ring:
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.step = step
         descriptor.slot = slot
-        return lane_post(self.lane, self.size, &descriptor) == 0
+        return lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor) == 0
 
     def take(self):
         """The oldest descriptor as (step, slot), or None when the ring is empty."""
-        cdef uint64_t head = self.lane.head
+        cdef uint64_t head = self.seat.head
         cdef fps_descriptor *descriptor
         if head == fps_tail_acquire(&self.lane.tail):
             return None
         descriptor = lane_descriptor(self.lane, self.size, head)
         taken = (descriptor.step, descriptor.slot)
-        fps_head_release(&self.lane.head, head + 1)
+        fps_head_release(&self.seat.head, head + 1)
         return taken
 
     def __len__(self):
-        return fps_tail_acquire(&self.lane.tail) - fps_head_acquire(&self.lane.head)
+        return fps_tail_acquire(&self.lane.tail) - fps_head_acquire(&self.seat.head)
 
     def produce(self, uint64_t count, uint64_t seed, int64_t patience=2_000_000_000):
         """Post `count` descriptors whose contents follow from `seed` and their position; returns how often the ring was full.
@@ -89,7 +91,7 @@ cdef class Ring:
             descriptor.slot = <uint32_t> _mixed(seed ^ i)
             tries = 0
             with nogil:
-                while lane_post(self.lane, self.size, &descriptor) != 0:
+                while lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor) != 0:
                     full += tries == 0
                     tries += 1
                     if tries > patience:
@@ -108,7 +110,7 @@ cdef class Ring:
         cdef uint64_t i = 0, head, tail, empty = 0, wrong = 0
         cdef int64_t tries = 0
         with nogil:
-            head = self.lane.head
+            head = self.seat.head
             while i < count and tries <= patience:
                 tail = fps_tail_acquire(&self.lane.tail)
                 if head == tail:
@@ -124,7 +126,7 @@ cdef class Ring:
                     break
                 head += 1
                 i += 1
-                fps_head_release(&self.lane.head, head)
+                fps_head_release(&self.seat.head, head)
         if wrong:
             raise AssertionError(f"descriptor {i}: expected step {i}, found step {descriptor.step} (seed {seed})")
         if tries > patience:

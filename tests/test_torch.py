@@ -169,7 +169,7 @@ def test_no_step_copies_weights_or_gradients_after_backward(sync: str) -> None:
         for inputs, labels in _batches(10, BATCH):
             for index, parameter in enumerate(model.parameters()):
                 buffer, found = weight_places[parameter.data_ptr()]
-                assert (buffer, found) == (optimizer.worker.buffer, index)
+                assert (buffer, found) == (optimizer.worker.buffers[0], index)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             slot = base + arena.gradient_offset(0, optimizer.worker.slot)

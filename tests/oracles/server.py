@@ -10,6 +10,9 @@ class Server:
     """The ledger of `workers` live workers, all of them granted their first step and none of them waiting.
 
     An event (push or leave) returns (workers whose pushes are folded now, workers granted now), both in worker order.
+
+    A discipline that waits for time as well has a third event: `fire`, due at `due_ns`. Whoever drives it fires every
+    timer that is due at or before the time of an event before that event, each stamped with its own deadline.
     """
 
     def __init__(self, workers: int) -> None:
@@ -21,6 +24,28 @@ class Server:
         # arrivals, by its index.
         self.arrival = {worker: worker - workers for worker in range(workers)}
         self.arrivals = 0
+        self.dropped = dict.fromkeys(range(workers), 0)  # of those who left too: a count of what was, not a state
+        self.now_ns = 0
+
+    def due_ns(self) -> int | None:
+        """The deadline of the next timer; None: no timer runs."""
+        return None
+
+    def fire(self) -> tuple[list[int], list[int]]:
+        """The event of the next timer, at its deadline."""
+        raise AssertionError("no timer runs")
+
+    def clock_event(self, now_ns: int) -> None:
+        """Time never goes backwards: an event earlier than the one before it counts at that one's time."""
+        due_ns = self.due_ns()
+        assert due_ns is None or due_ns > now_ns, f"the timer due at {due_ns} was not fired before the event at {now_ns}"
+        self.now_ns = max(self.now_ns, now_ns)
+
+    def clock_timer(self) -> None:
+        """A timer's event has its deadline as its time, however late it is fired."""
+        due_ns = self.due_ns()
+        assert due_ns is not None, "no timer runs"
+        self.now_ns = max(self.now_ns, due_ns)
 
     def count_push(self, p: int) -> None:
         """Algorithm 1, server, line 1: t_p = t_p + 1."""

@@ -1,0 +1,68 @@
+# The turn of one shard as one lane takes it, for the lane's worker (turn.pyx).
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.arena cimport Arena, fps_domain
+from fastps.kernels.fold cimport fps_push
+from fastps.kernels.lane cimport fps_descriptor
+from fastps.kernels.roster cimport policy_t, scheduler_t
+
+# Outcomes of a turn.
+cdef enum:
+    TURN_DONE = 0
+    TURN_BUSY = 1
+    TURN_LOST = 2
+    TURN_BAD_DESCRIPTOR = -1
+    TURN_NO_BUFFER = -2
+    TURN_BAD_FOLD = -3
+
+cdef class Holder:
+    cdef Arena arena
+    cdef fps_domain *domain
+    cdef uint32_t lane
+    cdef uint32_t shard
+    cdef int bad_lane           # of the last TURN_BAD_DESCRIPTOR
+    cdef uint64_t turn          # the turn word while this lane holds it
+    cdef uint64_t seen          # the commit word that this turn's flip expects
+    cdef int64_t now_ns         # when the turn was tried: which timers are due
+    cdef int64_t spare_buffer   # the weights buffer that `spare` gave out
+    # Scratch of a turn, allocated once.
+    cdef uint64_t *tails
+    cdef uint32_t *to_wake
+    cdef uint32_t n_to_wake
+    cdef fps_push *batch
+    cdef uint32_t batch_size
+    cdef uint32_t n_batch
+    cdef int64_t batch_samples
+    cdef int64_t staleness_of_update
+    cdef int64_t pushes_of_update
+
+    cdef int try_turn(self, int64_t now_ns) noexcept nogil
+    cdef bint take(self) noexcept nogil
+    cdef int run(self) noexcept nogil
+    cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil
+    cdef int64_t spare(self) noexcept nogil
+    cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
+
+    cdef void _nudge(self) noexcept nogil
+    cdef void _wake(self) noexcept nogil
+    cdef int _drain(self) noexcept nogil
+    cdef int _commit_once(self) noexcept nogil
+    cdef void _look(self) noexcept nogil
+    cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
+    cdef int _next_event(self, scheduler_t *state) noexcept nogil
+    cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
+    cdef void _take_push(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor,
+                         int64_t version) noexcept nogil
+    cdef void _take_listed(self, scheduler_t *state) noexcept nogil
+    cdef void _gather(self, scheduler_t *state) noexcept nogil
+    cdef void _end_update(self, scheduler_t *state) noexcept nogil
+    cdef int64_t _free_buffer(self) noexcept nogil
+    cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil
+    cdef int _flip(self, scheduler_t *state, uint64_t weights_buffer, uint64_t record) noexcept nogil
+    cdef int _fold(self, scheduler_t *state, uint64_t weights_buffer, uint32_t state_buffer) noexcept nogil
+    cdef double _rate_scale(self, const policy_t *policy) noexcept nogil
+    cdef void _publish(self, scheduler_t *state) noexcept nogil
+    cdef void _publish_seat(self, scheduler_t *state, uint32_t index) noexcept nogil
+    cdef void _rouse(self, uint32_t index) noexcept nogil
+    cdef void _repair(self) noexcept nogil

@@ -1,0 +1,569 @@
+"""The turn of one shard: take it, drain all lanes, decide, fold, commit, grant.
+
+Flat combining: whoever posted tries the turn; if another has it, that one is told by the PENDING flag and drains again before
+it lets go, so no push is stranded although nobody waits. One flip of the commit word makes everything of a commit true:
+weights, rule state, cursors, the scheduler's state. A holder that dies before it leaves nothing that anyone reads.
+
+What it refuses to know: processes (fastps/worker.py proves an owner dead and then breaks its turn), clocks (times come in
+descriptors and as arguments), files, and Python objects on the way of a push.
+"""
+
+from libc.math cimport sqrt
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from fastps.kernels.arena cimport (
+    FPS_PENDING,
+    FPS_STALENESS_BUCKETS,
+    Arena,
+    fps_commit_buffer,
+    fps_commit_epoch,
+    fps_commit_pack,
+    fps_commit_record,
+    fps_commit_version,
+    fps_record,
+    fps_statistics,
+    fps_time_bucket,
+    fps_turn_epoch,
+    fps_turn_owner,
+    fps_turn_pack,
+)
+from fastps.kernels.fold cimport (
+    FPS_FOLD_EACH,
+    FPS_FOLD_SUM,
+    FPS_MAX_PUSHES,
+    fps_fold,
+    fps_fold_job,
+    fps_hyper,
+    fps_push,
+    fps_segment,
+)
+from fastps.kernels.lane cimport (
+    FPS_LEAVE,
+    FPS_MAX_BATCH,
+    FPS_NULL,
+    fps_descriptor,
+    fps_head_release,
+    fps_seat,
+    fps_tail_acquire,
+    lane_descriptor,
+)
+from fastps.kernels.roster cimport (
+    FOLD_ALL,
+    FOLD_EACH,
+    FOLD_IN_ORDER,
+    FOLD_QUORUM,
+    NEVER_NS,
+    SCALE_BATCH,
+    SCALE_DIVISOR,
+    SCALE_LINEAR,
+    SCALE_SQUARE_ROOT,
+    SCALE_STALENESS,
+    policy_t,
+    roster_begin,
+    roster_catch_up,
+    roster_copy,
+    roster_folds,
+    roster_touch,
+    roster_touched,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.scheduler cimport (
+    ACTION_DROP,
+    ACTION_FOLD,
+    ACTION_FOLD_ALL,
+    ACTION_FOLD_LIST,
+    scheduler_due,
+    scheduler_fire,
+    scheduler_leave,
+    scheduler_push,
+)
+
+cdef extern from "atomics.h" nogil:
+    void FPS_ASSERT(bint condition)
+    uint64_t fps_turn_load(const uint64_t *turn)
+    int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine)
+    int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given)
+    uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag)
+    void fps_turn_clear_pending(uint64_t *turn, uint64_t flag)
+    int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
+    uint64_t fps_commit_load(const uint64_t *commit)
+    uint64_t fps_pin_load(const uint64_t *pin)
+    void fps_grant_release(int64_t *granted, int64_t steps)
+    void fps_event_add(uint32_t *event)
+    uint32_t fps_sleeping_load(const uint32_t *sleeping)
+    void fps_event_wake(uint32_t *event)
+    void fps_counter_set(int64_t *counter, int64_t value)
+    int64_t fps_counter_get(const int64_t *counter)
+
+cdef enum:
+    MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
+    _NOTHING = 100   # no event; beyond the scheduler's actions
+
+
+cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
+    """Add to a counter that only the holder writes."""
+    fps_counter_set(counter, fps_counter_get(counter) + more)
+
+
+cdef class Holder:
+    """Lane `lane` as it takes the turn of shard `shard`. Only one thread may use it."""
+
+    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
+        cdef uint32_t lanes = arena.header.n_lanes
+        self.arena = arena
+        self.lane = lane
+        self.shard = shard
+        self.domain = arena.domain(shard)
+        self.bad_lane = -1
+        # One event adds at most a push a lane, or under FOLD_COUNT as many as the rings hold; the fold takes FPS_MAX_PUSHES.
+        self.batch_size = FPS_MAX_PUSHES
+        self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.to_wake = <uint32_t *> calloc(lanes, sizeof(uint32_t))
+        self.batch = <fps_push *> calloc(self.batch_size, sizeof(fps_push))
+        if not self.tails or not self.to_wake or not self.batch:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.tails)
+        free(self.to_wake)
+        free(self.batch)
+
+    # -- taking and letting go ---------------------------------------------------------------------
+
+    cdef int try_turn(self, int64_t now_ns) noexcept nogil:
+        """Take the turn if it is free, and run it."""
+        self.now_ns = now_ns
+        return self.run() if self.take() else TURN_BUSY
+
+    cdef bint take(self) noexcept nogil:
+        cdef uint64_t *word = &self.domain.turn
+        cdef uint64_t seen = fps_turn_load(word)
+        while True:
+            if fps_turn_owner(seen) == 0:
+                self.turn = fps_turn_pack(fps_turn_epoch(seen), 0, self.lane + 1)
+                if fps_turn_take(word, seen, self.turn):
+                    return True
+                seen = fps_turn_load(word)
+                continue
+            # The holder may have looked at this lane already: the flag keeps it from letting go before it looks again.
+            seen = fps_turn_set_pending(word, FPS_PENDING)
+            if fps_turn_owner(seen) != 0:
+                return False
+            seen = fps_turn_load(word)
+
+    cdef int run(self) noexcept nogil:
+        """Drain until nothing is pending, then let go; after MAX_ROUNDS hand over to whoever comes next."""
+        cdef uint64_t *word = &self.domain.turn
+        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
+        cdef int outcome, rounds = 0
+        while True:
+            outcome = self._drain()
+            if outcome == TURN_LOST:
+                return outcome
+            if outcome < 0:
+                self._repair()
+            if fps_turn_give(word, self.turn, given):
+                self._wake()
+                return outcome
+            rounds += 1
+            if outcome < 0 or rounds == MAX_ROUNDS:
+                if fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING):
+                    self._nudge()
+                    self._wake()
+                    return outcome
+                return TURN_LOST
+            self._wake()
+            fps_turn_clear_pending(word, FPS_PENDING)
+            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
+                return TURN_LOST
+
+    cdef void _nudge(self) noexcept nogil:
+        """Wake one sleeper to take the turn that is handed over; if nobody sleeps, the next push takes it."""
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            if index != self.lane and fps_sleeping_load(&self.arena.lane(index).sleeping):
+                fps_event_add(&self.arena.lane(index).event)
+                fps_event_wake(&self.arena.lane(index).event)
+                return
+
+    cdef void _wake(self) noexcept nogil:
+        """Wake whom the commits concern, after letting go: a system call inside the turn would make everyone wait for it."""
+        cdef uint32_t i
+        for i in range(self.n_to_wake):
+            fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
+        self.n_to_wake = 0
+
+    cdef int _drain(self) noexcept nogil:
+        """Decide and commit everything that is posted now."""
+        cdef int outcome
+        while True:
+            outcome = self._commit_once()
+            if outcome != TURN_BUSY:
+                return outcome
+
+    # -- one commit --------------------------------------------------------------------------------
+
+    cdef int _commit_once(self) noexcept nogil:
+        """One commit: up to a batch of events, in order of their times. Returns TURN_BUSY if there may be more, else _DONE."""
+        cdef uint64_t record
+        cdef scheduler_t *state
+        cdef int action
+        cdef bint any_event = False
+        self.seen = fps_commit_load(&self.domain.commit)
+        record = fps_commit_record(self.seen)
+        state = self.arena.scheduler(self.shard, 1 - record)
+        roster_catch_up(state, self.arena.scheduler(self.shard, record))
+        roster_begin(state)
+        self._look()
+        self.n_batch = 0
+        self.batch_samples = 0
+        while self.n_batch < FPS_MAX_BATCH:
+            action = self._next_event(state)
+            if action < 0:
+                return action
+            if action == _NOTHING:
+                break
+            any_event = True
+            if action == ACTION_FOLD_ALL:
+                self._gather(state)
+                break
+            if action == ACTION_FOLD_LIST:
+                self._take_listed(state)
+                if self.n_batch + self.arena.header.n_lanes > self.batch_size:
+                    break
+        if not any_event:
+            return TURN_DONE
+        action = self._fold_and_flip(state, record)
+        return TURN_BUSY if action == TURN_DONE else action
+
+    cdef void _look(self) noexcept nogil:
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
+
+    cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
+        """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""
+        cdef worker_t *workers = roster_workers(state)
+        cdef fps_descriptor *descriptor
+        cdef fps_descriptor *earliest = NULL
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            if <uint64_t> workers[index].consumed < self.tails[index]:
+                descriptor = lane_descriptor(self.arena.lane(index), self.arena.header.ring_size, workers[index].consumed)
+                if earliest == NULL or descriptor.post_ns < earliest.post_ns:
+                    earliest = descriptor
+                    lane[0] = index
+        return earliest
+
+    cdef int _next_event(self, scheduler_t *state) noexcept nogil:
+        """Give the scheduler its earliest event. Returns its action, _NOTHING or a negative outcome."""
+        cdef uint32_t lane = 0
+        cdef fps_descriptor *earliest = self._earliest(state, &lane)
+        cdef worker_t *worker = &roster_workers(state)[lane]
+        cdef int64_t due_ns = scheduler_due(state)
+        cdef int action
+        if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
+            return scheduler_fire(state)
+        if earliest == NULL:
+            return _NOTHING
+        if (earliest.kind > FPS_LEAVE or earliest.slot >= self.arena.header.n_slots or not worker.live
+                or (worker.waiting and earliest.kind != FPS_LEAVE and not state.policy.repeats)
+                or self.tails[lane] - worker.cursor > self.arena.header.ring_size):
+            self.bad_lane = lane
+            return TURN_BAD_DESCRIPTOR
+        worker.consumed += 1
+        roster_touch(state, lane)
+        if earliest.kind == FPS_LEAVE:
+            action = scheduler_leave(state, lane, earliest.post_ns)
+            if worker.cursor + 1 == worker.consumed:
+                worker.cursor = worker.consumed  # nothing of this worker is kept for a fold
+            return action
+        action = self._receive(state, lane, earliest)
+        if action == ACTION_FOLD:
+            self._take_push(state, lane, earliest, state.version - 1)
+            self._end_update(state)
+        if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
+            worker.cursor = worker.consumed
+        return action
+
+    cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
+        """Give the scheduler a push, and count when it came within its version."""
+        cdef int64_t began_ns = state.folded_ns
+        cdef int32_t arrived = state.n_arrived
+        cdef int action = scheduler_push(
+            state, lane, descriptor.post_ns, descriptor.read_version, descriptor.samples)
+        if began_ns > 0 and action != ACTION_DROP and state.policy.fold in (FOLD_ALL, FOLD_QUORUM):
+            _count(&self.arena.statistics(self.shard).arrivals[arrived][fps_time_bucket(state.now_ns - began_ns)], 1)
+        return action
+
+    # -- what is folded ----------------------------------------------------------------------------
+
+    cdef void _take_push(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor,
+                         int64_t version) noexcept nogil:
+        """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
+        cdef worker_t *worker = &roster_workers(state)[lane]
+        cdef char *slot = self.arena.slot(lane, descriptor.slot)
+        cdef uint64_t *versions = <uint64_t *> (slot + self.arena.header.slot_versions_offset)
+        cdef int64_t staleness = version - <int64_t> (
+            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
+        cdef fps_push *push = &self.batch[self.n_batch]
+        worker.folded += 1
+        worker.staleness_sum += staleness
+        worker.staleness_max = max(worker.staleness_max, staleness)
+        self.staleness_of_update += staleness
+        self.pushes_of_update += 1
+        _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
+        if descriptor.kind == FPS_NULL:
+            return
+        push.hypers = <fps_hyper *> slot
+        push.presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
+        push.gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+        push.scale = descriptor.scale
+        push.rate_scale = 1.0
+        if state.policy.scale == SCALE_STALENESS and staleness > 1:
+            # Rudra, footnote 3: a learning rate of its own for each gradient.
+            push.scale /= <double> staleness
+        elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
+            # R2SP, Algorithm 1, worker, line 5.
+            push.rate_scale = <double> descriptor.samples / <double> worker.base_batch
+        self.batch_samples += descriptor.samples
+        self.n_batch += 1
+
+    cdef void _take_listed(self, scheduler_t *state) noexcept nogil:
+        """The oldest kept push of each listed worker, one version each."""
+        cdef int32_t i, lane
+        cdef worker_t *worker
+        for i in range(state.n_folds):
+            lane = roster_folds(state)[i]
+            worker = &roster_workers(state)[lane]
+            self._take_push(state, lane, lane_descriptor(
+                self.arena.lane(lane), self.arena.header.ring_size, worker.cursor), state.version - state.n_folds + i)
+            self._end_update(state)
+            worker.cursor += 1
+            if not worker.live:
+                worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
+            roster_touch(state, lane)
+
+    cdef void _gather(self, scheduler_t *state) noexcept nogil:
+        """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival."""
+        cdef worker_t *worker
+        cdef fps_descriptor *descriptor
+        cdef uint32_t lane
+        cdef int64_t position, end
+        for lane in range(self.arena.header.n_lanes):
+            worker = &roster_workers(state)[lane]
+            end = worker.cursor + worker.relayed if state.policy.groups else worker.consumed
+            if worker.cursor == end:
+                continue
+            for position in range(worker.cursor, end):
+                descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
+                if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
+                    continue  # dropped when it came, behind one that was kept
+                if descriptor.kind != FPS_LEAVE and self.n_batch < self.batch_size:
+                    self._take_push(state, lane, descriptor, state.version - 1)
+            worker.cursor = end
+            worker.relayed = 0
+            if not worker.live and worker.cursor + 1 == worker.consumed:
+                worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
+            roster_touch(state, lane)
+        self._end_update(state)
+
+    cdef void _end_update(self, scheduler_t *state) noexcept nogil:
+        """Count one version: its <sigma>, and the gaps between the updates that are its pushes."""
+        cdef fps_statistics *counted = self.arena.statistics(self.shard)
+        cdef int64_t gap_ns = state.folded_ns - self.domain.last_update_ns
+        if self.pushes_of_update == 0:
+            return
+        if self.domain.last_update_ns > 0:
+            _count(&counted.gaps[fps_time_bucket(gap_ns)], 1)
+        if self.pushes_of_update > 1:
+            _count(&counted.gaps[0], self.pushes_of_update - 1)
+        _count(&counted.updates, 1)
+        _count(&counted.average_staleness_sum, 1000 * self.staleness_of_update // self.pushes_of_update)
+        self.domain.last_update_ns = state.folded_ns
+        self.pushes_of_update = self.staleness_of_update = 0
+
+    cdef int64_t _free_buffer(self) noexcept nogil:
+        """The lowest buffer that is neither active nor pinned, or -1.
+
+        The pins are read after the flip that retired the buffers ([PIN] in atomics.h). The lowest first keeps the same few
+        buffers in the cache.
+        """
+        cdef uint64_t pinned_low = 0, pinned_high = 0, pin
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            pin = fps_pin_load(&self.arena.seat(index, self.shard).pin)
+            if 0 < pin <= 64:
+                pinned_low |= (<uint64_t> 1) << (pin - 1)
+            elif pin > 64:
+                pinned_high |= (<uint64_t> 1) << ((pin - 65) & 63)
+        for index in range(self.arena.header.n_buffers):
+            if index == fps_commit_buffer(self.seen):
+                continue
+            if not ((pinned_low >> index if index < 64 else pinned_high >> (index - 64)) & 1):
+                return index
+        return -1
+
+    cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
+        """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
+        cdef fps_record *before = &self.domain.records[record]
+        cdef fps_record *after = &self.domain.records[1 - record]
+        cdef int64_t weights_buffer = fps_commit_buffer(self.seen)
+        cdef uint32_t state_buffer = before.state_buffer
+        if self.n_batch:
+            weights_buffer = self._free_buffer()
+            if weights_buffer < 0:
+                return TURN_NO_BUFFER
+            state_buffer = 1 - state_buffer
+            if self._fold(state, weights_buffer, state_buffer) != 0:
+                return TURN_BAD_FOLD
+        after.version = state.version
+        after.weights_buffer = weights_buffer
+        after.state_buffer = state_buffer
+        return self._flip(state, weights_buffer, 1 - record)
+
+    cdef int _flip(self, scheduler_t *state, uint64_t weights_buffer, uint64_t record) noexcept nogil:
+        cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), weights_buffer, record)
+        if not fps_commit_flip(&self.domain.commit, self.seen, commit):
+            return TURN_LOST
+        self._publish(state)
+        return TURN_DONE
+
+    cdef int _fold(self, scheduler_t *state, uint64_t weights_buffer, uint32_t state_buffer) noexcept nogil:
+        cdef fps_fold_job job
+        cdef char *state_in = self.arena.state(1 - state_buffer)
+        cdef char *state_out = self.arena.state(state_buffer)
+        memset(&job, 0, sizeof(job))
+        job.rule = self.arena.header.rule
+        job.mode = FPS_FOLD_EACH if state.policy.fold in (FOLD_EACH, FOLD_IN_ORDER) else FPS_FOLD_SUM
+        job.state_planes = self.arena.header.state_planes
+        job.state_stride = self.arena.header.buffer_floats
+        job.n_segments = self.arena.header.n_parameters
+        job.segments = <fps_segment *> (self.arena.base + self.arena.header.segments_offset)
+        job.n_pushes = self.n_batch
+        job.pushes = self.batch
+        job.scale = 1.0 / self.n_batch if job.mode == FPS_FOLD_SUM else 1.0
+        job.rate_scale = self._rate_scale(&state.policy)
+        job.ema_decay = self.arena.header.ema_decay
+        job.ema_plane = <int32_t> self.arena.header.state_planes - 1 if job.ema_decay > 0 else -1
+        job.weights_in = self.arena.weights(fps_commit_buffer(self.seen))
+        job.weights_out = self.arena.weights(weights_buffer)
+        job.steps_in = <int64_t *> state_in
+        job.steps_out = <int64_t *> state_out
+        job.state_in = <float *> (state_in + self.arena.header.state_steps_bytes)
+        job.state_out = <float *> (state_out + self.arena.header.state_steps_bytes)
+        return fps_fold(&job, self.domain.first, self.domain.last)
+
+    cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
+        """What the learning rate of a sum is multiplied by."""
+        if policy.scale == SCALE_LINEAR:
+            return self.n_batch  # PSP-SGD, Algorithm 1, line 13
+        if policy.scale == SCALE_SQUARE_ROOT:
+            # Rudra, section 3.2: sqrt(lambda mu / B), where lambda mu is the samples of all pushes.
+            return sqrt(<double> self.batch_samples / policy.reference)
+        if policy.scale == SCALE_DIVISOR:
+            return 1.0 / <double> policy.divisor  # Rudra, equation 6
+        return 1.0
+
+    # -- what follows from a commit ----------------------------------------------------------------
+
+    cdef void _publish(self, scheduler_t *state) noexcept nogil:
+        """Write the words that follow from the commit for everyone whom it touched."""
+        cdef int32_t i
+        cdef int64_t due_ns = scheduler_due(state)
+        for i in range(state.n_touched_workers):
+            self._publish_seat(state, roster_touched(state)[i])
+        if due_ns != self.domain.due_ns:
+            fps_counter_set(&self.domain.due_ns, due_ns)
+            if due_ns != NEVER_NS and state.first_waiting >= 0:
+                # Whoever sleeps must wake in time for the new deadline; one of them is enough to take the turn then.
+                self._rouse(state.first_waiting)
+
+    cdef void _publish_seat(self, scheduler_t *state, uint32_t index) noexcept nogil:
+        cdef worker_t *worker = &roster_workers(state)[index]
+        cdef fps_seat *seat = self.arena.seat(index, self.shard)
+        fps_counter_set(&seat.folded, worker.folded)
+        fps_counter_set(&seat.dropped, worker.dropped)
+        fps_counter_set(&seat.staleness_sum, worker.staleness_sum)
+        fps_counter_set(&seat.staleness_max, worker.staleness_max)
+        if seat.head == <uint64_t> worker.cursor and seat.granted == worker.granted:
+            return
+        fps_counter_set(&seat.batch, worker.batch)
+        fps_head_release(&seat.head, worker.cursor)
+        fps_grant_release(&seat.granted, worker.granted)
+        self._rouse(index)
+
+    cdef void _rouse(self, uint32_t index) noexcept nogil:
+        """Move the lane's event, and wake its worker once the turn is given back."""
+        cdef uint32_t i
+        fps_event_add(&self.arena.lane(index).event)
+        if not fps_sleeping_load(&self.arena.lane(index).sleeping):
+            return
+        for i in range(self.n_to_wake):
+            if self.to_wake[i] == index:
+                return
+        self.to_wake[self.n_to_wake] = index
+        self.n_to_wake += 1
+
+    cdef void _repair(self) noexcept nogil:
+        """Make the inactive copy whole again after an unfinished commit, and every derived word true."""
+        cdef uint64_t commit = fps_commit_load(&self.domain.commit)
+        cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
+        cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
+        cdef uint32_t index
+        inactive.n_workers = active.n_workers
+        roster_copy(inactive, active)
+        self.pushes_of_update = self.staleness_of_update = 0
+        fps_counter_set(&self.domain.due_ns, scheduler_due(active))
+        for index in range(self.arena.header.n_lanes):
+            self._publish_seat(active, index)
+
+    # -- turns of the dead, and writing by hand ----------------------------------------------------
+
+    cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil:
+        """First the turn, then the commit word's epoch: from then on a flip of the late owner fails."""
+        cdef uint64_t seen = fps_turn_load(&self.domain.turn)
+        cdef uint64_t commit
+        self.now_ns = now_ns
+        while True:
+            if fps_turn_owner(seen) != dead_lane + 1:
+                return TURN_BUSY
+            self.turn = fps_turn_pack(fps_turn_epoch(seen) + 1, 0, self.lane + 1)
+            if fps_turn_take(&self.domain.turn, seen, self.turn):
+                break
+            seen = fps_turn_load(&self.domain.turn)
+        while True:
+            commit = fps_commit_load(&self.domain.commit)
+            if fps_commit_flip(&self.domain.commit, commit, fps_commit_pack(
+                    fps_commit_version(commit), fps_turn_epoch(self.turn), fps_commit_buffer(commit),
+                    fps_commit_record(commit))):
+                break
+        self._repair()
+        return self.run()
+
+    cdef int64_t spare(self) noexcept nogil:
+        """While holding: a weights buffer that nobody reads, or -1."""
+        self.seen = fps_commit_load(&self.domain.commit)
+        self.spare_buffer = self._free_buffer()
+        return self.spare_buffer
+
+    cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
+        """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""
+        cdef uint64_t record
+        cdef scheduler_t *state
+        cdef int outcome = TURN_DONE
+        self.now_ns = now_ns
+        if publish:
+            record = fps_commit_record(self.seen)
+            state = self.arena.scheduler(self.shard, 1 - record)
+            roster_catch_up(state, self.arena.scheduler(self.shard, record))
+            roster_begin(state)
+            self.domain.records[1 - record].version = state.version
+            self.domain.records[1 - record].weights_buffer = self.spare_buffer
+            self.domain.records[1 - record].state_buffer = 1 - self.domain.records[record].state_buffer
+            outcome = self._flip(state, self.spare_buffer, 1 - record)
+        return self.run() if outcome == TURN_DONE else outcome

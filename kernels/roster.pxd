@@ -1,0 +1,130 @@
+# The scheduler's state as plain C structs without pointers, for the scheduler, the store's holder and the simulator.
+
+from libc.stdint cimport int32_t, int64_t
+
+cdef enum:
+    FOLD_EACH = 0       # every push is folded when it is received
+    FOLD_ALL = 1        # the pushes of all live workers are folded together
+    FOLD_QUORUM = 2     # the first `count` pushes of this version, and those within `timeout_ns`; later ones are dropped
+    FOLD_COUNT = 3      # live workers // `divisor` pushes of any version; none is dropped
+    FOLD_IN_ORDER = 4   # one push at a time, in the fixed order of the workers
+
+    GRANT_AT_ONCE = 0       # go on after every push
+    GRANT_NEXT_VERSION = 1  # go on when this version's fold is committed
+    GRANT_BOUNDED = 2       # go on while not more than a bound ahead of the slowest
+    GRANT_ROUND_ROBIN = 3   # go on in the fixed order of the workers, with a gap between two grants
+
+    RELEASE_PRINTED = 0     # a waiting worker goes on when it is within the lower bound again
+    RELEASE_NEXT_PUSH = 1   # a waiting worker goes on at the slowest worker's next push
+
+    SCALE_ONE = 0           # as pushed
+    SCALE_MEAN = 1          # mean of the pushes folded together
+    SCALE_LINEAR = 2        # mean, with the learning rate times the number of pushes
+    SCALE_SQUARE_ROOT = 3   # mean, with the learning rate times sqrt(samples of all / `reference`)
+    SCALE_DIVISOR = 4       # mean, with the learning rate divided by `divisor`
+    SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
+    SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
+
+    NEVER_NS = -1           # no timer
+    NO_BATCH = 0            # the size of the batch was never told
+
+# The policy's values, as numbers.
+cdef struct policy_t:
+    int32_t fold
+    int32_t grant
+    int32_t release
+    int32_t hard_bound
+    int64_t low
+    int64_t high
+    int64_t count           # FOLD_QUORUM: c
+    int64_t timeout_ns      # FOLD_QUORUM: tau1
+    int64_t divisor         # FOLD_COUNT: n of n-softsync
+    int64_t groups          # FOLD_COUNT: leaves of a tree of servers; 0: none
+    double relax            # GRANT_ROUND_ROBIN: r, the share of T / N that lies between two grants
+    double reference        # SCALE_SQUARE_ROOT: the reference batch
+    int32_t scale
+    int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches
+    int32_t repeats         # a worker may push although it is not granted here: other shards granted it
+
+cdef struct worker_t:
+    int64_t clock           # pushes received (t_p of DSSP's Algorithm 1)
+    int64_t granted         # steps it may have begun
+    int64_t push_ns[2]      # latest and second latest push (table A of Algorithm 2)
+    int64_t granted_ns      # when it was last granted
+    int64_t credit          # extra steps left (r_p of Algorithm 1)
+    int64_t kept            # pushes of it that wait to be folded, or in a tree to be passed on by its leaf
+    int64_t kept_version    # FOLD_ALL and FOLD_QUORUM: the version whose sum they are in
+    int64_t relayed         # pushes of it that its leaf has passed on to the root
+    int64_t leaf_kept       # of a leaf's first worker: pushes that the leaf holds
+    int64_t iteration_ns    # mean time from grant to push, exponentially weighted; 0 before the first
+    int64_t base_batch      # batch of its first push
+    int64_t batch           # batch that its last grant carried
+    double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
+    int64_t consumed        # descriptors of its lane that the scheduler has seen
+    int64_t cursor          # descriptors of its lane that are done with
+    int64_t folded
+    int64_t dropped
+    int64_t staleness_sum
+    int64_t staleness_max
+    int64_t touched_at      # commit in which this struct last changed
+    int64_t granted_at      # commit in which it was last granted
+    int32_t history         # pushes that push_ns holds: 0, 1 or 2
+    int32_t live
+    int32_t waiting
+    int32_t bucket          # the bucket of its clock
+    int32_t next            # the bucket's workers in order of arrival
+    int32_t previous
+    int32_t next_waiting
+    int32_t previous_waiting
+
+# All workers of one clock. Buckets form a list in order of their clocks, so that the slowest and the fastest are at its ends.
+cdef struct bucket_t:
+    int64_t clock
+    int64_t touched_at
+    int32_t first
+    int32_t last
+    int32_t next
+    int32_t previous
+
+cdef struct scheduler_t:
+    policy_t policy
+    int64_t version         # folds so far, counted as the policy counts them
+    int64_t now_ns          # time of the last event
+    int64_t sequence        # commits so far: marks what changed in this one
+    int64_t folded_ns       # time of the last fold: when this version began
+    int64_t quorum_due_ns   # when the sum is closed, or NEVER_NS
+    int64_t last_grant_ns   # GRANT_ROUND_ROBIN: time of the last grant, or NEVER_NS
+    int32_t n_workers
+    int32_t n_live
+    int32_t n_arrived       # live workers that have a push in this version's sum
+    int32_t n_kept          # pushes in it, those of workers that left since, too; in a tree, those that reached the root
+    int32_t fold_next       # FOLD_IN_ORDER: whose push is next
+    int32_t grant_next      # GRANT_ROUND_ROBIN: whose grant is next
+    int32_t n_folds         # length of the list that goes with ACTION_FOLD_LIST
+    int32_t first_bucket
+    int32_t last_bucket
+    int32_t free_bucket
+    int32_t first_waiting
+    int32_t last_waiting
+    int32_t n_touched_workers
+    int32_t n_touched_buckets
+
+cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil
+cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
+cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil
+cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil
+cdef void roster_begin(scheduler_t *state) noexcept nogil
+
+cdef worker_t *roster_workers(const scheduler_t *state) noexcept nogil
+cdef int32_t *roster_touched(const scheduler_t *state) noexcept nogil
+cdef int32_t *roster_folds(const scheduler_t *state) noexcept nogil
+cdef void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil
+
+cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_grant(scheduler_t *state, int32_t worker) noexcept nogil
+cdef int32_t roster_slowest(const scheduler_t *state) noexcept nogil
+cdef int64_t roster_slowest_clock(const scheduler_t *state) noexcept nogil
+cdef int64_t roster_fastest_clock(const scheduler_t *state) noexcept nogil

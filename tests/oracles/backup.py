@@ -1,0 +1,47 @@
+"""Synchronous SGD with backup workers: Algorithm 4 of Chen et al., "Revisiting Distributed Synchronous SGD".
+
+It refuses to know learning rates and averages. The paper's workers never leave; what happens when they do is ours.
+"""
+
+from tests.oracles.server import Server
+
+
+class Backup(Server):
+    """Of `workers` = N + b workers the first N gradients of a version make it; those that come later are dropped.
+
+    Line 3 cannot be met with fewer than N live workers: then the version is complete when all of them have given a
+    gradient. A worker that leaves after its push has given that push.
+    """
+
+    def __init__(self, workers: int, b: int) -> None:
+        super().__init__(workers)
+        assert 0 <= b < workers, f"{b} backup workers of {workers}"
+        self.N = workers - b  # "Input: N number of mini-batches to aggregate"
+        self.G: set[int] = set()  # line 2: G = {}, by the worker of each gradient, of which there is one a version
+
+    def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.count_push(p)
+        # Line 4: wait for (G, t') from any worker; line 5: if t' == t then G <- G u {G}; line 6: else drop gradient G.
+        if timestamp != self.version:
+            self.dropped[p] += 1
+            # Algorithm 3, line 2: "wait to read theta^(t)". The late worker's next theta has been there for a while.
+            return [], self.send_ok({p})
+        self.G.add(p)
+        self.waiting.add(p)
+        return self.update_when_complete()
+
+    def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.remove(worker)
+        return self.update_when_complete()
+
+    def update_when_complete(self) -> tuple[list[int], list[int]]:
+        live = set(self.t)
+        # Line 3: while |G| < N do.
+        if not self.G or (len(self.G) < self.N and not live <= self.G):
+            return [], []
+        folded = sorted(self.G)
+        self.G.clear()  # line 2 of the next t
+        self.version += 1  # line 7: theta^(t+1) <- theta^(t) - gamma_t / N sum of G
+        return folded, self.send_ok(set(self.waiting))

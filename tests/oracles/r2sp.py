@@ -1,0 +1,198 @@
+"""Round-robin synchronous parallel (R2SP, Chen et al.): the coordinator of Algorithm 1, with sections III to V.
+
+Algorithm 1 leaves lines 2 and 3 of the coordinator to the text: "issue Permission-to-Proceed signal to appropriate
+worker at appropriate time". Where the text leaves room as well, the choice stands beside the line. It refuses to know
+learning rates. Times are integers, in ns.
+"""
+
+import math
+
+from tests.oracles.server import Server
+
+
+class RoundRobin(Server):
+    """Permissions in the fixed order 0, 1, ..., N - 1, a gap apart; when updates are made stands in a subclass.
+
+    A worker that has left is skipped. A worker's Request-to-Proceed (worker, line 6) follows its push at once, so one
+    event is both.
+    """
+
+    def __init__(self, workers: int, relax: float) -> None:
+        super().__init__(workers)
+        assert 0 <= relax <= 1, 'section V: "a relaxation factor r in [0, 1]"'
+        self.relax = relax
+        self.permission_turn = 0
+        # The permissions of the start were not issued by the coordinator: the first that it issues follows none.
+        self.last_permission_ns: int | None = None
+        self.permitted_ns: dict[int, int] = {}  # when each worker's latest permission was issued; none at the start
+        self.ema_ns: dict[int, int] = {}
+
+    def next_in_order(self, worker: int) -> int:
+        """The first live worker after `worker` in the fixed order, which is a ring."""
+        return min(self.t, key=lambda other: (other <= worker, other))
+
+    def may_proceed(self, worker: int) -> bool:
+        """Whether the worker has requested, and what it waits for beside turn and gap has come."""
+        return worker in self.waiting
+
+    def profile(self, worker: int) -> int | None:
+        """Section V, "Profiling iteration time": "we use the EMA method to accurately learn the value of T".
+
+        Returns the time of the iteration that ends with this push, or None for a worker's first, whose start is not
+        known. The weight of a new sample is 1/8, in whole ns, rounded towards the old value.
+        """
+        if worker not in self.permitted_ns:
+            return None
+        sample_ns = self.now_ns - self.permitted_ns[worker]
+        if worker not in self.ema_ns:
+            self.ema_ns[worker] = sample_ns
+        else:
+            difference_ns = sample_ns - self.ema_ns[worker]
+            self.ema_ns[worker] += difference_ns // 8 if difference_ns >= 0 else -(-difference_ns // 8)
+        return sample_ns
+
+    def gap_ns(self) -> int:
+        """Sections III-B and V: rT/N, where T is "determined by the slowest worker" (section IV); 0 while unknown."""
+        slowest_ns = max((self.ema_ns[worker] for worker in self.t if worker in self.ema_ns), default=0)
+        return int(self.relax * slowest_ns / len(self.t))
+
+    def earliest_ns(self) -> int | None:
+        """The earliest time for the worker whose turn it is to proceed; None while it may not whatever the time."""
+        if not self.t or not self.may_proceed(self.permission_turn):
+            return None
+        if self.last_permission_ns is None:
+            return self.now_ns
+        return self.last_permission_ns + self.gap_ns()
+
+    def issue_permissions(self) -> list[int]:
+        """Coordinator, line 3: issue Permission-to-Proceed signal to appropriate worker at appropriate time.
+
+        That is "which worker has the next turn and the earliest time for that worker to proceed, so as to maintain the
+        worker update order (Sec. III-C) and the inter-update gap (Sec. III-B)".
+        """
+        permitted: list[int] = []
+        while (earliest_ns := self.earliest_ns()) is not None and earliest_ns <= self.now_ns:
+            worker = self.permission_turn
+            permitted += self.send_ok({worker})
+            self.permitted_ns[worker] = self.last_permission_ns = self.now_ns
+            self.permission_issued(worker)
+            self.permission_turn = self.next_in_order(worker)
+        return sorted(permitted)
+
+    def permission_issued(self, worker: int) -> None:
+        """What goes with the signal; a subclass says."""
+
+    def remove(self, worker: int) -> None:
+        super().remove(worker)
+        self.permitted_ns.pop(worker, None)
+        self.ema_ns.pop(worker, None)
+        if self.t and worker == self.permission_turn:
+            self.permission_turn = self.next_in_order(worker)
+
+    def due_ns(self) -> int | None:
+        return self.earliest_ns()
+
+    def fire(self) -> tuple[list[int], list[int]]:
+        self.clock_timer()
+        return [], self.issue_permissions()
+
+
+class R2sp(RoundRobin):
+    """Updates and permissions both in the fixed order; with `tune`, each permission carries a batch size.
+
+    `batch` is the tuned batch size that came with each worker's latest permission.
+    """
+
+    def __init__(self, workers: int, relax: float, tune: bool = False) -> None:
+        super().__init__(workers, relax)
+        self.tune = tune
+        self.update_turn = 0
+        self.pushed: set[int] = set()  # workers whose push waits for its turn
+        self.batch = dict.fromkeys(range(workers), 0)  # 0: none came yet
+        self.base_batch: dict[int, int] = {}  # I_0 of each worker
+        # Of each worker's samples (batch b, time t): their number n and the sums of b, t, b b and b t.
+        self.sums = {worker: (0.0, 0.0, 0.0, 0.0, 0.0) for worker in range(workers)}
+
+    def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.count_push(p)  # worker, line 5: push u_k to PS
+        self.waiting.add(p)  # worker, lines 6 and 7: send Request-to-Proceed, block before Permission-to-Proceed
+        self.pushed.add(p)
+        self.base_batch.setdefault(p, samples)
+        sample_ns = self.profile(p)
+        if sample_ns is not None:
+            b, t = float(samples), float(sample_ns)
+            n, sum_b, sum_t, sum_bb, sum_bt = self.sums[p]
+            self.sums[p] = (n + 1, sum_b + b, sum_t + t, sum_bb + b * b, sum_bt + b * t)
+        return self.update_in_order(), self.issue_permissions()
+
+    def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        folded = []
+        if worker in self.pushed:  # its turn will not come
+            self.pushed.remove(worker)
+            self.version += 1
+            folded.append(worker)
+        self.remove(worker)
+        return folded + self.update_in_order(), self.issue_permissions()
+
+    def remove(self, worker: int) -> None:
+        super().remove(worker)
+        del self.batch[worker], self.sums[worker]
+        self.base_batch.pop(worker, None)
+        if self.t and worker == self.update_turn:
+            self.update_turn = self.next_in_order(worker)
+
+    def update_in_order(self) -> list[int]:
+        """Section III-C: "workers make updates in a fixed round-robin order". Returns them in that order."""
+        updated = []
+        while self.update_turn in self.pushed:
+            self.pushed.remove(self.update_turn)
+            self.version += 1  # parameter server, line 2: omega <- omega + u_k
+            updated.append(self.update_turn)
+            self.update_turn = self.next_in_order(self.update_turn)
+        return updated
+
+    def may_proceed(self, worker: int) -> bool:
+        return super().may_proceed(worker) and worker not in self.pushed
+
+    def permission_issued(self, worker: int) -> None:
+        """Worker, line 7: "the Permission-to-Proceed signal and the tuned batch size"."""
+        if self.tune:
+            self.batch[worker] = self.tuned_batch(worker)
+
+    def line(self, worker: int) -> tuple[float, float] | None:
+        """Section IV, "the linear relationship between a worker's batch size and its iteration time": (a, k).
+
+        time = a + k * batch by least squares, or k alone where that gives no line or one that no machine has (k <= 0,
+        a < 0). None without a sample.
+        """
+        n, sum_b, sum_t, sum_bb, sum_bt = self.sums[worker]
+        if sum_b == 0:
+            return None
+        denominator = n * sum_bb - sum_b * sum_b
+        if n >= 2 and denominator > 0:
+            k = (n * sum_bt - sum_b * sum_t) / denominator
+            a = (sum_t - k * sum_b) / n
+            if k > 0 and a >= 0:
+                return a, k
+        return 0.0, sum_t / sum_b
+
+    def tuned_batch(self, worker: int) -> int:
+        """Coordinator, line 2: adjust batch sizes of the faster workers (if any) to eliminate their resource wastage.
+
+        "So as to equalize their iteration time": to the longest that a live worker takes for its base batch I_0. Never
+        below I_0, never above 16 I_0. A worker of which no time is known keeps I_0.
+        """
+        base = self.base_batch[worker]
+        own = self.line(worker)
+        if own is None or own[1] == 0:
+            return base
+        target_ns = 0.0
+        for other in self.t:
+            line = self.line(other)
+            if line is not None:
+                a, k = line
+                target_ns = max(target_ns, a + k * self.base_batch[other])
+        a, k = own
+        return max(base, min(16 * base, math.floor((target_ns - a) / k)))

@@ -1,0 +1,31 @@
+"""Rudra's n-softsync with its learners staggered as R2SP staggers workers: our own combination of the two papers.
+
+It refuses to decide anything itself: the folds are tests/oracles/softsync.py's, the grants tests/oracles/r2sp.py's.
+"""
+
+from tests.oracles.r2sp import RoundRobin
+from tests.oracles.softsync import SoftSync
+
+
+class StaggeredSoftSync(RoundRobin):
+    """A gradient joins the sum when it arrives; its learner may proceed in its turn, a gap after the one before."""
+
+    def __init__(self, workers: int, n: int, relax: float) -> None:
+        super().__init__(workers, relax)
+        self.folds = SoftSync(workers, n)
+
+    def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.count_push(p)
+        self.waiting.add(p)
+        self.profile(p)
+        folded, _ = self.folds.push(p, now_ns, timestamp)
+        self.version = self.folds.version
+        return folded, self.issue_permissions()
+
+    def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.remove(worker)
+        folded, _ = self.folds.leave(worker, now_ns)
+        self.version = self.folds.version
+        return folded, self.issue_permissions()

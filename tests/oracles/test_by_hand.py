@@ -1,0 +1,129 @@
+"""The oracles of the timed disciplines against answers worked out by hand, and against the papers' own numbers.
+
+An oracle that errs would have the compiled scheduler err with it; this is what stands between. The compiled scheduler
+is not touched here.
+"""
+
+import itertools
+import math
+
+import pytest
+
+from tests.oracles.backup import Backup
+from tests.oracles.by_hand import SEQUENCES, Sequence
+from tests.oracles.hardsync import HardSync, learning_rate_factor
+from tests.oracles.psp import PspServer
+from tests.oracles.r2sp import R2sp
+from tests.oracles.softsync import SoftSync, average_staleness
+from tests.oracles.ssp import Ssp
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: f"{sequence.discipline}: {sequence.name}")
+def test_the_oracle_answers_as_worked_out_by_hand(sequence: Sequence) -> None:
+    oracle = sequence.oracle()
+    pushes: dict[int, int] = dict.fromkeys(range(sequence.workers), 0)
+    for event in sequence.events:
+        assert getattr(oracle, event.kind)(*event.arguments) == (event.folded, event.granted), event
+        assert oracle.due_ns() == event.due_ns, event
+        if event.kind == "push":
+            pushes[event.arguments[0]] += 1
+        elif event.kind == "leave":
+            del pushes[event.arguments[0]]
+        for worker in event.granted:
+            assert oracle.granted[worker] == pushes[worker] + 1
+            assert worker not in oracle.waiting
+        assert oracle.t == pushes
+    assert oracle.version == sequence.version
+    for worker, dropped in sequence.dropped.items():
+        assert oracle.dropped[worker] == dropped, worker
+    for worker, batch in sequence.batch.items():
+        assert oracle.batch[worker] == batch, worker
+
+
+def test_grants_are_absolute_after_pushes_that_were_not_granted() -> None:
+    server = PspServer(2, c=3, tau1_ns=0)
+    server.push(0, 1, 0)
+    server.push(0, 2, 1)
+    assert (server.t[0], server.granted[0], server.waiting) == (2, 1, {0})
+    assert server.push(1, 3, 0) == ([0, 0, 1], [0, 1])
+    assert server.granted == {0: 3, 1: 2}
+
+
+def test_a_late_push_of_a_worker_that_waits_is_dropped_and_granted_once() -> None:
+    server = PspServer(3, c=2, tau1_ns=0)
+    server.push(0, 1, 0)
+    server.push(1, 1, 0)
+    server.push(0, 2, 1)
+    assert server.push(0, 3, 0) == ([], [0])
+    assert server.push(2, 4, 1) == ([0, 2], [2])
+
+
+def test_the_vector_clock_and_its_average_staleness() -> None:
+    server = SoftSync(4, n=2)
+    for worker, timestamp in ((0, 0), (1, 0), (0, 0), (1, 1), (3, 1), (2, 0)):
+        server.push(worker, 1, timestamp)
+    assert server.history == [(1, [0, 0]), (2, [0, 1]), (3, [0, 1])]
+    assert [average_staleness(version, timestamps) for version, timestamps in server.history] == [0.0, 0.5, 1.5]
+    with pytest.raises(AssertionError, match="vector clock"):
+        average_staleness(2, [2])
+
+
+def test_the_learning_rate_of_hardsync() -> None:
+    """Section 5.2's form with its baseline: alpha = alpha_0 sqrt(mu lambda / 128)."""
+    assert learning_rate_factor(workers=1, batch=128, reference_batch=128) == 1.0
+    assert learning_rate_factor(workers=4, batch=128, reference_batch=128) == 2.0
+    assert learning_rate_factor(workers=30, batch=4, reference_batch=128) == pytest.approx(math.sqrt(120 / 128))
+
+
+def test_oracles_refuse_what_their_drivers_must_not_do() -> None:
+    server = PspServer(2, c=1, tau1_ns=10)
+    server.push(0, 0, 0)
+    with pytest.raises(AssertionError, match="not fired"):
+        server.push(1, 10, 0)
+    with pytest.raises(AssertionError, match="no timer"):
+        Backup(2, b=1).fire()
+    hardsync = HardSync(1)
+    hardsync.push(0, 1, 0)
+    with pytest.raises(AssertionError, match="version 0 at version 1"):
+        hardsync.push(0, 2, 0)
+    with pytest.raises(AssertionError, match="still to come"):
+        SoftSync(1, n=1).push(0, 1, 1)
+
+
+def test_r2sp_of_three_equal_workers_settles_as_in_figure_3a() -> None:
+    """Updates at relative times 0, T/3 and 2T/3, and again in the next iteration; T = 300."""
+    server, due, updates = R2sp(3, relax=1.0), dict.fromkeys(range(3), 300), []
+    while len(updates) < 30:
+        timer_ns = server.due_ns()
+        worker = min(due, key=lambda worker: (due[worker], worker)) if due else None
+        if worker is None or (timer_ns is not None and timer_ns <= due[worker]):
+            _, granted = server.fire()
+        else:
+            now_ns = due.pop(worker)
+            folded, granted = server.push(worker, now_ns, 0)
+            updates += [(now_ns, other) for other in folded]
+        due.update({other: server.now_ns + 300 for other in granted})
+    assert [worker for _, worker in updates] == [0, 1, 2] * 10
+    settled = updates[-9:]
+    assert [later[0] - earlier[0] for earlier, later in itertools.pairwise(settled)] == [100] * 8
+
+
+def test_ssp_misses_the_four_updates_of_r2sp_figure_4a_and_more() -> None:
+    """Figure 4a: worker-1 pushes u_k first and u_(k+1) last of the three, and has missed 2(N - 1) = 4 updates then.
+
+    The figure stops at k + 1. Its own rule, "can proceed to the (k+1)th iteration only when the other two workers have
+    already entered the kth", lets the other two go on to k + 2 before u_(k+1) comes: 3(N - 1) = 6 is what SSP(1) as
+    DSSP's Algorithm 1 has it (the bound is on grants) allows at worst.
+    """
+    server = Ssp(3, s=1)
+    assert server.push(0, 1) == ([0], [0])  # u_1 of the paper's worker-1; it reads version 1
+    read = server.version
+    for worker in (1, 2):
+        assert server.push(worker, 2) == ([worker], [worker])
+    for worker in (1, 2):
+        assert server.push(worker, 3) == ([worker], [worker])
+    assert server.version - read == 4
+    for worker in (1, 2):
+        assert server.push(worker, 4) == ([worker], [])  # a gap of 2: they wait now
+    assert server.version - read == 6
+    assert server.push(0, 5) == ([0], [0, 1, 2])
