@@ -59,7 +59,7 @@ Straggler = Annotated[
     list[str],
     typer.Option(metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."),
 ]
-TransferMs = Annotated[float, typer.Option(help="An extra wait in each step, as a transfer would take.")]
+TransferMs = Annotated[float, typer.Option(help="What each push and each pull takes on its link: an honest wait.")]
 ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
 PullDelay = Annotated[
     str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
@@ -240,19 +240,19 @@ def compare(
     policies = parse_policies(sync)
     for policy in policies:
         options = _options(
-        sync="",
-        workers=workers,
-        straggler=straggler,
-        data=data,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        seed=seed,
-        transfer_ms=transfer_ms,
-        compute_ms=compute_ms,
-        pull_delay=pull_delay,
-    )
+            sync="",
+            workers=workers,
+            straggler=straggler,
+            data=data,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            momentum=momentum,
+            seed=seed,
+            transfer_ms=transfer_ms,
+            compute_ms=compute_ms,
+            pull_delay=pull_delay,
+        )
     for policy in policies:
         policy.check_workers(workers)
     console = _console(json_file)

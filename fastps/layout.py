@@ -57,6 +57,11 @@ class Layout:
         return self.policy.slots(self.workers)
 
     @property
+    def buffers(self) -> int:
+        """Weights buffers: one a reader, or two where the next is fetched in the background, the published one, a free one."""
+        return self.workers * (2 if self.policy.overlap else 1) + 2
+
+    @property
     def shards(self) -> list[tuple[int, int]]:
         """The floats [first, last) of each shard of a buffer."""
         count = self.parameters[-1].shard + 1 if self.parameters else 1

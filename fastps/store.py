@@ -60,7 +60,7 @@ class Store:
         self.hypers = hypers
         self.memory = memory
         self.arena = words.Arena(memory)
-        self._descriptor = descriptor
+        self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
         self._answerers: list[rendezvous.Answerer] = []
@@ -322,7 +322,7 @@ def _plan(layout: Layout) -> tuple[bytes, int]:
         rule=layout.rule.number,
         state_planes=layout.planes,
         extra_bytes=layout.extra_bytes,
-        buffers=layout.workers + 2,
+        buffers=layout.buffers,
         shards=len(layout.shards),
         ema_decay=layout.policy.ema,
     )

@@ -93,6 +93,7 @@ class TrainingRun:
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model) as optimizer:
             batches = Batches(self._data, options, self._rank)
+            optimizer.worker.transfer_ms(options.transfer_ms)
             optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
             optimizer.wait_for_start()
             began_ns = self._clock.now_ns()

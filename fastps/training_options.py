@@ -38,10 +38,10 @@ class TrainingOptions:
 
 
 def extra_wait_ns(options: TrainingOptions, rank: int, step_cpu_ns: int) -> int:
-    """The honest wait of one step: (F - 1) x the step's processor time for a straggler of factor F, and injected times.
+    """The honest wait of one step: (F - 1) x the step's processor time for a straggler of factor F, and injected computing.
 
     >>> extra_wait_ns(TrainingOptions(straggler={"0": 3.0}, compute_ms=1.0), 0, 2_000_000)
     5000000
     """
     factor = options.straggler.get(str(rank), 1.0)
-    return int((factor - 1.0) * step_cpu_ns + (options.transfer_ms + options.compute_ms) * 1e6)
+    return int((factor - 1.0) * step_cpu_ns + options.compute_ms * 1e6)

@@ -6,8 +6,10 @@ within milliseconds and nothing hangs. Refuses to know torch, and to decide: the
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps import config, rendezvous
+from fastps.background import Background
 from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_LIVE
@@ -22,6 +25,7 @@ from fastps.late_responses import LateResponses
 from fastps.layout import first_difference
 from fastps.peers import Peers
 from fastps.rules import Hyper
+from fastps.transfers import Transfers, link_of
 
 if TYPE_CHECKING:
     from fastps.store import Store
@@ -70,6 +74,10 @@ class Worker:
         self._sent_presence: list[bytes | None] = [None] * slots
         self._needed_shards = -int(-store.layout.policy.pull * store.arena.shards // 1)  # the least that is not fewer
         self._responses = LateResponses(0.0, 0, 0, self._clock)
+        self._turn_lock = threading.Lock()  # with overlap, the push thread takes turns, too
+        self._posts = 0
+        self._background: Background | None = None
+        self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
@@ -101,6 +109,7 @@ class Worker:
     ) -> None:
         """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone."""
         self.check_usable()
+        self._start_background()
         if self.store.layout.policy.needs_samples and samples < 1:
             raise UsageError(
                 f"{self.store.layout.policy.spec} scales by samples: expected the size of the batch with each push, found none;"
@@ -112,16 +121,28 @@ class Worker:
         if not null:
             self._write_slot_header(hypers, self._everything if presence is None else presence)
         kind = turn.KIND_NULL if null else turn.KIND_PUSH
-        while not self.lane.post(kind, self.steps, self.slot, self.lane.version, now_ns, scale, self.loss, samples):
-            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        deliver = partial(self._deliver, kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples)
         self.steps += 1
+        self._posts += 1
         if not null:
-            self._slot_free_at[self.slot] = self.lane.posted()
+            self._slot_free_at[self.slot] = self._posts
             self.slot = (self.slot + 1) % len(self._slot_free_at)
+        if self._background is None:
+            deliver()
+        else:
+            self._background.send(deliver)
         self._responses.draw(self.steps)
-        self._try_turn()
         if now_ns - self._looked_ns > config.LIVENESS_NS:
             self._look_around(now_ns)
+        if self._background is not None or self._has_transfers:
+            self.wait_ns += self._clock.now_ns() - now_ns
+
+    def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
+        """Send one push on its way and run the turn if it is free."""
+        self._transfers.make()
+        while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
+            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self._try_turn()
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
@@ -142,7 +163,17 @@ class Worker:
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        if self._background is not None:
+            newest = self._background.newest()
+            if newest is not None:
+                self.buffers[0] = newest
+            return self.buffers
         is_partial = self._needed_shards < len(self.buffers)
+        if self._has_transfers and self.store.arena.version != self.lane.version:
+            began_ns = self._clock.now_ns()
+            self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
+            self.wait_ns += self._clock.now_ns() - began_ns
+            self._granted_ns = self._clock.now_ns()
         for shard in range(len(self.buffers)):
             if is_partial and not self._is_fresh(shard, self.steps + 1):
                 self.stale_blocks += 1
@@ -152,6 +183,18 @@ class Worker:
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
         return self.lane.granted(shard) >= granted and shard not in self._responses.late
+
+    def transfer_ms(self, duration_ms: float) -> None:
+        """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
+        policy = self.store.layout.policy
+        link = link_of(policy, self.rank, self.store.layout.workers)
+        self._has_transfers = duration_ms > 0
+        self._transfers = Transfers(self.store.descriptor, link, int(duration_ms * 1e6), self._clock)
+
+    def _start_background(self) -> None:
+        """The first step begins the threads, so that a transfer time set before counts for them."""
+        if self.store.layout.policy.overlap and self._background is None:
+            self._background = Background(self.lane, lambda: self._transfers.make(), self._clock)
 
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
@@ -198,7 +241,8 @@ class Worker:
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
     def _write_slot_header(self, hypers: list[Hyper], presence: bytes) -> None:
-        """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        """Versions, hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        self.lane.set_versions(self.slot)
         if self._sent_hypers[self.slot] != hypers:
             for group, hyper in enumerate(hypers):
                 self.lane.set_hyper(self.slot, group, *hyper)
@@ -248,7 +292,8 @@ class Worker:
             self._try_turn()
 
     def _try_turn(self) -> None:
-        outcome = self.lane.try_turn(self._clock.now_ns())
+        with self._turn_lock:
+            outcome = self.lane.try_turn(self._clock.now_ns())
         if outcome < 0 or outcome == turn.LOST:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
@@ -257,7 +302,8 @@ class Worker:
         self._looked_ns = now_ns
         dead = self._peers.dead()
         if dead is not None:
-            self.lane.break_turn(dead, now_ns)
+            with self._turn_lock:
+                self.lane.break_turn(dead, now_ns)
             raise self._peers.error(dead)
         theirs = self.store.foreign_layout()
         if theirs is not None:
@@ -366,6 +412,9 @@ class Worker:
         """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
         if self._left:
             return
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         self._left = True
         while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)

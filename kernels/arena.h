@@ -75,8 +75,9 @@ typedef struct {
     int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
     int64_t folded, dropped, staleness_sum, staleness_max, pad_holder;
     /* Line of the worker. */
-    uint64_t pin; /* [PIN] buffer being read + 1, or 0 */
-    uint8_t pad_pin[56];
+    uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
+    uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
+    uint8_t pad_pin[48];
 } fps_seat;
 _Static_assert(sizeof(fps_seat) == 2 * FPS_LINE, "holder and worker write lines of their own");
 

@@ -109,6 +109,12 @@ cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
     fps_counter_set(counter, fps_counter_get(counter) + more)
 
 
+cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
+    """Set the bit of a pinned buffer; a pin out of range is no buffer of ours."""
+    if 0 < pin <= 128:
+        pinned[(pin - 1) // 64] |= (<uint64_t> 1) << ((pin - 1) % 64)
+
+
 cdef class Holder:
     """Lane `lane` as it takes the turn of shard `shard`. Only one thread may use it."""
 
@@ -393,18 +399,17 @@ cdef class Holder:
         The pins are read after the flip that retired the buffers ([PIN] in atomics.h). The lowest first keeps the same few
         buffers in the cache.
         """
-        cdef uint64_t pinned_low = 0, pinned_high = 0, pin
+        cdef uint64_t pinned[2]
         cdef uint32_t index
+        pinned[0] = pinned[1] = 0
         for index in range(self.arena.header.n_lanes):
-            pin = fps_pin_load(&self.arena.seat(index, self.shard).pin)
-            if 0 < pin <= 64:
-                pinned_low |= (<uint64_t> 1) << (pin - 1)
-            elif pin > 64:
-                pinned_high |= (<uint64_t> 1) << ((pin - 65) & 63)
+            # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
+            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).next))
+            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).pin))
         for index in range(self.arena.header.n_buffers):
             if index == fps_commit_buffer(self.seen):
                 continue
-            if not ((pinned_low >> index if index < 64 else pinned_high >> (index - 64)) & 1):
+            if not (pinned[index // 64] >> (index % 64)) & 1:
                 return index
         return -1
 

@@ -55,6 +55,7 @@ cdef extern from "arena.h" nogil:
         int64_t staleness_sum
         int64_t staleness_max
         uint64_t pin
+        uint64_t next
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)

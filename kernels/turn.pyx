@@ -105,6 +105,11 @@ cdef class Lane:
             raise ValueError(f"expected {size} bytes of presence, found {len(words)}")
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_presence_offset, <char *> words, size)
 
+    def set_versions(self, uint32_t slot):
+        """Write into the slot which version of each shard was pulled: what its gradient is computed with."""
+        memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_versions_offset, self.versions,
+               self.n_shards * sizeof(uint64_t))
+
     def post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale=1.0,
              double loss=NAN, uint32_t samples=0):
         """Post one descriptor; False when the ring is full. The slot must stay as it is until `done` has passed it."""
@@ -118,10 +123,6 @@ cdef class Lane:
         descriptor.scale = scale
         descriptor.loss = loss
         descriptor.samples = samples
-        if kind == FPS_PUSH and slot < self.arena.header.n_slots:
-            # Which version of each shard the gradient was computed with travels in the slot.
-            memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_versions_offset, self.versions,
-                   self.n_shards * sizeof(uint64_t))
         return lane_post(self.words, self.arena.header.ring_size, self._done(), &descriptor) == 0
 
     def posted(self):
@@ -216,6 +217,29 @@ cdef class Lane:
         self.versions[shard] = fps_commit_version(commit)
         return fps_commit_buffer(commit)
 
+    def prefetch(self, uint32_t shard=0):
+        """Pin a shard's published weights as the next to be taken; returns (buffer, version). The pulled ones stay pinned.
+
+        May be called by another thread than the one that pulls, as long as `take_prefetched` is not called at the same time.
+        """
+        cdef uint64_t commit
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        with nogil:
+            while True:
+                commit = fps_commit_load(&self.arena.domain(shard).commit)
+                fps_pin_exchange(&self.arena.seat(self.index, shard).next, fps_commit_buffer(commit) + 1)
+                if fps_commit_load(&self.arena.domain(shard).commit) == commit:
+                    break
+        return fps_commit_buffer(commit), fps_commit_version(commit)
+
+    def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
+        """Make what `prefetch` returned the weights that are read: a swap of pins."""
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        fps_pin_exchange(&self.arena.seat(self.index, shard).pin, buffer + 1)
+        self.versions[shard] = version
+
     def shard_version(self, uint32_t shard):
         """The version of a shard's weights that were pulled last."""
         return self.versions[shard]
@@ -234,6 +258,7 @@ cdef class Lane:
         cdef uint32_t shard
         for shard in range(self.n_shards):
             fps_pin_exchange(&self.arena.seat(self.index, shard).pin, 0)
+            fps_pin_exchange(&self.arena.seat(self.index, shard).next, 0)
 
     def count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss, int64_t stale_blocks=0):
         """Publish this worker's counters to whoever looks."""
