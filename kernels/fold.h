@@ -35,12 +35,14 @@ typedef struct {
     int32_t group, parameter;
 } fps_segment;
 
-/* One push: a parameter whose presence bit is 0 has no gradient in it; `scale` multiplies its gradient. */
+/* One push: a parameter whose presence bit is 0 has no gradient in it; `scale` multiplies its gradient, `rate_scale` the learning
+ * rate of every group of it (by its staleness, say). */
 typedef struct {
     const float *gradient;
     const fps_hyper *hypers;
     const uint64_t *presence;
     double scale;
+    double rate_scale;
 } fps_push;
 
 /* Everything a fold reads and writes; in and out never overlap. `steps` counts a parameter's applications of the rule. */
@@ -52,7 +54,8 @@ typedef struct {
     const fps_segment *segments;
     int32_t n_pushes;
     const fps_push *pushes;
-    double scale; /* FPS_FOLD_SUM: 1 / number of pushes for the mean */
+    double scale;      /* FPS_FOLD_SUM: 1 / number of pushes for the mean */
+    double rate_scale; /* FPS_FOLD_SUM: multiplies the pushes' mean learning rate */
     const float *weights_in;
     float *weights_out;
     const float *state_in;

@@ -34,6 +34,7 @@ cdef extern from "fold.h" nogil:
         const fps_hyper *hypers
         const uint64_t *presence
         double scale
+        double rate_scale
 
     ctypedef struct fps_fold_job:
         int32_t rule
@@ -45,6 +46,7 @@ cdef extern from "fold.h" nogil:
         int32_t n_pushes
         const fps_push *pushes
         double scale
+        double rate_scale
         const float *weights_in
         float *weights_out
         const float *state_in

@@ -1,8 +1,13 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+_Push: TypeAlias = (
+    tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]
+    | tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
+)
 
 RULE_SGD: int
 RULE_ADAM: int
@@ -18,12 +23,13 @@ def fold(
     rule: int,
     mode: int,
     segments: list[tuple[int, int, int]],
-    pushes: list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]],
+    pushes: Sequence[_Push],
     weights: npt.NDArray[np.float32],
     state: npt.NDArray[np.float32],
     steps: npt.NDArray[np.int64],
     *,
     scale: float = 1.0,
+    rate_scale: float = 1.0,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]: ...

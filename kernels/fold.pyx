@@ -62,14 +62,16 @@ cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept
 
 def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
          const float[:, ::1] state not None, const int64_t[::1] steps not None, *, double scale=1.0,
-         str instruction_set="auto", ranges=None):
+         double rate_scale=1.0, str instruction_set="auto", ranges=None):
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
         pushes: (gradient float32[n], hypers: a list of 8-tuples (learning rate, momentum, dampening, weight decay, beta1,
-            beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale).
+            beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale of the gradient, and
+            scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
+        rate_scale: multiplies the mean learning rate under FOLD_SUM.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 
     Returns (weights, state, steps) as new arrays. Raises ValueError for measures that do not fit.
@@ -105,7 +107,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
             segment_words[index].length = length
             segment_words[index].group = group
             segment_words[index].parameter = index
-        for index, (values, groups, present, push_scale) in enumerate(pushes):
+        for index, (values, groups, present, push_scale, *push_rate_scale) in enumerate(pushes):
             gradient = np.ascontiguousarray(values, np.float32)
             hypers = _hyper_words(groups)
             presence = _presence_words(present)
@@ -116,6 +118,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
             push_words[index].hypers = <const fps_hyper *> &hypers[0, 0]
             push_words[index].presence = &presence[0]
             push_words[index].scale = push_scale
+            push_words[index].rate_scale = push_rate_scale[0] if push_rate_scale else 1.0
         job.rule = rule
         job.mode = mode
         job.state_planes = state.shape[0]
@@ -125,6 +128,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         job.n_pushes = len(pushes)
         job.pushes = push_words
         job.scale = scale
+        job.rate_scale = rate_scale
         job.weights_in = &weights[0]
         job.weights_out = &weights_out[0]
         job.state_in = &state_in[0, 0]

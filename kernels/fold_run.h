@@ -117,13 +117,18 @@ static void fps_carry(const fps_fold_job *job, int64_t first, int64_t length) {
                length * sizeof(float));
 }
 
+static inline double fps_rate(const fps_push *push, int32_t group) {
+    return push->hypers[group].learning_rate * push->rate_scale;
+}
+
 /* Mean learning rate of the pushes; the common one, untouched by rounding, where all are equal. */
 static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
-    double total = 0, first = pushes[0].hypers[group].learning_rate;
+    double total = 0, first = fps_rate(&pushes[0], group);
     int equal = 1;
     for (int push = 0; push < count; push++) {
-        total += pushes[push].hypers[group].learning_rate;
-        equal &= pushes[push].hypers[group].learning_rate == first;
+        double rate = fps_rate(&pushes[push], group);
+        total += rate;
+        equal &= rate == first;
     }
     return equal ? first : total / count;
 }
@@ -134,8 +139,9 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     const fps_hyper *hyper = &pushes[0].hypers[segment->group];
     int same_scale = 1;
     for (int push = 1; push < count; push++) same_scale &= pushes[push].scale == pushes[0].scale;
-    fps_coefficients by = fps_coefficients_of(job->rule, hyper, fps_mean_rate(pushes, count, segment->group),
-                                              job->scale * (same_scale ? pushes[0].scale : 1), job->steps_in[segment->parameter]);
+    double rate = fps_mean_rate(pushes, count, segment->group) * job->rate_scale;
+    double scale = job->scale * (same_scale ? pushes[0].scale : 1);
+    fps_coefficients by = fps_coefficients_of(job->rule, hyper, rate, scale, job->steps_in[segment->parameter]);
     for (; first < last; first += FPS_TILE) {
         int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
         const float *gradient = total;
@@ -150,7 +156,7 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
                           const fps_push *pushes, int count, fps_coefficients *by, int64_t first, int64_t last) {
     for (int push = 0; push < count; push++) {
         const fps_hyper *hyper = &pushes[push].hypers[segment->group];
-        by[push] = fps_coefficients_of(job->rule, hyper, hyper->learning_rate, pushes[push].scale,
+        by[push] = fps_coefficients_of(job->rule, hyper, fps_rate(&pushes[push], segment->group), pushes[push].scale,
                                        job->steps_in[segment->parameter] + push);
     }
     for (; first < last; first += FPS_TILE) {

@@ -38,12 +38,17 @@ class Hyper(NamedTuple):
 
 
 class Push(NamedTuple):
-    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, and the scale of the gradient."""
+    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, the scales of gradient and rates."""
 
     gradient: Floats
     hypers: Sequence[Hyper]
     presence: Sequence[bool]
     scale: float
+    rate_scale: float = 1.0
+
+    def rate(self, group: int) -> float:
+        """Return the learning rate of a group in this push."""
+        return self.hypers[group].learning_rate * self.rate_scale
 
 
 def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
@@ -145,6 +150,7 @@ def fold_segment(
     state: Floats,
     steps: int,
     scale: float,
+    rate_scale: float,
 ) -> tuple[Floats, Sequence[Floats], int]:
     """Fold the pushes that have a gradient for one parameter; return its weights, state planes and steps."""
     apply, _ = RULES[rule]
@@ -154,12 +160,12 @@ def fold_segment(
     if mode == FOLD_EACH:
         for push, gradient, hyper in zip(pushes, gradients, hypers, strict=True):
             step = scaled(gradient, push.scale, hyper)
-            weight, planes = apply(weight, planes, step, hyper, hyper.learning_rate, steps)
+            weight, planes = apply(weight, planes, step, hyper, push.rate(group), steps)
             steps += 1
     elif pushes:
         total, common_scale = total_gradient(gradients, [push.scale for push in pushes])
         step = scaled(total, scale * common_scale, hypers[0])
-        rate = mean_rate([hyper.learning_rate for hyper in hypers])
+        rate = mean_rate([push.rate(group) for push in pushes]) * rate_scale
         weight, planes = apply(weight, planes, step, hypers[0], rate, steps)
         steps += 1
     return weight, planes, steps
@@ -169,12 +175,13 @@ def fold(
     rule: int,
     mode: int,
     segments: Sequence[tuple[int, int, int]],
-    pushes: Sequence[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]],
+    pushes: Sequence[tuple[Any, ...]],
     weights: Floats,
     state: Floats,
     steps: npt.NDArray[np.int64],
     *,
     scale: float = 1.0,
+    rate_scale: float = 1.0,
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
@@ -188,15 +195,15 @@ def fold(
     if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
         raise ValueError(f"expected segments within {len(weights)} floats")
     named = [
-        Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, push_scale)  # type: ignore[arg-type]
-        for gradient, groups, presence, push_scale in pushes
+        Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, *scales)
+        for gradient, groups, presence, *scales in pushes
     ]
     weights_out, state_out, steps_out = np.zeros_like(weights), np.zeros_like(state), np.zeros_like(steps)
     for parameter, (offset, length, group) in enumerate(segments):
         span = slice(offset, offset + length)
         present = [push for push in named if push.presence[parameter]]
         weights_out[span], planes, steps_out[parameter] = fold_segment(
-            rule, mode, span, group, present, weights[span], state[:, span], int(steps[parameter]), scale
+            rule, mode, span, group, present, weights[span], state[:, span], int(steps[parameter]), scale, rate_scale
         )
         for plane, values in zip(state_out, planes, strict=True):
             plane[span] = values

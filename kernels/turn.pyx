@@ -430,6 +430,7 @@ cdef class Lane:
         self.batch[self.n_batch].presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
         self.batch[self.n_batch].gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
         self.batch[self.n_batch].scale = descriptor.scale
+        self.batch[self.n_batch].rate_scale = 1.0
         self.n_batch += 1
 
     cdef void _gather(self, scheduler_t *state) noexcept nogil:
@@ -509,6 +510,7 @@ cdef class Lane:
         job.n_pushes = self.n_batch
         job.pushes = self.batch
         job.scale = 1.0 / self.n_batch if state.policy.fold == FOLD_ALL else 1.0
+        job.rate_scale = 1.0
         job.weights_in = self.arena.weights(fps_commit_buffer(self.seen))
         job.weights_out = self.arena.weights(weights_buffer)
         job.steps_in = <int64_t *> state_in

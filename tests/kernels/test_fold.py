@@ -6,9 +6,9 @@ Every rule, with every option, is a row of one table (ROWS). Speed is not tested
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from fastps.kernels.reference import Hyper
 
 Floats = npt.NDArray[np.float32]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
-Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float]]
+Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
 
 SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 3000)
 MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
@@ -102,15 +102,19 @@ class Job:
     state: Floats
     steps: npt.NDArray[np.int64]
     scale: float = 1.0
+    rate_scale: float = 1.0
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
-        return compiled.fold(self.row.rule, mode, *self._measures(), scale=self.scale, instruction_set=isa, ranges=ranges)
+        return compiled.fold(self.row.rule, mode, *self._measures(), **self._options(), instruction_set=isa, ranges=ranges)
 
     def fold_by_reference(self, mode: int) -> Result:
-        return reference.fold(self.row.rule, mode, *self._measures(), scale=self.scale)
+        return reference.fold(self.row.rule, mode, *self._measures(), **self._options())
 
     def _measures(self) -> tuple[Any, ...]:
         return self.segments, self.pushes, self.weights, self.state, self.steps
+
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "rate_scale": self.rate_scale}
 
 
 def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
@@ -132,43 +136,57 @@ def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence
     segments, n = segments_of(lengths)
     made: Pushes = []
     for index in range(pushes):
-        presence, scale, rate = SITUATIONS[situation](index, len(lengths))
+        presence, scale, rate, rate_scale = SITUATIONS[situation](index, len(lengths))
         hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
-        made.append((normal(random, n) / np.float32(scale), hypers, presence, scale))
+        made.append((normal(random, n) / np.float32(scale), hypers, presence, scale, rate_scale))
     state = normal(random, row.state_planes, n)
     if row.rule == RULE_ADAM:
         state[1] = abs(state[1])
     steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
-    return Job(row, segments, made, normal(random, n), state, steps, scale=1 / pushes)
+    rate_scale = 0.7 if situation == "own_rate_scales" else 1.0
+    return Job(row, segments, made, normal(random, n), state, steps, 1 / pushes, rate_scale)
 
 
-def in_all(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [True] * parameters, 1.0, 1.0
+class Terms(NamedTuple):
+    """How a push differs from the others: its presence bits, gradient scale, factor of its rates, and rate scale."""
+
+    presence: list[bool]
+    scale: float = 1.0
+    rate: float = 1.0
+    rate_scale: float = 1.0
 
 
-def absent_in_one(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [not (index == 0 and parameter % 2) for parameter in range(parameters)], 1.0, 1.0
+def in_all(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters)
 
 
-def absent_in_all(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [parameter % 3 != 1 for parameter in range(parameters)], 1.0, 1.0
+def absent_in_one(index: int, parameters: int) -> Terms:
+    return Terms([not (index == 0 and parameter % 2) for parameter in range(parameters)])
 
 
-def common_loss_scale(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [True] * parameters, 1 / 3000.0, 1.0
+def absent_in_all(index: int, parameters: int) -> Terms:
+    return Terms([parameter % 3 != 1 for parameter in range(parameters)])
 
 
-def own_loss_scales(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index), 1.0
+def common_loss_scale(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters, 1 / 3000.0)
 
 
-def own_learning_rates(index: int, parameters: int) -> tuple[list[bool], float, float]:
-    return [True] * parameters, 1.0, 1 / (1 + index)
+def own_loss_scales(index: int, parameters: int) -> Terms:
+    return Terms([(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index))
 
 
-SITUATIONS: dict[str, Callable[[int, int], tuple[list[bool], float, float]]] = {
+def own_learning_rates(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters, rate=1 / (1 + index))
+
+
+def own_rate_scales(index: int, parameters: int) -> Terms:
+    return Terms([(index + parameter) % 4 != 0 for parameter in range(parameters)], rate_scale=1 / (1 + index))
+
+
+SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
     each.__name__: each
-    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates)
+    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates, own_rate_scales)
 }
 
 
@@ -254,6 +272,32 @@ def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) ->
 
 
 @ISAS
+@MODES
+@ROWS
+def test_a_rate_scale_of_one_may_be_left_out_and_changes_no_bit(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "own_learning_rates", seed=10)
+    without = replace(job, pushes=[push[:4] for push in job.pushes])  # type: ignore[misc]
+    assert_same_bits(without.fold(mode, isa), job.fold(mode, isa), isa)
+
+
+@ISAS
+@ROWS
+def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> None:
+    """Under FOLD_EACH the push's own counts; under FOLD_SUM the mean of them, times the fold's."""
+    job = make_job(row, 3, "in_all", seed=11)
+    halved = [(*push[:4], 0.5) for push in job.pushes]
+    slower = [
+        (push[0], [each._replace(learning_rate=each.learning_rate / 2) for each in push[1]], *push[2:])  # type: ignore[attr-defined]
+        for push in job.pushes
+    ]
+    expected = replace(job, pushes=slower)
+    assert_same_bits(replace(job, pushes=halved).fold(FOLD_EACH, isa), expected.fold(FOLD_EACH, isa), isa)
+    assert_same_bits(replace(job, pushes=halved).fold(FOLD_SUM, isa), expected.fold(FOLD_SUM, isa), isa)
+    assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_SUM, isa), expected.fold(FOLD_SUM, isa), isa)
+    assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_EACH, isa), job.fold(FOLD_EACH, isa), isa)
+
+
+@ISAS
 @ROWS
 def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
     job = make_job(row, 5, "own_loss_scales", seed=5)
@@ -316,7 +360,7 @@ def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
     rounded_twice = (weights + gradient.astype(np.float64) * rate).astype(np.float32)
     assert np.count_nonzero(rounded_twice != weights) > 100
     hyper = SGD_ROWS[0].hyper._replace(learning_rate=float(-rate))
-    pushes: Pushes = [(gradient, [hyper], [True], 1.0)]
+    pushes: Pushes = [(gradient, [hyper], [True], 1.0, 1.0)]
     arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
     found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
     assert np.array_equal(bits(found), bits(weights))
@@ -361,7 +405,7 @@ def steps_beside_torch(
         parameter.grad = torch.from_numpy(gradient)
         with context:
             optimizer.step()
-        pushes: Pushes = [(gradient, [row.hyper], [True], 1.0)]
+        pushes: Pushes = [(gradient, [row.hyper], [True], 1.0, 1.0)]
         for isa, before in ours.items():
             ours[isa] = compiled.fold(row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, instruction_set=isa)
             yield isa, ours[isa][0], parameter.detach().numpy()
