@@ -20,7 +20,7 @@
 #define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
 
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
-#define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, or too few state planes for it */
+#define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or not the last for the average */
 
 /* The hyper-parameters of one param_group, as a push carries them; names as in torch.optim. */
 typedef struct {
@@ -45,10 +45,16 @@ typedef struct {
     double rate_scale;
 } fps_push;
 
-/* Everything a fold reads and writes; in and out never overlap. `steps` counts a parameter's applications of the rule. */
+/* Everything a fold reads and writes; in and out never overlap. `steps` counts a parameter's applications of the rule.
+ *
+ * The moving average of the weights goes with versions: it moves after every application of the rule, once a fold under
+ * FPS_FOLD_SUM and once a push under FPS_FOLD_EACH, and for a parameter that the push has no gradient for too. A fold of no
+ * pushes changes nothing. */
 typedef struct {
     int32_t rule, mode;
-    int32_t state_planes;
+    int32_t state_planes; /* the rule's own, then that of the average, if one is kept */
+    int32_t ema_plane;    /* the last plane where it holds the moving average of the weights, or -1 */
+    double ema_decay;     /* average = decay * average + (1 - decay) * weight */
     int64_t state_stride; /* floats between planes */
     int64_t n_segments;
     const fps_segment *segments;
@@ -64,6 +70,12 @@ typedef struct {
     int64_t *steps_out;
 } fps_fold_job;
 
+/* A fraction of the way from one value to another, as torch.lerp takes it: from the nearer end, so `fraction` may be negative. */
+typedef struct {
+    float fraction;
+    int is_small;
+} fps_lerp;
+
 /* What one push does to one parameter, in the single precision in which torch does it; made once, used by all tiles. */
 typedef struct {
     float scale;          /* of the gradient: the push's, the fold's, and -1 to maximize */
@@ -71,8 +83,9 @@ typedef struct {
     float shrink;         /* decoupled: multiplies the weight */
     float momentum, undampened;
     float minus_rate;     /* -learning rate, or Adam's -step size */
-    float lerp, beta2, one_minus_beta2, root_correction2, epsilon;
-    int has_decay, has_shrink, has_momentum, is_first, is_nesterov, lerp_small;
+    float beta2, one_minus_beta2, root_correction2, epsilon;
+    fps_lerp lerp;        /* of a mean towards the gradient */
+    int has_decay, has_shrink, has_momentum, is_first, is_nesterov;
 } fps_coefficients;
 
 #endif

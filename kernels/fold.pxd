@@ -40,6 +40,8 @@ cdef extern from "fold.h" nogil:
         int32_t rule
         int32_t mode
         int32_t state_planes
+        int32_t ema_plane
+        double ema_decay
         int64_t state_stride
         int64_t n_segments
         const fps_segment *segments

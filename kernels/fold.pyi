@@ -30,6 +30,8 @@ def fold(
     *,
     scale: float = 1.0,
     rate_scale: float = 1.0,
+    ema_plane: int = -1,
+    ema_decay: float = 0.0,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]: ...

@@ -62,7 +62,7 @@ cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept
 
 def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
          const float[:, ::1] state not None, const int64_t[::1] steps not None, *, double scale=1.0,
-         double rate_scale=1.0, str instruction_set="auto", ranges=None):
+         double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, str instruction_set="auto", ranges=None):
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Args:
@@ -71,6 +71,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
             beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale of the gradient, and
             scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
+        ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 
@@ -122,6 +123,8 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         job.rule = rule
         job.mode = mode
         job.state_planes = state.shape[0]
+        job.ema_plane = ema_plane
+        job.ema_decay = ema_decay
         job.state_stride = n
         job.n_segments = len(segments)
         job.segments = segment_words

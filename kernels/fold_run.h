@@ -12,6 +12,7 @@
 typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
     void (*scaled_sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
     void (*sgd)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*adam)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *,
                  const float *, float *);
@@ -60,8 +61,18 @@ static const fps_tile_functions *fps_isa_functions(int isa) {
     return &tile_functions_baseline;
 }
 
+static inline int fps_rule_planes(const fps_fold_job *job) {
+    return job->state_planes - (job->ema_plane >= 0);
+}
+
 static inline int fps_is_present(const fps_push *push, int32_t parameter) {
     return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
+}
+
+static inline fps_lerp fps_lerp_of(double fraction) {
+    fps_lerp by = {(float)fraction, fabsf((float)fraction) < 0.5f};
+    if (!by.is_small) by.fraction -= 1;
+    return by;
 }
 
 /* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */
@@ -85,15 +96,22 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
         by.has_shrink = 1;
         by.shrink = (float)(1 - learning_rate * hyper->weight_decay);
     }
-    by.lerp = (float)(1 - hyper->beta1);
-    by.lerp_small = fabsf(by.lerp) < 0.5f;
-    if (!by.lerp_small) by.lerp -= 1;
+    by.lerp = fps_lerp_of(1 - hyper->beta1);
     by.beta2 = (float)hyper->beta2;
     by.one_minus_beta2 = (float)(1 - hyper->beta2);
     by.minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, (double)(steps + 1))));
     by.root_correction2 = (float)sqrt(1 - pow(hyper->beta2, (double)(steps + 1)));
     by.epsilon = (float)hyper->epsilon;
     return by;
+}
+
+/* The average's plane follows the weights that were just written. `state` is where it is read: in, or out again. */
+static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length,
+                        const float *state) {
+    int64_t plane = job->ema_plane * job->state_stride;
+    if (job->ema_plane >= 0)
+        tile->average(fps_lerp_of(1 - job->ema_decay), length, job->weights_out + first, state + plane,
+                      job->state_out + plane + first);
 }
 
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t first,
@@ -105,16 +123,19 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     else
         tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
     /* A group without momentum beside one with: its plane is carried along. */
-    if (job->rule == FPS_RULE_SGD && job->state_planes && !by->has_momentum && state != state_out)
+    if (job->rule == FPS_RULE_SGD && fps_rule_planes(job) && !by->has_momentum && state != state_out)
         memcpy(state_out, state, length * sizeof(float));
+    fps_average(tile, job, first, length, state);
 }
 
-/* Nothing was pushed for this parameter: it stays as it is. */
-static void fps_carry(const fps_fold_job *job, int64_t first, int64_t length) {
+/* Nothing was pushed for this parameter: it stays as it is, and its average goes on. */
+static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length) {
     memcpy(job->weights_out + first, job->weights_in + first, length * sizeof(float));
-    for (int plane = 0; plane < job->state_planes; plane++)
+    int planes = job->n_pushes ? fps_rule_planes(job) : job->state_planes;
+    for (int plane = 0; plane < planes; plane++)
         memcpy(job->state_out + plane * job->state_stride + first, job->state_in + plane * job->state_stride + first,
                length * sizeof(float));
+    if (job->n_pushes) fps_average(tile, job, first, length, job->state_in + first);
 }
 
 static inline double fps_rate(const fps_push *push, int32_t group) {
@@ -152,19 +173,31 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     }
 }
 
+/* Push by push; `by` has room for what each does. The first reads the published buffers, the others work on the tile that it
+ * wrote. A push without a gradient for this parameter moves the average only. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
-                          const fps_push *pushes, int count, fps_coefficients *by, int64_t first, int64_t last) {
-    for (int push = 0; push < count; push++) {
-        const fps_hyper *hyper = &pushes[push].hypers[segment->group];
-        by[push] = fps_coefficients_of(job->rule, hyper, fps_rate(&pushes[push], segment->group), pushes[push].scale,
-                                       job->steps_in[segment->parameter] + push);
-    }
+                          fps_coefficients *by, int64_t first, int64_t last) {
+    const fps_push *pushes = job->pushes;
+    int64_t steps = job->steps_in[segment->parameter];
+    for (int push = 0; push < job->n_pushes; push++)
+        if (fps_is_present(&pushes[push], segment->parameter))
+            by[push] = fps_coefficients_of(job->rule, &pushes[push].hypers[segment->group],
+                                           fps_rate(&pushes[push], segment->group), pushes[push].scale, steps++);
     for (; first < last; first += FPS_TILE) {
         int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
-        /* The first application reads the published buffers; the others work on the tile that it wrote. */
-        for (int push = 0; push < count; push++)
-            fps_apply(tile, job, &by[push], first, length, pushes[push].gradient + first,
-                      (push ? job->weights_out : job->weights_in) + first, (push ? job->state_out : job->state_in) + first);
+        const float *weights = job->weights_in, *state = job->state_in;
+        for (int push = 0; push < job->n_pushes; push++) {
+            if (fps_is_present(&pushes[push], segment->parameter))
+                fps_apply(tile, job, &by[push], first, length, pushes[push].gradient + first, weights + first, state + first);
+            else if (weights == job->weights_in && job->ema_plane >= 0)
+                fps_carry(tile, job, first, length);
+            else if (job->ema_plane >= 0)
+                fps_average(tile, job, first, length, state + first);
+            else
+                continue;
+            weights = job->weights_out;
+            state = job->state_out;
+        }
     }
 }
 
@@ -174,7 +207,8 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_push present[FPS_MAX_PUSHES];
     fps_coefficients by[FPS_MAX_PUSHES];
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
-    if (job->rule != FPS_RULE_SGD && (job->rule != FPS_RULE_ADAM || job->state_planes < 2)) return FPS_FOLD_UNKNOWN_RULE;
+    if (job->rule != FPS_RULE_SGD && (job->rule != FPS_RULE_ADAM || fps_rule_planes(job) < 2)) return FPS_FOLD_UNKNOWN_RULE;
+    if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
         int64_t from = segment->offset > first ? segment->offset : first;
@@ -186,8 +220,9 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
         if (from >= to) continue;
-        if (count == 0) fps_carry(job, from, to - from);
-        else if (job->mode == FPS_FOLD_EACH) fps_fold_each(tile, job, segment, present, count, by, from, to);
+        if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes)))
+            fps_fold_each(tile, job, segment, by, from, to);
+        else if (count == 0) fps_carry(tile, job, from, to - from);
         else fps_fold_sum(tile, job, segment, present, count, from, to);
     }
     return 0;

@@ -48,6 +48,24 @@ static void FPS_ISA(scaled_sum)(float *restrict total, const fps_push *pushes, i
     }
 }
 
+/* start + (end - start) * fraction, from the nearer of the two, as torch.lerp: `fraction` is what fps_lerp_of made of it. */
+static inline __attribute__((always_inline)) float FPS_ISA(lerp)(float start, float end, float fraction, int is_small) {
+    return FPS_ISA(fma)(fraction, end - start, is_small ? start : end);
+}
+
+/* The moving average of the weights; lerp, so that the average of weights that stand still is those weights to the bit. */
+static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, const float *average_in, float *average_out) {
+    if (by.is_small) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < length; i++)
+            average_out[i] = FPS_ISA(lerp)(average_in[i], weights[i], by.fraction, 1);
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < length; i++)
+            average_out[i] = FPS_ISA(lerp)(average_in[i], weights[i], by.fraction, 0);
+    }
+}
+
 /* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. */
 static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
     const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
@@ -89,17 +107,16 @@ static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float
 static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
     const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
     const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay, const int shrink) {
-    const float scale = by->scale, weight_decay = by->weight_decay, shrinkage = by->shrink, lerp = by->lerp;
+    const float scale = by->scale, weight_decay = by->weight_decay, shrinkage = by->shrink;
     const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, root_correction2 = by->root_correction2;
     const float epsilon = by->epsilon, minus_rate = by->minus_rate;
-    const int lerp_small = by->lerp_small;
+    const fps_lerp lerp = by->lerp;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], step = gradient[i] * scale;
         if (shrink) weight = weight * shrinkage;
         if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
-        float mean = mean_in[i];
-        mean = FPS_ISA(fma)(lerp, step - mean, lerp_small ? mean : step);
+        float mean = FPS_ISA(lerp)(mean_in[i], step, lerp.fraction, lerp.is_small);
         float square = FPS_ISA(fma)(one_minus_beta2 * step, step, square_in[i] * beta2);
         mean_out[i] = mean;
         square_out[i] = square;
@@ -119,4 +136,4 @@ static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const floa
 }
 
 const static fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum), FPS_ISA(scaled_sum), FPS_ISA(sgd), FPS_ISA(adam)};
+    FPS_ISA(sum), FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd), FPS_ISA(adam)};

@@ -114,7 +114,7 @@ def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
     return fused_multiply_add(fraction - np.float32(1), end - start, end)
 
 
-RULES = {RULE_SGD: (sgd, 0), RULE_ADAM: (adam, 2)}  # the rule and how many state planes it cannot do without
+RULES = {RULE_SGD: sgd, RULE_ADAM: adam}
 
 
 def mean_rate(rates: Sequence[float]) -> float:
@@ -140,35 +140,62 @@ def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tupl
     return total, scales[0] if is_common else 1.0
 
 
-def fold_segment(
+class Parameter(NamedTuple):
+    """One parameter as it stands: weights, the rule's state planes, the moving average of the weights, and steps."""
+
+    weight: Floats
+    planes: Sequence[Floats]
+    average: Floats | None
+    steps: int
+
+    def applied(self, rule: int, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
+        """Return it after one application of the rule on a scaled gradient."""
+        weight, planes = RULES[rule](self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
+        return Parameter(weight, planes, self.average, self.steps + 1)
+
+    def averaged(self, decay: float) -> "Parameter":
+        """Return it with its average, if it has one, moved towards its weights."""
+        if self.average is None:
+            return self
+        return self._replace(average=lerp(self.average, self.weight, np.float32(1 - decay)))
+
+
+class Place(NamedTuple):
+    """Where a parameter is: which one, its floats, and its param_group."""
+
+    index: int
+    span: slice
+    group: int
+
+
+def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
+    """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
+    for push in pushes:
+        if push.presence[place.index]:
+            hyper = push.hypers[place.group]
+            gradient = scaled(push.gradient[place.span], push.scale, hyper)
+            parameter = parameter.applied(rule, gradient, hyper, push.rate(place.group))
+        parameter = parameter.averaged(ema_decay)
+    return parameter
+
+
+def fold_sum(
     rule: int,
-    mode: int,
-    span: slice,
-    group: int,
+    parameter: Parameter,
+    place: Place,
     pushes: Sequence[Push],
-    weight: Floats,
-    state: Floats,
-    steps: int,
+    ema_decay: float,
     scale: float,
     rate_scale: float,
-) -> tuple[Floats, Sequence[Floats], int]:
-    """Fold the pushes that have a gradient for one parameter; return its weights, state planes and steps."""
-    apply, _ = RULES[rule]
-    planes: Sequence[Floats] = list(state)
-    gradients = [push.gradient[span] for push in pushes]
-    hypers = [push.hypers[group] for push in pushes]
-    if mode == FOLD_EACH:
-        for push, gradient, hyper in zip(pushes, gradients, hypers, strict=True):
-            step = scaled(gradient, push.scale, hyper)
-            weight, planes = apply(weight, planes, step, hyper, push.rate(group), steps)
-            steps += 1
-    elif pushes:
-        total, common_scale = total_gradient(gradients, [push.scale for push in pushes])
-        step = scaled(total, scale * common_scale, hypers[0])
-        rate = mean_rate([push.rate(group) for push in pushes]) * rate_scale
-        weight, planes = apply(weight, planes, step, hypers[0], rate, steps)
-        steps += 1
-    return weight, planes, steps
+) -> Parameter:
+    """Apply the rule once, on the sum of the pushes that have a gradient for the parameter; the average moves once."""
+    present = [push for push in pushes if push.presence[place.index]]
+    if present:
+        hyper = present[0].hypers[place.group]
+        total, common_scale = total_gradient([push.gradient[place.span] for push in present], [push.scale for push in present])
+        rate = mean_rate([push.rate(place.group) for push in present]) * rate_scale
+        parameter = parameter.applied(rule, scaled(total, scale * common_scale, hyper), hyper, rate)
+    return parameter.averaged(ema_decay) if pushes else parameter
 
 
 def fold(
@@ -182,29 +209,51 @@ def fold(
     *,
     scale: float = 1.0,
     rate_scale: float = 1.0,
+    ema_plane: int = -1,
+    ema_decay: float = 0.0,
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Arguments, result and errors are those of fastps.kernels.fold.fold; under FOLD_SUM the hyper-parameters are those of the
     first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0.
     """
-    if len(pushes) > MAX_PUSHES or rule not in RULES or len(state) < RULES[rule][1]:
-        raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule with its state planes")
-    if len(steps) != len(segments) or state.shape[1] != len(weights):
-        raise ValueError("expected steps for every segment, and state as long as the weights")
-    if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
-        raise ValueError(f"expected segments within {len(weights)} floats")
+    _check(rule, segments, pushes, weights, state, steps, ema_plane)
     named = [
         Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, *scales)
         for gradient, groups, presence, *scales in pushes
     ]
+    has_average = ema_plane >= 0
     weights_out, state_out, steps_out = np.zeros_like(weights), np.zeros_like(state), np.zeros_like(steps)
-    for parameter, (offset, length, group) in enumerate(segments):
-        span = slice(offset, offset + length)
-        present = [push for push in named if push.presence[parameter]]
-        weights_out[span], planes, steps_out[parameter] = fold_segment(
-            rule, mode, span, group, present, weights[span], state[:, span], int(steps[parameter]), scale, rate_scale
-        )
-        for plane, values in zip(state_out, planes, strict=True):
-            plane[span] = values
+    for index, (offset, length, group) in enumerate(segments):
+        place = Place(index, slice(offset, offset + length), group)
+        planes = list(state[:, place.span])
+        average = planes.pop() if has_average else None
+        parameter = Parameter(weights[place.span], planes, average, int(steps[index]))
+        if mode == FOLD_EACH:
+            parameter = fold_each(rule, parameter, place, named, ema_decay)
+        else:
+            parameter = fold_sum(rule, parameter, place, named, ema_decay, scale, rate_scale)
+        weights_out[place.span], steps_out[index] = parameter.weight, parameter.steps
+        planes_out = [*parameter.planes] if parameter.average is None else [*parameter.planes, parameter.average]
+        for plane, values in zip(state_out, planes_out, strict=True):
+            plane[place.span] = values
     return weights_out, state_out, steps_out
+
+
+def _check(
+    rule: int,
+    segments: Sequence[tuple[int, int, int]],
+    pushes: Sequence[tuple[Any, ...]],
+    weights: Floats,
+    state: Floats,
+    steps: npt.NDArray[np.int64],
+    ema_plane: int,
+) -> None:
+    if len(pushes) > MAX_PUSHES or rule not in RULES:
+        raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
+    if ema_plane not in (-1, len(state) - 1):
+        raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")
+    if len(steps) != len(segments) or state.shape[1] != len(weights):
+        raise ValueError("expected steps for every segment, and state as long as the weights")
+    if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
+        raise ValueError(f"expected segments within {len(weights)} floats")

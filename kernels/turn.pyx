@@ -504,6 +504,7 @@ cdef class Lane:
         job.rule = self.arena.header.rule
         job.mode = FPS_FOLD_SUM if state.policy.fold == FOLD_ALL else FPS_FOLD_EACH
         job.state_planes = self.arena.header.state_planes
+        job.ema_plane = -1
         job.state_stride = self.arena.header.buffer_floats
         job.n_segments = self.arena.header.n_parameters
         job.segments = <fps_segment *> (self.arena.base + self.arena.header.segments_offset)

@@ -103,6 +103,7 @@ class Job:
     steps: npt.NDArray[np.int64]
     scale: float = 1.0
     rate_scale: float = 1.0
+    ema_decay: float | None = None
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
         return compiled.fold(self.row.rule, mode, *self._measures(), **self._options(), instruction_set=isa, ranges=ranges)
@@ -114,7 +115,10 @@ class Job:
         return self.segments, self.pushes, self.weights, self.state, self.steps
 
     def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "rate_scale": self.rate_scale}
+        options: dict[str, Any] = {"scale": self.scale, "rate_scale": self.rate_scale}
+        if self.ema_decay is not None:
+            options |= {"ema_plane": len(self.state) - 1, "ema_decay": self.ema_decay}
+        return options
 
 
 def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
@@ -307,6 +311,108 @@ def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
     assert_same_bits(job.fold(FOLD_EACH, isa), now, isa)
 
 
+def with_average(job: Job, decay: float, seed: int = 0) -> Job:
+    """The same job with one more plane of state, that of the moving average of the weights."""
+    average = normal(np.random.default_rng(seed), 1, len(job.weights))
+    return replace(job, state=np.concatenate([job.state, average]), ema_decay=decay)
+
+
+DECAYS = (0.9999, 0.9, 0.5, 0.25, 0.0)
+
+
+@ROWS
+@MODES
+def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(row: Row, mode: int) -> None:
+    for seed, situation in enumerate(SITUATIONS):
+        plain = make_job(row, 3, situation, seed)
+        job = with_average(plain, DECAYS[seed % len(DECAYS)])
+        expected = job.fold_by_reference(mode)
+        for isa in compiled.instruction_sets():
+            weights, state, steps = job.fold(mode, isa)
+            assert_same_bits((weights, state, steps), expected, (isa, situation))
+            assert_same_bits((weights, state[:-1], steps), plain.fold(mode, isa), (isa, situation))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_the_moving_average_follows_the_formula_of_the_backup_workers_paper(row: Row, mode: int, isa: str) -> None:
+    """theta_bar(t) = alpha theta_bar(t - 1) + (1 - alpha) theta(t), Chen et al. 2017, section 1.1."""
+    job = with_average(make_job(row, 1, "in_all", seed=12), 0.9)
+    weights, state, _ = job.fold(mode, isa)
+    expected = 0.9 * job.state[-1].astype(np.float64) + 0.1 * weights
+    for offset, length, _ in job.segments:
+        span = slice(offset, offset + length)
+        np.testing.assert_allclose(state[-1][span], expected[span], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.3])
+def test_the_moving_average_has_the_bits_of_torch_lerp(decay: float) -> None:
+    job = with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=13, lengths=[3000]), decay)
+    weights, state, _ = job.fold(FOLD_SUM, "auto")
+    expected = torch.lerp(torch.from_numpy(job.state[-1]), torch.from_numpy(weights), 1 - decay).numpy()
+    span = slice(GAP, GAP + 3000)
+    assert np.array_equal(bits(state[-1][span]), bits(expected[span]))
+
+
+@ISAS
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_moving_average_of_weights_that_stand_still_is_those_weights(isa: str, decay: float) -> None:
+    job = make_job(SGD_ROWS[0], 2, "in_all", seed=14)
+    still = [(*push[:4], 0.0) for push in job.pushes]
+    job = replace(job, pushes=still, state=job.weights[np.newaxis].copy(), ema_decay=decay)
+    for mode in (FOLD_SUM, FOLD_EACH):
+        weights, state, _ = job.fold(mode, isa)
+        assert np.array_equal(bits(state[0]), bits(weights))
+        assert np.array_equal(bits(weights[weights != 0]), bits(job.weights[weights != 0]))
+
+
+@ISAS
+@ROWS
+def test_each_moves_the_average_as_often_as_sums_of_one_push_would(row: Row, isa: str) -> None:
+    """Also for a parameter that some pushes, or all, have no gradient for: the average goes with versions."""
+    for situation in ("own_loss_scales", "absent_in_one", "absent_in_all"):
+        job = with_average(make_job(row, 5, situation, seed=15), 0.9)
+        now: Result = (job.weights, job.state, job.steps)
+        for push in job.pushes:
+            now = Job(row, job.segments, [push], *now, ema_decay=0.9).fold(FOLD_SUM, isa)
+        assert_same_bits(job.fold(FOLD_EACH, isa), now, (isa, situation))
+
+
+@ISAS
+@MODES
+def test_a_parameter_that_no_push_has_still_draws_its_average(mode: int, isa: str) -> None:
+    job = with_average(make_job(SGD_ROWS[3], 3, "absent_in_all", seed=16), 0.9)
+    offset, length, _ = job.segments[1]
+    span = slice(offset, offset + length)
+    _, state, steps = job.fold(mode, isa)
+    average = job.state[-1][span]
+    for _ in range(3 if mode == FOLD_EACH else 1):
+        average = reference.lerp(average, job.weights[span], np.float32(1 - 0.9))
+    assert np.array_equal(bits(state[-1][span]), bits(average))
+    assert steps[1] == job.steps[1]
+
+
+@ISAS
+@MODES
+def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
+    job = replace(with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=17), 0.9), pushes=[])
+    expected = job.fold_by_reference(mode)
+    assert_same_bits(job.fold(mode, isa), expected, isa)
+    offset, length, _ = job.segments[-1]
+    assert np.array_equal(bits(expected[1][:, offset : offset + length]), bits(job.state[:, offset : offset + length]))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_folding_by_ranges_gives_the_same_average(row: Row, mode: int, isa: str) -> None:
+    job = with_average(make_job(row, 3, "own_loss_scales", seed=18), 0.99)
+    n = len(job.weights)
+    ranges = [(0, 777), (777, 2000), (2000, n)]
+    assert_same_bits(job.fold(mode, isa, ranges), job.fold(mode, isa), ranges)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     row=st.sampled_from(SGD_ROWS + ADAM_ROWS),
@@ -316,12 +422,15 @@ def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
     situation=st.sampled_from(sorted(SITUATIONS)),
     seed=st.integers(0, 2**32),
     share=st.floats(0, 1),
+    decay=st.none() | st.floats(0, 1),
 )
 def test_any_floats_at_all_fold_as_the_reference_folds_them(
-    row: Row, mode: int, lengths: list[int], pushes: int, situation: str, seed: int, share: float
+    row: Row, mode: int, lengths: list[int], pushes: int, situation: str, seed: int, share: float, decay: float | None
 ) -> None:
     """`share` of the values are any 32 bits: subnormal, huge, infinite and not a number among them."""
     job = make_job(row, pushes, situation, seed, lengths)
+    if decay is not None:
+        job = with_average(job, decay, seed)
     random = np.random.default_rng(seed)
     for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
         is_any = random.random(values.shape) < share
@@ -464,6 +573,12 @@ def test_an_unknown_rule_is_refused(rule: int) -> None:
 
 def test_adam_with_one_state_plane_is_refused() -> None:
     refused("status -2", state=np.zeros((1, 32), np.float32))
+
+
+def test_an_average_that_is_not_the_last_plane_is_refused() -> None:
+    for plane in (0, 3, -2):
+        refused("status -2", ema_plane=plane)
+    refused("status -2", ema_plane=1)  # Adam then has one plane of its own
 
 
 @pytest.mark.parametrize("segment", [(16, 17, 0), (-1, 5, 0), (0, -1, 0), (48, 1, 0)])
