@@ -26,7 +26,7 @@ from fastps.errors import (
     WorkerDiedError,
 )
 from fastps.policy import ASP, BSP, DSSP, SSP, Policy, parse_policies, parse_policy
-from fastps.rules import SGD, Adam
+from fastps.rules import SGD, Adagrad, Adam, RMSProp
 from fastps.statistics import Observer, WorkerStatistics, observe
 from fastps.store import Store
 from fastps.version import __version__
@@ -41,6 +41,7 @@ __all__ = [
     "DSSP",
     "SGD",
     "SSP",
+    "Adagrad",
     "Adam",
     "ArenaError",
     "AttachError",
@@ -52,6 +53,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "ProtocolError",
+    "RMSProp",
     "Store",
     "TimeoutExceededError",
     "UnsupportedError",

@@ -21,7 +21,7 @@ from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError
 from fastps.kernels import arena as words
 from fastps.layout import Layout, Parameter, first_difference, place
 from fastps.policy import Policy, parse_policy
-from fastps.rules import Hyper, Update
+from fastps.rules import Hyper, Update, write_initial_state
 from fastps.worker import Worker
 
 Floats = npt.NDArray[np.float32]
@@ -135,6 +135,7 @@ class Store:
                 list(hypers),
             )
             write_weights(store.weight_views(0))
+            write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
             store.answer_at("host")
         except BaseException:
             os.close(descriptor)

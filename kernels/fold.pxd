@@ -6,11 +6,14 @@ cdef extern from "fold.h" nogil:
     enum:
         FPS_RULE_SGD
         FPS_RULE_ADAM
+        FPS_RULE_ADAGRAD
+        FPS_RULE_RMSPROP
         FPS_FOLD_SUM
         FPS_FOLD_EACH
         FPS_HYPER_NESTEROV
         FPS_HYPER_MAXIMIZE
         FPS_HYPER_DECOUPLED
+        FPS_HYPER_CENTERED
         FPS_MAX_PUSHES
 
     ctypedef struct fps_hyper:
@@ -21,6 +24,7 @@ cdef extern from "fold.h" nogil:
         double beta1
         double beta2
         double epsilon
+        double learning_rate_decay
         uint64_t flags
 
     ctypedef struct fps_segment:

@@ -11,11 +11,14 @@ _Push: TypeAlias = (
 
 RULE_SGD: int
 RULE_ADAM: int
+RULE_ADAGRAD: int
+RULE_RMSPROP: int
 FOLD_SUM: int
 FOLD_EACH: int
 HYPER_NESTEROV: int
 HYPER_MAXIMIZE: int
 HYPER_DECOUPLED: int
+HYPER_CENTERED: int
 MAX_PUSHES: int
 
 def instruction_sets() -> list[str]: ...

@@ -29,11 +29,14 @@ cdef extern from "fold_run.h" nogil:
 
 RULE_SGD = FPS_RULE_SGD
 RULE_ADAM = FPS_RULE_ADAM
+RULE_ADAGRAD = FPS_RULE_ADAGRAD
+RULE_RMSPROP = FPS_RULE_RMSPROP
 FOLD_SUM = FPS_FOLD_SUM
 FOLD_EACH = FPS_FOLD_EACH
 HYPER_NESTEROV = FPS_HYPER_NESTEROV
 HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
 HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
+HYPER_CENTERED = FPS_HYPER_CENTERED
 MAX_PUSHES = FPS_MAX_PUSHES
 
 _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
@@ -67,9 +70,9 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n], hypers: a list of 8-tuples (learning rate, momentum, dampening, weight decay, beta1,
-            beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale of the gradient, and
-            scale of the learning rates, 1 if it is left out).
+        pushes: (gradient float32[n], hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
+            beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a parameter, scale of
+            the gradient, and scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
@@ -149,10 +152,10 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
 
 def _hyper_words(groups):
-    """fps_hyper's 16 words: 7 doubles, 8 reserved, and the flags, whose bits are an integer's."""
+    """fps_hyper's 16 words: 8 doubles, 7 reserved, and the flags, whose bits are an integer's."""
     words = np.zeros((len(groups), 16))
     for index, (*numbers, flags) in enumerate(groups):
-        words[index, :7] = numbers
+        words[index, :8] = numbers
         words[index, 15:].view(np.uint64)[0] = flags
     return words
 

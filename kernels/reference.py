@@ -13,11 +13,14 @@ import numpy.typing as npt
 
 from fastps.kernels.fold import (
     FOLD_EACH,
+    HYPER_CENTERED,
     HYPER_DECOUPLED,
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
     MAX_PUSHES,
+    RULE_ADAGRAD,
     RULE_ADAM,
+    RULE_RMSPROP,
     RULE_SGD,
 )
 
@@ -34,7 +37,8 @@ class Hyper(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
-    flags: int
+    learning_rate_decay: float = 0.0
+    flags: int = 0
 
 
 class Push(NamedTuple):
@@ -114,7 +118,43 @@ def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
     return fused_multiply_add(fraction - np.float32(1), end - start, end)
 
 
-RULES = {RULE_SGD: sgd, RULE_ADAM: adam}
+def adagrad(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adagrad once, as its single-tensor form does; state: [sum of squares]."""
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    total = fused_multiply_add(step, step, state[0])
+    rate = learning_rate / (1 + steps * hyper.learning_rate_decay)
+    weight = weight + np.divide(step * np.float32(-rate), np.sqrt(total) + np.float32(hyper.epsilon))
+    return weight, [total]
+
+
+def rmsprop(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.RMSprop once, as its single-tensor form does; its alpha is beta2.
+
+    State: [square average], [.., momentum buffer] or [.., .., gradient average]; what a group does not use stays as it was.
+    """
+    state = list(state)
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    state[0] = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[0] * np.float32(hyper.beta2))
+    variance = state[0]
+    if hyper.flags & HYPER_CENTERED:
+        state[2] = lerp(state[2], step, np.float32(1 - hyper.beta2))
+        variance = fused_multiply_add(-state[2], state[2], variance)
+    root = np.sqrt(variance) + np.float32(hyper.epsilon)
+    if not hyper.momentum:
+        return weight + np.divide(step * np.float32(-learning_rate), root), state
+    state[1] = state[1] * np.float32(hyper.momentum) + np.divide(step, root)
+    return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
+
+
+RULES = {RULE_SGD: sgd, RULE_ADAM: adam, RULE_ADAGRAD: adagrad, RULE_RMSPROP: rmsprop}
 
 
 def mean_rate(rates: Sequence[float]) -> float:
@@ -163,7 +203,7 @@ class Parameter(NamedTuple):
 class Place(NamedTuple):
     """Where a parameter is: which one, its floats, and its param_group."""
 
-    index: int
+    number: int
     span: slice
     group: int
 
@@ -171,7 +211,7 @@ class Place(NamedTuple):
 def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
     """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
     for push in pushes:
-        if push.presence[place.index]:
+        if push.presence[place.number]:
             hyper = push.hypers[place.group]
             gradient = scaled(push.gradient[place.span], push.scale, hyper)
             parameter = parameter.applied(rule, gradient, hyper, push.rate(place.group))
@@ -189,7 +229,7 @@ def fold_sum(
     rate_scale: float,
 ) -> Parameter:
     """Apply the rule once, on the sum of the pushes that have a gradient for the parameter; the average moves once."""
-    present = [push for push in pushes if push.presence[place.index]]
+    present = [push for push in pushes if push.presence[place.number]]
     if present:
         hyper = present[0].hypers[place.group]
         total, common_scale = total_gradient([push.gradient[place.span] for push in present], [push.scale for push in present])

@@ -27,6 +27,7 @@ class Lane:
         beta1: float,
         beta2: float,
         epsilon: float,
+        learning_rate_decay: float,
         flags: int,
     ) -> None: ...
     def set_presence(self, slot: int, words: bytes) -> None: ...

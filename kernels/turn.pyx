@@ -159,7 +159,7 @@ cdef class Lane:
     # -- the worker's side: slots, posts, waits, pulls ---------------------------------------------
 
     def set_hyper(self, uint32_t slot, uint32_t group, double learning_rate, double momentum, double dampening,
-                  double weight_decay, double beta1, double beta2, double epsilon, uint64_t flags):
+                  double weight_decay, double beta1, double beta2, double epsilon, double learning_rate_decay, uint64_t flags):
         """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
         cdef fps_hyper *hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
         hyper.learning_rate = learning_rate
@@ -169,6 +169,7 @@ cdef class Lane:
         hyper.beta1 = beta1
         hyper.beta2 = beta2
         hyper.epsilon = epsilon
+        hyper.learning_rate_decay = learning_rate_decay
         hyper.flags = flags
 
     def set_presence(self, uint32_t slot, bytes words not None):
