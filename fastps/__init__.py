@@ -29,6 +29,7 @@ from fastps.policy import ASP, BSP, DSSP, SSP, Policy, parse_policies, parse_pol
 from fastps.rules import SGD, Adagrad, Adam, RMSProp
 from fastps.statistics import Observer, WorkerStatistics, observe
 from fastps.store import Store
+from fastps.user_rules import UserRule, rule
 from fastps.version import __version__
 from fastps.worker import Worker
 
@@ -58,6 +59,7 @@ __all__ = [
     "TimeoutExceededError",
     "UnsupportedError",
     "UsageError",
+    "UserRule",
     "Worker",
     "WorkerDiedError",
     "WorkerStatistics",
@@ -66,6 +68,7 @@ __all__ = [
     "parse_policies",
     "parse_policy",
     "rank",
+    "rule",
     "world_size",
 ]
 

@@ -4,7 +4,7 @@ Refuses to compute: kernels/fold.pyx does, and kernels/reference.py is its oracl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +34,16 @@ class Rule:
     Attributes:
         planes: their names, as torch has them.
         initial: what each plane is full of before the first step; () where that is 0 for all.
+        digest: of the code of a rule of the user's own (user_rules.py); "" for the fold's.
+        address: where that code is in this process, or 0.
     """
 
     name: str
     number: int
     planes: tuple[str, ...]
     initial: tuple[float, ...] = ()
+    digest: str = ""
+    address: int = field(default=0, compare=False)
 
     def initial_value(self, plane: int) -> float:
         """What a plane is full of before the first step."""

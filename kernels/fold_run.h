@@ -73,6 +73,7 @@ static int fps_planes_needed(int rule, const fps_hyper *hyper) {
     if (rule == FPS_RULE_SGD) return hyper->momentum != 0;
     if (rule == FPS_RULE_ADAM) return 2;
     if (rule == FPS_RULE_ADAGRAD) return 1;
+    if (rule == FPS_RULE_USER) return 0;
     if (rule == FPS_RULE_RMSPROP) return hyper->flags & FPS_HYPER_CENTERED ? 3 : hyper->momentum != 0 ? 2 : 1;
     return -1;
 }
@@ -80,6 +81,7 @@ static int fps_planes_needed(int rule, const fps_hyper *hyper) {
 /* Whether the rule is known and has the planes that this push needs: what it writes must lie in the state. */
 static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push, int32_t group) {
     int needed = fps_planes_needed(job->rule, &push->hypers[group]);
+    if (job->rule == FPS_RULE_USER && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
     return needed >= 0 && needed <= fps_rule_planes(job);
 }
 
@@ -122,6 +124,9 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
     by.one_minus_beta2 = (float)(1 - hyper->beta2);
     by.lerp = fps_lerp_of(1 - (rule == FPS_RULE_ADAM ? hyper->beta1 : hyper->beta2));
     by.epsilon = (float)hyper->epsilon;
+    by.hyper = *hyper;
+    by.hyper.learning_rate = learning_rate;
+    by.steps = steps;
     if (rule == FPS_RULE_ADAGRAD)
         by.minus_rate = (float)-(learning_rate / (1 + (double)steps * hyper->learning_rate_decay));
     if (rule == FPS_RULE_ADAM) fps_correct_adam(&by, hyper, learning_rate, (double)(steps + 1));
@@ -140,14 +145,27 @@ static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job,
 static inline int fps_writes_plane(int rule, const fps_coefficients *by, int plane) {
     if (rule == FPS_RULE_SGD) return plane == 0 && by->has_momentum;
     if (rule == FPS_RULE_RMSPROP) return plane == 0 || (plane == 1 && by->has_momentum) || (plane == 2 && by->is_centered);
-    return plane < (rule == FPS_RULE_ADAM ? 2 : 1);
+    return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
+}
+
+static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t first, int64_t length,
+                           const float *gradient, const float *weights, const float *state) {
+    float scaled[FPS_TILE];
+    if (by->scale != 1) {
+        for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
+        gradient = scaled;
+    }
+    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, weights, job->weights_out + first, state,
+                   job->state_out + first, job->state_stride);
 }
 
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t first,
                       int64_t length, const float *gradient, const float *weights, const float *state) {
     float *weights_out = job->weights_out + first, *state_out = job->state_out + first;
     int64_t stride = job->state_stride;
-    if (job->rule == FPS_RULE_ADAM)
+    if (job->rule == FPS_RULE_USER)
+        fps_apply_user(job, by, first, length, gradient, weights, state);
+    else if (job->rule == FPS_RULE_ADAM)
         tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
     else if (job->rule == FPS_RULE_ADAGRAD)
         tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);

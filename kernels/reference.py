@@ -5,7 +5,7 @@ fused multiply-add, which NumPy lacks and which is emulated exactly.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,11 @@ from fastps.kernels.fold import (
     RULE_ADAM,
     RULE_RMSPROP,
     RULE_SGD,
+    RULE_USER,
 )
 
 Floats = npt.NDArray[np.float32]
+Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
 
 
 class Hyper(NamedTuple):
@@ -188,9 +190,9 @@ class Parameter(NamedTuple):
     average: Floats | None
     steps: int
 
-    def applied(self, rule: int, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
+    def applied(self, rule: Apply, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
         """Return it after one application of the rule on a scaled gradient."""
-        weight, planes = RULES[rule](self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
+        weight, planes = rule(self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
         return Parameter(weight, planes, self.average, self.steps + 1)
 
     def averaged(self, decay: float) -> "Parameter":
@@ -208,7 +210,7 @@ class Place(NamedTuple):
     group: int
 
 
-def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
+def fold_each(rule: Apply, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
     """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
     for push in pushes:
         if push.presence[place.number]:
@@ -220,7 +222,7 @@ def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Pu
 
 
 def fold_sum(
-    rule: int,
+    rule: Apply,
     parameter: Parameter,
     place: Place,
     pushes: Sequence[Push],
@@ -251,13 +253,16 @@ def fold(
     rate_scale: float = 1.0,
     ema_plane: int = -1,
     ema_decay: float = 0.0,
+    user_rule: Apply | None = None,
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Arguments, result and errors are those of fastps.kernels.fold.fold; under FOLD_SUM the hyper-parameters are those of the
-    first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0.
+    first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0. `user_rule` is
+    a function like the rules here.
     """
     _check(rule, segments, pushes, weights, state, steps, ema_plane)
+    apply = RULES[rule] if user_rule is None else user_rule
     named = [
         Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, *scales)
         for gradient, groups, presence, *scales in pushes
@@ -270,9 +275,9 @@ def fold(
         average = planes.pop() if has_average else None
         parameter = Parameter(weights[place.span], planes, average, int(steps[index]))
         if mode == FOLD_EACH:
-            parameter = fold_each(rule, parameter, place, named, ema_decay)
+            parameter = fold_each(apply, parameter, place, named, ema_decay)
         else:
-            parameter = fold_sum(rule, parameter, place, named, ema_decay, scale, rate_scale)
+            parameter = fold_sum(apply, parameter, place, named, ema_decay, scale, rate_scale)
         weights_out[place.span], steps_out[index] = parameter.weight, parameter.steps
         planes_out = [*parameter.planes] if parameter.average is None else [*parameter.planes, parameter.average]
         for plane, values in zip(state_out, planes_out, strict=True):
@@ -289,7 +294,7 @@ def _check(
     steps: npt.NDArray[np.int64],
     ema_plane: int,
 ) -> None:
-    if len(pushes) > MAX_PUSHES or rule not in RULES:
+    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER):
         raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
     if ema_plane not in (-1, len(state) - 1):
         raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")

@@ -10,7 +10,7 @@ descriptors), files, and Python objects on the way of a push.
 """
 
 from libc.math cimport NAN
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
@@ -35,6 +35,7 @@ from fastps.kernels.fold cimport (
     fps_hyper,
     fps_push,
     fps_segment,
+    fps_user_rule,
 )
 from fastps.kernels.lane cimport (
     FPS_LEAVE,
@@ -136,6 +137,7 @@ cdef class Lane:
     cdef fps_push *batch
     cdef uint32_t batch_size
     cdef uint32_t n_batch
+    cdef fps_user_rule user_rule        # the job's own rule, or NULL
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         if index >= arena.header.n_lanes:
@@ -171,6 +173,10 @@ cdef class Lane:
         hyper.epsilon = epsilon
         hyper.learning_rate_decay = learning_rate_decay
         hyper.flags = flags
+
+    def set_user_rule(self, uintptr_t address):
+        """Let folds in this lane's turns call the user's rule at `address`; whoever gives it keeps its code alive."""
+        self.user_rule = <fps_user_rule> address
 
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
@@ -503,6 +509,7 @@ cdef class Lane:
         cdef char *state_out = self.arena.state(state_buffer)
         memset(&job, 0, sizeof(job))
         job.rule = self.arena.header.rule
+        job.user_rule = self.user_rule
         job.mode = FPS_FOLD_SUM if state.policy.fold == FOLD_ALL else FPS_FOLD_EACH
         job.state_planes = self.arena.header.state_planes
         job.ema_plane = -1
