@@ -27,10 +27,11 @@ from fastps.errors import (
     WorkerDiedError,
 )
 from fastps.policy import Policy
-from fastps.rules import SGD, Adam
+from fastps.rules import SGD, Adagrad, Adam, RMSProp
 from fastps.specs import parse_policies, parse_policy
 from fastps.statistics import Observer, WorkerStatistics, observe
 from fastps.store import Store
+from fastps.user_rules import UserRule, rule
 from fastps.version import __version__
 from fastps.worker import Worker
 
@@ -45,6 +46,7 @@ __all__ = [
     "R2SP",
     "SGD",
     "SSP",
+    "Adagrad",
     "Adam",
     "ArenaError",
     "AttachError",
@@ -58,6 +60,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "ProtocolError",
+    "RMSProp",
     "RudraAdv",
     "RudraAdvStar",
     "SoftSync",
@@ -65,6 +68,7 @@ __all__ = [
     "TimeoutExceededError",
     "UnsupportedError",
     "UsageError",
+    "UserRule",
     "Worker",
     "WorkerDiedError",
     "WorkerStatistics",
@@ -73,6 +77,7 @@ __all__ = [
     "parse_policies",
     "parse_policy",
     "rank",
+    "rule",
     "world_size",
 ]
 

@@ -83,7 +83,12 @@ class Layout:
             "byte_order": sys.byteorder,
             "workers": self.workers,
             "sync": self.policy.spec,
-            "rule": {"name": self.rule.name, "planes": list(self.rule.planes)},
+            "rule": {
+                "name": self.rule.name,
+                "planes": list(self.rule.planes),
+                "initial": list(self.rule.initial),
+                "code": self.rule.digest,
+            },
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
             "parameters": [asdict(parameter) for parameter in self.parameters],

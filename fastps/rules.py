@@ -3,8 +3,12 @@
 Refuses to compute: kernels/fold.pyx does, and kernels/reference.py is its oracle.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from fastps.kernels import fold
 
@@ -19,21 +23,55 @@ class Hyper(NamedTuple):
     beta1: float = 0.0
     beta2: float = 0.0
     epsilon: float = 0.0
+    learning_rate_decay: float = 0.0
     flags: int = 0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The arithmetic of a fold: its number in the compiled core and the names of the planes of state that it keeps."""
+    """The arithmetic of a fold: its number in the compiled core, and the planes of state that it keeps.
+
+    Attributes:
+        planes: their names, as torch has them.
+        initial: what each plane is full of before the first step; () where that is 0 for all.
+        digest: of the code of a rule of the user's own (user_rules.py); "" for the fold's.
+        address: where that code is in this process, or 0.
+    """
 
     name: str
     number: int
     planes: tuple[str, ...]
+    initial: tuple[float, ...] = ()
+    digest: str = ""
+    address: int = field(default=0, compare=False)
+
+    def initial_value(self, plane: int) -> float:
+        """What a plane is full of before the first step."""
+        return self.initial[plane] if self.initial else 0.0
 
 
 SGD_RULE = Rule("sgd", fold.RULE_SGD, ())
 MOMENTUM_RULE = Rule("sgd", fold.RULE_SGD, ("momentum_buffer",))
 ADAM_RULE = Rule("adam", fold.RULE_ADAM, ("exp_avg", "exp_avg_sq"))
+
+
+def adagrad_rule(initial_accumulator_value: float = 0.0) -> Rule:
+    """The rule of Adagrad, whose sum of squares may begin above 0."""
+    return Rule("adagrad", fold.RULE_ADAGRAD, ("sum",), (float(initial_accumulator_value),))
+
+
+def rmsprop_rule(momentum: bool, centered: bool) -> Rule:
+    """The rule of RMSprop, with the planes that any param_group needs; `centered` keeps the momentum's plane anyway."""
+    planes = ("square_avg", "momentum_buffer", "grad_avg")
+    return Rule("rmsprop", fold.RULE_RMSPROP, planes[: 3 if centered else 1 + momentum])
+
+
+def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:
+    """Fill planes that do not begin at 0, as fresh memory does; `plane_views` gives a plane's views."""
+    for plane in range(len(rule.planes)):
+        if rule.initial_value(plane):
+            for view in plane_views(plane):
+                view[:] = rule.initial_value(plane)
 
 
 @dataclass(frozen=True)
@@ -73,4 +111,42 @@ def Adam(  # noqa: N802
 ) -> Update:
     """Adam as torch.optim.Adam defines it; `decoupled=True` is AdamW's weight decay."""
     flags = fold.HYPER_DECOUPLED * decoupled | fold.HYPER_MAXIMIZE * maximize
-    return Update(ADAM_RULE, Hyper(lr, 0.0, 0.0, weight_decay, betas[0], betas[1], eps, flags))
+    return Update(ADAM_RULE, Hyper(lr, 0.0, 0.0, weight_decay, betas[0], betas[1], eps, flags=flags))
+
+
+def Adagrad(  # noqa: N802
+    lr: float = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+) -> Update:
+    """Adagrad as torch.optim.Adagrad defines it.
+
+    >>> Adagrad(initial_accumulator_value=0.5).rule.initial
+    (0.5,)
+    """
+    if initial_accumulator_value < 0:
+        raise ValueError(f"expected an initial accumulator value of 0 or more, found {initial_accumulator_value}")
+    hyper = Hyper(lr, 0.0, 0.0, weight_decay, 0.0, 0.0, eps, lr_decay, fold.HYPER_MAXIMIZE * maximize)
+    return Update(adagrad_rule(initial_accumulator_value), hyper)
+
+
+def RMSProp(  # noqa: N802
+    lr: float = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> Update:
+    """RMSprop as torch.optim.RMSprop defines it; its alpha travels as beta2.
+
+    >>> RMSProp(centered=True).rule.planes
+    ('square_avg', 'momentum_buffer', 'grad_avg')
+    """
+    flags = fold.HYPER_CENTERED * centered | fold.HYPER_MAXIMIZE * maximize
+    hyper = Hyper(lr, momentum, 0.0, weight_decay, 0.0, alpha, eps, 0.0, flags)
+    return Update(rmsprop_rule(momentum > 0, centered), hyper)

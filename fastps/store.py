@@ -21,7 +21,7 @@ from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError
 from fastps.kernels import arena as words
 from fastps.layout import Layout, Parameter, first_difference, place
 from fastps.policy import Policy
-from fastps.rules import Hyper, Update
+from fastps.rules import Hyper, Update, write_initial_state
 from fastps.specs import parse_policy
 from fastps.worker import Worker
 
@@ -133,6 +133,7 @@ class Store:
                 list(hypers),
             )
             write_weights(store.weight_views(0))
+            write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
             if layout.policy.ema:
                 for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
                     average[:] = weights

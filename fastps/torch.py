@@ -23,7 +23,7 @@ from fastps.rules import Hyper
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
-from fastps.torch_rules import check_parameter, hyper_of, rule_of
+from fastps.torch_rules import check_parameter, counts_steps, hyper_of, rule_of, state_names
 from fastps.worker import Worker, presence_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     after `step()`, for its memory is being read by others.
 
     Args:
-        optimizer: torch.optim.SGD, Adam or AdamW. param_groups are shared with it, so lr schedulers on either work.
+        optimizer: torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop. param_groups are shared with it, so lr schedulers on either
+            work.
         sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
@@ -341,10 +342,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ]
         finally:
             self._worker.release_turns(False)
-        for index, tensor in enumerate(self._tensors):
-            if steps[index] and self._rule.planes:
-                entry: dict[str, Any] = {name: planes[plane][index] for plane, name in enumerate(self._rule.planes)}
-                if self._rule.name == "adam":
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for index, (tensor, group) in enumerate(zip(self._tensors, groups, strict=True)):
+            names = state_names(group, self._rule)
+            if steps[index] and names:
+                entry: dict[str, Any] = {name: planes[self._rule.planes.index(name)][index] for name in names}
+                if counts_steps(self._rule):
                     entry = {"step": torch.tensor(float(steps[index])), **entry}
                 self.state[tensor] = entry
         return super().state_dict()
@@ -387,7 +390,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for values, tensor in zip(planes, self._tensors, strict=True):
                     value = self.state.get(tensor, {}).get(name)
                     if value is None:
-                        values.zero_()
+                        values.fill_(self._rule.initial_value(plane))
                     else:
                         values.copy_(value)
             published = True

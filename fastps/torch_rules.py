@@ -10,43 +10,69 @@ import torch
 
 from fastps.errors import UnsupportedError
 from fastps.kernels import fold
-from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule
+from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule, adagrad_rule, rmsprop_rule
 
 # Choices of implementation, not of arithmetic: the fold is its own implementation.
 _IGNORED_OPTIONS = ("foreach", "fused")
 _REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if kind not in _KNOWN:
         raise UnsupportedError(
-            f"expected torch.optim.SGD, Adam or AdamW, found {kind.__module__}.{kind.__qualname__}: the fold does not know its"
-            " arithmetic"
+            f"expected torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop, found {kind.__module__}.{kind.__qualname__}: the fold"
+            " does not know its arithmetic"
         )
     for group in optimizer.param_groups:
         for option in _REFUSED_OPTIONS:
             if group.get(option):
                 raise UnsupportedError(f"{kind.__name__}({option}=True) is not supported: create the optimizer without it")
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if kind is torch.optim.SGD:
-        return MOMENTUM_RULE if any(group["momentum"] for group in optimizer.param_groups) else SGD_RULE
+        return MOMENTUM_RULE if has_momentum else SGD_RULE
+    if kind is torch.optim.Adagrad:
+        # Of the constructor, and so one for all groups: torch fills the sums there.
+        return adagrad_rule(optimizer.defaults["initial_accumulator_value"])
+    if kind is torch.optim.RMSprop:
+        return rmsprop_rule(has_momentum, any(group["centered"] for group in optimizer.param_groups))
     return ADAM_RULE
 
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     """A param_group's hyper-parameters as they stand now; a learning rate that is a tensor is read."""
     flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
-    if rule is ADAM_RULE:
+    if rule.name == "adam":
         beta1, beta2 = group["betas"]
         flags |= fold.HYPER_DECOUPLED if group.get("decoupled_weight_decay") else 0
         return Hyper(
-            float(group["lr"]), 0.0, 0.0, float(group["weight_decay"]), float(beta1), float(beta2), group["eps"], flags
+            float(group["lr"]), 0.0, 0.0, float(group["weight_decay"]), float(beta1), float(beta2), group["eps"], flags=flags
         )
-    if group["momentum"] and rule is SGD_RULE:
-        raise UnsupportedError("momentum was 0 when the optimizer was wrapped and is not now: set it before wrapping")
+    if rule.name == "adagrad":
+        decays = float(group["weight_decay"]), float(group["lr_decay"])
+        return Hyper(float(group["lr"]), 0.0, 0.0, decays[0], 0.0, 0.0, group["eps"], decays[1], flags)
+    for option, plane in (("momentum", "momentum_buffer"), ("centered", "grad_avg")):
+        if group.get(option) and plane not in rule.planes:
+            raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
+    if rule.name == "rmsprop":
+        flags |= fold.HYPER_CENTERED if group["centered"] else 0
+        decay, alpha = float(group["weight_decay"]), float(group["alpha"])
+        return Hyper(float(group["lr"]), group["momentum"], 0.0, decay, 0.0, alpha, group["eps"], 0.0, flags)
     flags |= fold.HYPER_NESTEROV if group["nesterov"] else 0
     return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
+
+
+def state_names(group: dict[str, Any], rule: Rule) -> list[str]:
+    """The planes that torch itself would keep for a parameter of this group: others are kept for other groups."""
+    options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
+    return [name for name in rule.planes if name not in options or group[options[name]]]
+
+
+def counts_steps(rule: Rule) -> bool:
+    """Whether torch's state has a "step" beside the planes: all but SGD's have."""
+    return rule.name != "sgd"
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -51,6 +51,7 @@ class Worker:
         self.store = store
         self.rank = rank
         self.lane = turn.Lane(store.arena, rank)
+        self.lane.set_user_rule(store.layout.rule.address)
         self.steps = 0
         self.slot = 0
         self.buffers = [0] * store.arena.shards

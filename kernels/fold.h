@@ -8,6 +8,10 @@
 
 #define FPS_RULE_SGD 0  /* SGD, momentum, Nesterov: 1 state plane when any group has momentum, else none */
 #define FPS_RULE_ADAM 1 /* 2 state planes; AdamW is the flag FPS_HYPER_DECOUPLED */
+#define FPS_RULE_ADAGRAD 2 /* 1 state plane: the sum of squares */
+#define FPS_RULE_RMSPROP 3 /* square average; momentum buffer and gradient average: see fps_planes_needed in fold_run.h */
+
+#define FPS_RULE_USER 4    /* a function of the user's: job.user_rule; all planes but the average's are its own */
 
 #define FPS_FOLD_SUM 0  /* one application of the rule on scale * the sum of the pushes, in the order given */
 #define FPS_FOLD_EACH 1 /* the rule push by push, each with its own hyper-parameters */
@@ -15,16 +19,18 @@
 #define FPS_HYPER_NESTEROV 1
 #define FPS_HYPER_MAXIMIZE 2
 #define FPS_HYPER_DECOUPLED 4
+#define FPS_HYPER_CENTERED 8
 
 #define FPS_MAX_PUSHES 1024
+#define FPS_MAX_USER_PLANES 8
 #define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
 
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or not the last for the average */
 
-/* The hyper-parameters of one param_group, as a push carries them; names as in torch.optim. */
+/* The hyper-parameters of one param_group, as a push carries them; names as in torch.optim. RMSprop's alpha is beta2. */
 typedef struct {
-    double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, reserved[8];
+    double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, learning_rate_decay, reserved[7];
     uint64_t flags;
 } fps_hyper;
 _Static_assert(sizeof(fps_hyper) == 128, "hyper-parameters are two cache lines, with room for rules to come");
@@ -45,6 +51,13 @@ typedef struct {
     double rate_scale;
 } fps_push;
 
+/* A user's rule on `length` floats, which are never more than FPS_TILE: `hyper` are fps_hyper's doubles with the learning rate
+ * scaled, `gradient` is summed and scaled, `steps` counts applications before this one, planes are `state_stride` floats
+ * apart. Inputs may be the outputs (same element), never shifted against them. */
+typedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper, const float *gradient,
+                              const float *weight_in, float *weight_out, const float *state_in, float *state_out,
+                              int64_t state_stride);
+
 /* Everything a fold reads and writes; in and out never overlap. `steps` counts a parameter's applications of the rule.
  *
  * The moving average of the weights goes with versions: it moves after every application of the rule, once a fold under
@@ -52,6 +65,7 @@ typedef struct {
  * pushes changes nothing. */
 typedef struct {
     int32_t rule, mode;
+    fps_user_rule user_rule; /* FPS_RULE_USER only */
     int32_t state_planes; /* the rule's own, then that of the average, if one is kept */
     int32_t ema_plane;    /* the last plane where it holds the moving average of the weights, or -1 */
     double ema_decay;     /* average = decay * average + (1 - decay) * weight */
@@ -85,7 +99,9 @@ typedef struct {
     float minus_rate;     /* -learning rate, or Adam's -step size */
     float beta2, one_minus_beta2, root_correction2, epsilon;
     fps_lerp lerp;        /* of a mean towards the gradient */
-    int has_decay, has_shrink, has_momentum, is_first, is_nesterov;
+    fps_hyper hyper;      /* a user's rule: with the scaled learning rate */
+    int64_t steps;
+    int has_decay, has_shrink, has_momentum, is_first, is_nesterov, is_centered;
 } fps_coefficients;
 
 #endif

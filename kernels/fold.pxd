@@ -6,12 +6,18 @@ cdef extern from "fold.h" nogil:
     enum:
         FPS_RULE_SGD
         FPS_RULE_ADAM
+        FPS_RULE_ADAGRAD
+        FPS_RULE_RMSPROP
+        FPS_RULE_USER
         FPS_FOLD_SUM
         FPS_FOLD_EACH
         FPS_HYPER_NESTEROV
         FPS_HYPER_MAXIMIZE
         FPS_HYPER_DECOUPLED
+        FPS_HYPER_CENTERED
         FPS_MAX_PUSHES
+        FPS_MAX_USER_PLANES
+        FPS_TILE
 
     ctypedef struct fps_hyper:
         double learning_rate
@@ -21,6 +27,7 @@ cdef extern from "fold.h" nogil:
         double beta1
         double beta2
         double epsilon
+        double learning_rate_decay
         uint64_t flags
 
     ctypedef struct fps_segment:
@@ -36,9 +43,14 @@ cdef extern from "fold.h" nogil:
         double scale
         double rate_scale
 
+    ctypedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper, const float *gradient,
+                                   const float *weight_in, float *weight_out, const float *state_in, float *state_out,
+                                   int64_t state_stride) noexcept nogil
+
     ctypedef struct fps_fold_job:
         int32_t rule
         int32_t mode
+        fps_user_rule user_rule
         int32_t state_planes
         int32_t ema_plane
         double ema_decay

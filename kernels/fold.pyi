@@ -11,12 +11,18 @@ _Push: TypeAlias = (
 
 RULE_SGD: int
 RULE_ADAM: int
+RULE_ADAGRAD: int
+RULE_RMSPROP: int
+RULE_USER: int
 FOLD_SUM: int
 FOLD_EACH: int
 HYPER_NESTEROV: int
 HYPER_MAXIMIZE: int
 HYPER_DECOUPLED: int
+HYPER_CENTERED: int
 MAX_PUSHES: int
+MAX_USER_PLANES: int
+TILE: int
 
 def instruction_sets() -> list[str]: ...
 def fold(
@@ -32,6 +38,7 @@ def fold(
     rate_scale: float = 1.0,
     ema_plane: int = -1,
     ema_decay: float = 0.0,
+    user_rule: int = 0,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]: ...

@@ -29,12 +29,18 @@ cdef extern from "fold_run.h" nogil:
 
 RULE_SGD = FPS_RULE_SGD
 RULE_ADAM = FPS_RULE_ADAM
+RULE_ADAGRAD = FPS_RULE_ADAGRAD
+RULE_RMSPROP = FPS_RULE_RMSPROP
+RULE_USER = FPS_RULE_USER
 FOLD_SUM = FPS_FOLD_SUM
 FOLD_EACH = FPS_FOLD_EACH
 HYPER_NESTEROV = FPS_HYPER_NESTEROV
 HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
 HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
+HYPER_CENTERED = FPS_HYPER_CENTERED
 MAX_PUSHES = FPS_MAX_PUSHES
+MAX_USER_PLANES = FPS_MAX_USER_PLANES
+TILE = FPS_TILE
 
 _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
 
@@ -62,16 +68,18 @@ cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept
 
 def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
          const float[:, ::1] state not None, const int64_t[::1] steps not None, *, double scale=1.0,
-         double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, str instruction_set="auto", ranges=None):
+         double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
+         str instruction_set="auto", ranges=None):
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n], hypers: a list of 8-tuples (learning rate, momentum, dampening, weight decay, beta1,
-            beta2, epsilon, flags), one a group, presence: a list of bools, one a parameter, scale of the gradient, and
-            scale of the learning rates, 1 if it is left out).
+        pushes: (gradient float32[n], hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
+            beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a parameter, scale of
+            the gradient, and scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
+        user_rule: the address of a user's rule, for RULE_USER.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 
@@ -122,6 +130,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
             push_words[index].rate_scale = push_rate_scale[0] if push_rate_scale else 1.0
         job.rule = rule
         job.mode = mode
+        job.user_rule = <fps_user_rule> user_rule
         job.state_planes = state.shape[0]
         job.ema_plane = ema_plane
         job.ema_decay = ema_decay
@@ -149,10 +158,10 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
 
 def _hyper_words(groups):
-    """fps_hyper's 16 words: 7 doubles, 8 reserved, and the flags, whose bits are an integer's."""
+    """fps_hyper's 16 words: 8 doubles, 7 reserved, and the flags, whose bits are an integer's."""
     words = np.zeros((len(groups), 16))
     for index, (*numbers, flags) in enumerate(groups):
-        words[index, :7] = numbers
+        words[index, :8] = numbers
         words[index, 15:].view(np.uint64)[0] = flags
     return words
 

@@ -16,6 +16,8 @@ typedef struct {
     void (*sgd)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*adam)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *,
                  const float *, float *);
+    void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
+    void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
 } fps_tile_functions;
 
 #define FPS_ISA(name) name##_baseline
@@ -65,6 +67,24 @@ static inline int fps_rule_planes(const fps_fold_job *job) {
     return job->state_planes - (job->ema_plane >= 0);
 }
 
+/* Planes that a push with these hyper-parameters uses, or -1 for a rule that is not known. RMSprop's planes are the square
+ * average, the momentum buffer and the gradient average, in this order: with the last one the second is kept anyway. */
+static int fps_planes_needed(int rule, const fps_hyper *hyper) {
+    if (rule == FPS_RULE_SGD) return hyper->momentum != 0;
+    if (rule == FPS_RULE_ADAM) return 2;
+    if (rule == FPS_RULE_ADAGRAD) return 1;
+    if (rule == FPS_RULE_USER) return 0;
+    if (rule == FPS_RULE_RMSPROP) return hyper->flags & FPS_HYPER_CENTERED ? 3 : hyper->momentum != 0 ? 2 : 1;
+    return -1;
+}
+
+/* Whether the rule is known and has the planes that this push needs: what it writes must lie in the state. */
+static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push, int32_t group) {
+    int needed = fps_planes_needed(job->rule, &push->hypers[group]);
+    if (job->rule == FPS_RULE_USER && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
+    return needed >= 0 && needed <= fps_rule_planes(job);
+}
+
 static inline int fps_is_present(const fps_push *push, int32_t parameter) {
     return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
 }
@@ -75,6 +95,16 @@ static inline fps_lerp fps_lerp_of(double fraction) {
     return by;
 }
 
+/* Adam's corrections for means that began at 0, and AdamW's decay. */
+static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double step) {
+    if (by->has_decay && hyper->flags & FPS_HYPER_DECOUPLED) {
+        by->has_shrink = 1;
+        by->shrink = (float)(1 - learning_rate * hyper->weight_decay);
+    }
+    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, step)));
+    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, step));
+}
+
 /* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */
 static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
                                             int64_t steps) {
@@ -83,25 +113,23 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
     by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
     by.weight_decay = (float)hyper->weight_decay;
     by.has_decay = hyper->weight_decay != 0;
-    if (rule == FPS_RULE_SGD) {
-        by.minus_rate = (float)-learning_rate;
-        by.momentum = (float)hyper->momentum;
-        by.undampened = (float)(1 - hyper->dampening);
-        by.has_momentum = hyper->momentum != 0;
-        by.is_first = steps == 0;
-        by.is_nesterov = (hyper->flags & FPS_HYPER_NESTEROV) != 0;
-        return by;
-    }
-    if (by.has_decay && hyper->flags & FPS_HYPER_DECOUPLED) {
-        by.has_shrink = 1;
-        by.shrink = (float)(1 - learning_rate * hyper->weight_decay);
-    }
-    by.lerp = fps_lerp_of(1 - hyper->beta1);
+    by.minus_rate = (float)-learning_rate;
+    by.momentum = (float)hyper->momentum;
+    by.undampened = (float)(1 - hyper->dampening);
+    by.has_momentum = hyper->momentum != 0;
+    by.is_first = steps == 0;
+    by.is_nesterov = (hyper->flags & FPS_HYPER_NESTEROV) != 0;
+    by.is_centered = (hyper->flags & FPS_HYPER_CENTERED) != 0;
     by.beta2 = (float)hyper->beta2;
     by.one_minus_beta2 = (float)(1 - hyper->beta2);
-    by.minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, (double)(steps + 1))));
-    by.root_correction2 = (float)sqrt(1 - pow(hyper->beta2, (double)(steps + 1)));
+    by.lerp = fps_lerp_of(1 - (rule == FPS_RULE_ADAM ? hyper->beta1 : hyper->beta2));
     by.epsilon = (float)hyper->epsilon;
+    by.hyper = *hyper;
+    by.hyper.learning_rate = learning_rate;
+    by.steps = steps;
+    if (rule == FPS_RULE_ADAGRAD)
+        by.minus_rate = (float)-(learning_rate / (1 + (double)steps * hyper->learning_rate_decay));
+    if (rule == FPS_RULE_ADAM) fps_correct_adam(&by, hyper, learning_rate, (double)(steps + 1));
     return by;
 }
 
@@ -114,17 +142,41 @@ static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job,
                       job->state_out + plane + first);
 }
 
+static inline int fps_writes_plane(int rule, const fps_coefficients *by, int plane) {
+    if (rule == FPS_RULE_SGD) return plane == 0 && by->has_momentum;
+    if (rule == FPS_RULE_RMSPROP) return plane == 0 || (plane == 1 && by->has_momentum) || (plane == 2 && by->is_centered);
+    return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
+}
+
+static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t first, int64_t length,
+                           const float *gradient, const float *weights, const float *state) {
+    float scaled[FPS_TILE];
+    if (by->scale != 1) {
+        for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
+        gradient = scaled;
+    }
+    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, weights, job->weights_out + first, state,
+                   job->state_out + first, job->state_stride);
+}
+
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t first,
                       int64_t length, const float *gradient, const float *weights, const float *state) {
     float *weights_out = job->weights_out + first, *state_out = job->state_out + first;
-    if (job->rule == FPS_RULE_ADAM)
-        tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + job->state_stride,
-                   state_out + job->state_stride);
+    int64_t stride = job->state_stride;
+    if (job->rule == FPS_RULE_USER)
+        fps_apply_user(job, by, first, length, gradient, weights, state);
+    else if (job->rule == FPS_RULE_ADAM)
+        tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
+    else if (job->rule == FPS_RULE_ADAGRAD)
+        tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
+    else if (job->rule == FPS_RULE_RMSPROP)
+        tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
     else
         tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
-    /* A group without momentum beside one with: its plane is carried along. */
-    if (job->rule == FPS_RULE_SGD && fps_rule_planes(job) && !by->has_momentum && state != state_out)
-        memcpy(state_out, state, length * sizeof(float));
+    /* A group without momentum, say, beside one with: its plane is carried along. */
+    for (int plane = 0; plane < fps_rule_planes(job); plane++)
+        if (state != state_out && !fps_writes_plane(job->rule, by, plane))
+            memcpy(state_out + plane * stride, state + plane * stride, length * sizeof(float));
     fps_average(tile, job, first, length, state);
 }
 
@@ -207,7 +259,6 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_push present[FPS_MAX_PUSHES];
     fps_coefficients by[FPS_MAX_PUSHES];
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
-    if (job->rule != FPS_RULE_SGD && (job->rule != FPS_RULE_ADAM || fps_rule_planes(job) < 2)) return FPS_FOLD_UNKNOWN_RULE;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
@@ -215,7 +266,10 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
         int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
         int count = 0;
         for (int push = 0; push < job->n_pushes; push++)
-            if (fps_is_present(&job->pushes[push], segment->parameter)) present[count++] = job->pushes[push];
+            if (fps_is_present(&job->pushes[push], segment->parameter)) {
+                if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
+                present[count++] = job->pushes[push];
+            }
         if (segment->offset >= first && segment->offset < last)
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);

@@ -135,5 +135,74 @@ static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const floa
 #undef FPS_ADAM
 }
 
+/* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
+static inline __attribute__((always_inline)) void FPS_ISA(adagrad_loop)(
+    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
+    const float *sum_in, float *sum_out, const int decay) {
+    const float scale = by->scale, weight_decay = by->weight_decay, epsilon = by->epsilon, minus_rate = by->minus_rate;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], step = gradient[i] * scale;
+        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
+        float sum = FPS_ISA(fma)(step, step, sum_in[i]);
+        sum_out[i] = sum;
+        weights_out[i] = weight + (minus_rate * step) / (__builtin_sqrtf(sum) + epsilon);
+    }
+}
+
+static void FPS_ISA(adagrad)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
+                             float *weights_out, const float *sum_in, float *sum_out) {
+    if (by->has_decay) FPS_ISA(adagrad_loop)(by, length, gradient, weights_in, weights_out, sum_in, sum_out, 1);
+    else FPS_ISA(adagrad_loop)(by, length, gradient, weights_in, weights_out, sum_in, sum_out, 0);
+}
+
+/* torch.optim.RMSprop: mul_, addcmul_, centered lerp_ and addcmul, sqrt, add_, then addcdiv_, or with momentum mul_, addcdiv_
+ * and add_. `stride` is from the plane of squares to that of momentum, and from there to that of the gradients' average. */
+static inline __attribute__((always_inline)) void FPS_ISA(rmsprop_loop)(
+    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
+    const float *state_in, float *state_out, int64_t stride, const int decay, const int momentum, const int centered) {
+    const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, epsilon = by->epsilon;
+    const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, minus_rate = by->minus_rate;
+    const fps_lerp lerp = by->lerp;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], step = gradient[i] * scale;
+        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
+        float square = FPS_ISA(fma)(one_minus_beta2 * step, step, state_in[i] * beta2), variance = square;
+        state_out[i] = square;
+        if (centered) {
+            float mean = FPS_ISA(lerp)(state_in[2 * stride + i], step, lerp.fraction, lerp.is_small);
+            state_out[2 * stride + i] = mean;
+            variance = FPS_ISA(fma)(-mean, mean, square);
+        }
+        float root = __builtin_sqrtf(variance) + epsilon;
+        if (momentum) {
+            float buffer = state_in[stride + i] * factor + step / root;
+            state_out[stride + i] = buffer;
+            weights_out[i] = FPS_ISA(fma)(buffer, minus_rate, weight);
+        } else {
+            weights_out[i] = weight + (minus_rate * step) / root;
+        }
+    }
+}
+
+static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
+                             float *weights_out, const float *state_in, float *state_out, int64_t stride) {
+#define FPS_RMSPROP(decay, momentum, centered)                                                                           \
+    FPS_ISA(rmsprop_loop)(by, length, gradient, weights_in, weights_out, state_in, state_out, stride, decay, momentum, centered)
+#define FPS_RMSPROP_DECAY(momentum, centered)                                                                            \
+    do {                                                                                                                 \
+        if (by->has_decay) FPS_RMSPROP(1, momentum, centered);                                                           \
+        else FPS_RMSPROP(0, momentum, centered);                                                                         \
+    } while (0)
+    if (by->has_momentum && by->is_centered) FPS_RMSPROP_DECAY(1, 1);
+    else if (by->has_momentum) FPS_RMSPROP_DECAY(1, 0);
+    else if (by->is_centered) FPS_RMSPROP_DECAY(0, 1);
+    else FPS_RMSPROP_DECAY(0, 0);
+#undef FPS_RMSPROP_DECAY
+#undef FPS_RMSPROP
+}
+
 const static fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum), FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd), FPS_ISA(adam)};
+    FPS_ISA(sum),  FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd),
+    FPS_ISA(adam), FPS_ISA(adagrad),    FPS_ISA(rmsprop)};

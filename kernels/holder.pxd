@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.arena cimport Arena, fps_domain
-from fastps.kernels.fold cimport fps_push
+from fastps.kernels.fold cimport fps_push, fps_user_rule
 from fastps.kernels.lane cimport fps_descriptor
 from fastps.kernels.roster cimport policy_t, scheduler_t
 
@@ -25,6 +25,7 @@ cdef class Holder:
     cdef uint64_t turn          # the turn word while this lane holds it
     cdef uint64_t seen          # the commit word that this turn's flip expects
     cdef int64_t now_ns         # when the turn was tried: which timers are due
+    cdef fps_user_rule user_rule  # the job's own rule, or NULL
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out
     # Scratch of a turn, allocated once.
     cdef uint64_t *tails

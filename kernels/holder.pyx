@@ -445,6 +445,7 @@ cdef class Holder:
         memset(&job, 0, sizeof(job))
         job.rule = self.arena.header.rule
         job.mode = FPS_FOLD_EACH if state.policy.fold in (FOLD_EACH, FOLD_IN_ORDER) else FPS_FOLD_SUM
+        job.user_rule = self.user_rule
         job.state_planes = self.arena.header.state_planes
         job.state_stride = self.arena.header.buffer_floats
         job.n_segments = self.arena.header.n_parameters

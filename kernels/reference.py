@@ -5,7 +5,7 @@ fused multiply-add, which NumPy lacks and which is emulated exactly.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +13,20 @@ import numpy.typing as npt
 
 from fastps.kernels.fold import (
     FOLD_EACH,
+    HYPER_CENTERED,
     HYPER_DECOUPLED,
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
     MAX_PUSHES,
+    RULE_ADAGRAD,
     RULE_ADAM,
+    RULE_RMSPROP,
     RULE_SGD,
+    RULE_USER,
 )
 
 Floats = npt.NDArray[np.float32]
+Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
 
 
 class Hyper(NamedTuple):
@@ -34,7 +39,8 @@ class Hyper(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
-    flags: int
+    learning_rate_decay: float = 0.0
+    flags: int = 0
 
 
 class Push(NamedTuple):
@@ -114,7 +120,43 @@ def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
     return fused_multiply_add(fraction - np.float32(1), end - start, end)
 
 
-RULES = {RULE_SGD: sgd, RULE_ADAM: adam}
+def adagrad(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adagrad once, as its single-tensor form does; state: [sum of squares]."""
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    total = fused_multiply_add(step, step, state[0])
+    rate = learning_rate / (1 + steps * hyper.learning_rate_decay)
+    weight = weight + np.divide(step * np.float32(-rate), np.sqrt(total) + np.float32(hyper.epsilon))
+    return weight, [total]
+
+
+def rmsprop(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.RMSprop once, as its single-tensor form does; its alpha is beta2.
+
+    State: [square average], [.., momentum buffer] or [.., .., gradient average]; what a group does not use stays as it was.
+    """
+    state = list(state)
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    state[0] = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[0] * np.float32(hyper.beta2))
+    variance = state[0]
+    if hyper.flags & HYPER_CENTERED:
+        state[2] = lerp(state[2], step, np.float32(1 - hyper.beta2))
+        variance = fused_multiply_add(-state[2], state[2], variance)
+    root = np.sqrt(variance) + np.float32(hyper.epsilon)
+    if not hyper.momentum:
+        return weight + np.divide(step * np.float32(-learning_rate), root), state
+    state[1] = state[1] * np.float32(hyper.momentum) + np.divide(step, root)
+    return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
+
+
+RULES = {RULE_SGD: sgd, RULE_ADAM: adam, RULE_ADAGRAD: adagrad, RULE_RMSPROP: rmsprop}
 
 
 def mean_rate(rates: Sequence[float]) -> float:
@@ -148,9 +190,9 @@ class Parameter(NamedTuple):
     average: Floats | None
     steps: int
 
-    def applied(self, rule: int, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
+    def applied(self, rule: Apply, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
         """Return it after one application of the rule on a scaled gradient."""
-        weight, planes = RULES[rule](self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
+        weight, planes = rule(self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
         return Parameter(weight, planes, self.average, self.steps + 1)
 
     def averaged(self, decay: float) -> "Parameter":
@@ -163,15 +205,15 @@ class Parameter(NamedTuple):
 class Place(NamedTuple):
     """Where a parameter is: which one, its floats, and its param_group."""
 
-    index: int
+    number: int
     span: slice
     group: int
 
 
-def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
+def fold_each(rule: Apply, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
     """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
     for push in pushes:
-        if push.presence[place.index]:
+        if push.presence[place.number]:
             hyper = push.hypers[place.group]
             gradient = scaled(push.gradient[place.span], push.scale, hyper)
             parameter = parameter.applied(rule, gradient, hyper, push.rate(place.group))
@@ -180,7 +222,7 @@ def fold_each(rule: int, parameter: Parameter, place: Place, pushes: Sequence[Pu
 
 
 def fold_sum(
-    rule: int,
+    rule: Apply,
     parameter: Parameter,
     place: Place,
     pushes: Sequence[Push],
@@ -189,7 +231,7 @@ def fold_sum(
     rate_scale: float,
 ) -> Parameter:
     """Apply the rule once, on the sum of the pushes that have a gradient for the parameter; the average moves once."""
-    present = [push for push in pushes if push.presence[place.index]]
+    present = [push for push in pushes if push.presence[place.number]]
     if present:
         hyper = present[0].hypers[place.group]
         total, common_scale = total_gradient([push.gradient[place.span] for push in present], [push.scale for push in present])
@@ -211,13 +253,16 @@ def fold(
     rate_scale: float = 1.0,
     ema_plane: int = -1,
     ema_decay: float = 0.0,
+    user_rule: Apply | None = None,
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Arguments, result and errors are those of fastps.kernels.fold.fold; under FOLD_SUM the hyper-parameters are those of the
-    first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0.
+    first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0. `user_rule` is
+    a function like the rules here.
     """
     _check(rule, segments, pushes, weights, state, steps, ema_plane)
+    apply = RULES[rule] if user_rule is None else user_rule
     named = [
         Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, *scales)
         for gradient, groups, presence, *scales in pushes
@@ -230,9 +275,9 @@ def fold(
         average = planes.pop() if has_average else None
         parameter = Parameter(weights[place.span], planes, average, int(steps[index]))
         if mode == FOLD_EACH:
-            parameter = fold_each(rule, parameter, place, named, ema_decay)
+            parameter = fold_each(apply, parameter, place, named, ema_decay)
         else:
-            parameter = fold_sum(rule, parameter, place, named, ema_decay, scale, rate_scale)
+            parameter = fold_sum(apply, parameter, place, named, ema_decay, scale, rate_scale)
         weights_out[place.span], steps_out[index] = parameter.weight, parameter.steps
         planes_out = [*parameter.planes] if parameter.average is None else [*parameter.planes, parameter.average]
         for plane, values in zip(state_out, planes_out, strict=True):
@@ -249,7 +294,7 @@ def _check(
     steps: npt.NDArray[np.int64],
     ema_plane: int,
 ) -> None:
-    if len(pushes) > MAX_PUSHES or rule not in RULES:
+    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER):
         raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
     if ema_plane not in (-1, len(state) - 1):
         raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")

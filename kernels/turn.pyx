@@ -5,7 +5,7 @@ arguments), files; and what happens under the turn, which is holder.pyx's.
 """
 
 from libc.math cimport NAN
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.arena cimport (
@@ -15,7 +15,7 @@ from fastps.kernels.arena cimport (
     fps_commit_version,
     fps_turn_owner,
 )
-from fastps.kernels.fold cimport fps_hyper
+from fastps.kernels.fold cimport fps_hyper, fps_user_rule
 from fastps.kernels.holder cimport (
     TURN_BAD_DESCRIPTOR,
     TURN_BAD_FOLD,
@@ -86,7 +86,8 @@ cdef class Lane:
     # -- slots and posts ---------------------------------------------------------------------------
 
     def set_hyper(self, uint32_t slot, uint32_t group, double learning_rate, double momentum, double dampening,
-                  double weight_decay, double beta1, double beta2, double epsilon, uint64_t flags):
+                  double weight_decay, double beta1, double beta2, double epsilon,
+                  double learning_rate_decay, uint64_t flags):
         """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
         cdef fps_hyper *hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
         hyper.learning_rate = learning_rate
@@ -96,7 +97,14 @@ cdef class Lane:
         hyper.beta1 = beta1
         hyper.beta2 = beta2
         hyper.epsilon = epsilon
+        hyper.learning_rate_decay = learning_rate_decay
         hyper.flags = flags
+
+    def set_user_rule(self, uintptr_t address):
+        """The job's own update rule, compiled by kernels/jit.py: whoever takes the turn calls it. It must outlive this lane."""
+        cdef Holder holder
+        for holder in self.holders:
+            holder.user_rule = <fps_user_rule> address
 
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""

@@ -30,6 +30,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adagrad-decays": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, weight_decay=0.01),
+    "adagrad-initial": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005),
+    "rmsprop-momentum": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9),
+    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, lr=0.005, centered=True),
+    "rmsprop-all": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9, centered=True, weight_decay=0.01),
 }
 
 
@@ -78,8 +85,10 @@ def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
         _train(model, optimizer, batches)
     difference = _difference(model, plain)
-    assert difference < 1e-6
-    if "adam" not in name:
+    # Torch's vector square root is an ulp off at times (tests/kernels/test_fold.py has the bits with an exact one); centered,
+    # the root is taken of a small difference, which makes more of it: 1.02e-6 has been seen.
+    assert difference < (2e-6 if name == "rmsprop-centered" else 1e-6)
+    if not name.startswith(("ada", "rmsprop")):
         assert difference == 0.0, "SGD is bit for bit"
 
 
@@ -322,7 +331,9 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
     assert _difference(model, plain) == 0.0
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "name", ["sgd", "momentum", "adam", "adamw", "adagrad-decays", "adagrad-initial", "rmsprop", "rmsprop-all"]
+)
 def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
     batches = _batches(20, BATCH)
     plain, model, resumed = _model(), _model(), _model()
@@ -339,6 +350,60 @@ def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
     _train(model, torch_optimizer, batches[10:])
     assert _difference(model, plain) < 1e-6
     assert _difference(resumed, plain) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_state_dict_has_the_keys_of_plain_torch(name: str) -> None:
+    plain, model = _model(), _model()
+    expected = OPTIMIZERS[name](plain.parameters())
+    _train(plain, expected, _batches(3, BATCH))
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters())) as optimizer:
+        _train(model, optimizer, _batches(3, BATCH))
+        found = optimizer.state_dict()["state"]
+    for index, entry in expected.state_dict()["state"].items():
+        theirs = {key for key, value in entry.items() if value is not None}
+        assert set(found.get(index, {})) == theirs
+        if "step" in theirs:
+            assert found[index]["step"] == entry["step"]
+
+
+def test_a_state_dict_of_adagrad_before_its_first_step_loads_both_ways() -> None:
+    plain, model = _model(), _model()
+    expected = torch.optim.Adagrad(plain.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    made = torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    with fastps.DistributedOptimizer(made) as optimizer:
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["state"][0]["step"] == 0 and float(saved["state"][0]["sum"].min()) == np.float32(0.1)
+        optimizer.load_state_dict(saved)
+        _train(model, optimizer, _batches(10, BATCH))
+    expected.load_state_dict(saved)
+    _train(plain, expected, _batches(10, BATCH))
+    assert _difference(model, plain) < 1e-6
+
+
+def test_rmsprop_groups_with_and_without_momentum_and_centering() -> None:
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        first, second, *rest = model.parameters()
+        return [{"params": [first], "momentum": 0.9}, {"params": [second], "centered": True}, {"params": rest}]
+
+    plain, model = _model(), _model()
+    expected = torch.optim.RMSprop(groups(plain), lr=0.002)
+    _train(plain, expected, _batches(50, BATCH))
+    with fastps.DistributedOptimizer(torch.optim.RMSprop(groups(model), lr=0.002)) as optimizer:
+        _train(model, optimizer, _batches(50, BATCH))
+        saved = optimizer.state_dict()["state"]
+        assert {index: set(entry) for index, entry in saved.items()} == {
+            index: set(entry) for index, entry in expected.state_dict()["state"].items()
+        }
+    assert _difference(model, plain) < 1e-6
+
+
+def test_an_option_that_needs_state_which_is_not_kept_is_refused_by_name() -> None:
+    model = _model()
+    with fastps.DistributedOptimizer(torch.optim.RMSprop(model.parameters(), lr=0.002)) as optimizer:
+        optimizer.param_groups[0]["centered"] = True
+        with pytest.raises(fastps.UnsupportedError, match="centered was off when the optimizer was wrapped"):
+            _train(model, optimizer, _batches(1, BATCH))
 
 
 def test_a_grad_scaler_unscales_and_skips() -> None:
@@ -401,7 +466,7 @@ def test_loading_weights_before_the_first_step_is_fine() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.Rprop(p), "expected torch.optim.SGD, Adam or AdamW, found .*Rprop"),
+        (lambda p: torch.optim.Rprop(p), "expected torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop, found .*Rprop"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
     ],

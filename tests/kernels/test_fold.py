@@ -20,7 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 from fastps.kernels import fold as compiled
 from fastps.kernels import reference
-from fastps.kernels.fold import FOLD_EACH, FOLD_SUM, HYPER_DECOUPLED, HYPER_MAXIMIZE, HYPER_NESTEROV, RULE_ADAM, RULE_SGD
+from fastps.kernels.fold import (
+    FOLD_EACH,
+    FOLD_SUM,
+    HYPER_CENTERED,
+    HYPER_DECOUPLED,
+    HYPER_MAXIMIZE,
+    HYPER_NESTEROV,
+    RULE_ADAGRAD,
+    RULE_ADAM,
+    RULE_RMSPROP,
+    RULE_SGD,
+)
 from fastps.kernels.reference import Hyper
 
 Floats = npt.NDArray[np.float32]
@@ -45,25 +56,40 @@ class Row:
 
     @property
     def state_planes(self) -> int:
-        return 2 if self.rule == RULE_ADAM else int(self.hyper.momentum != 0)
+        """As many as this group needs; one without momentum or centering then leaves some of them alone."""
+        if self.rule == RULE_RMSPROP:
+            return 3 if self.hyper.flags & HYPER_CENTERED else 1 + int(self.hyper.momentum != 0)
+        return {RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_SGD: int(self.hyper.momentum != 0)}[self.rule]
 
     def other_hyper(self) -> Hyper:
-        """Another param_group's: slower, with decay, with beta1 on the other side of 0.5, and without momentum."""
+        """Another param_group's: slower, with decay, beta1 on the other side of 0.5, not centered and without momentum."""
         beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
-        return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1)
+        flags = self.hyper.flags & ~HYPER_CENTERED
+        return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
 
 
 def sgd_row(name: str, flags: int = 0, **options: Any) -> Row:
     momentum, dampening, decay = (options.get(key, 0.0) for key in ("momentum", "dampening", "weight_decay"))
-    return Row(
-        name, RULE_SGD, Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, flags), torch.optim.SGD, {"lr": 0.1, **options}
-    )
+    hyper = Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, 0.0, flags)
+    return Row(name, RULE_SGD, hyper, torch.optim.SGD, {"lr": 0.1, **options})
 
 
 def adam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, flags)
+    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, 0.0, flags)
     optimizer = torch.optim.AdamW if flags & HYPER_DECOUPLED else torch.optim.Adam
     return Row(name, RULE_ADAM, hyper, optimizer, {"lr": 0.01, "betas": (beta1, 0.999), "weight_decay": 0.0, **options})
+
+
+def adagrad_row(name: str, flags: int = 0, **options: Any) -> Row:
+    decay, rate_decay = options.get("weight_decay", 0.0), options.get("lr_decay", 0.0)
+    hyper = Hyper(0.05, 0.0, 0.0, decay, 0.0, 0.0, 1e-10, rate_decay, flags)
+    return Row(name, RULE_ADAGRAD, hyper, torch.optim.Adagrad, {"lr": 0.05, **options})
+
+
+def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) -> Row:
+    momentum, decay = options.get("momentum", 0.0), options.get("weight_decay", 0.0)
+    hyper = Hyper(0.01, momentum, 0.0, decay, 0.0, alpha, 1e-8, 0.0, flags)
+    return Row(name, RULE_RMSPROP, hyper, torch.optim.RMSprop, {"lr": 0.01, "alpha": alpha, **options})
 
 
 SGD_ROWS = (
@@ -88,7 +114,22 @@ ADAM_ROWS = (
     adam_row("adamw-without-decay", HYPER_DECOUPLED),
     adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
 )
-ROWS = pytest.mark.parametrize("row", SGD_ROWS + ADAM_ROWS, ids=lambda row: row.name)
+ADAGRAD_ROWS = (
+    adagrad_row("adagrad"),
+    adagrad_row("adagrad-decays", weight_decay=0.01, lr_decay=0.05),
+    adagrad_row("adagrad-maximize", HYPER_MAXIMIZE, maximize=True),
+)
+RMSPROP_ROWS = (
+    rmsprop_row("rmsprop"),
+    rmsprop_row("rmsprop-decay-low-alpha", alpha=0.4, weight_decay=0.01),
+    rmsprop_row("rmsprop-momentum", momentum=0.9),
+    rmsprop_row("rmsprop-centered", HYPER_CENTERED, centered=True),
+    rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
+    rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
+)
+ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # those that take a square root
+ALL_ROWS = SGD_ROWS + ROOT_ROWS
+ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
 
 
 @dataclass(frozen=True)
@@ -144,8 +185,9 @@ def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence
         hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
         made.append((normal(random, n) / np.float32(scale), hypers, presence, scale, rate_scale))
     state = normal(random, row.state_planes, n)
-    if row.rule == RULE_ADAM:
-        state[1] = abs(state[1])
+    if row.rule != RULE_SGD:
+        squares = 1 if row.rule == RULE_ADAM else 0
+        state[squares] = abs(state[squares]) + (16 if row.hyper.flags & HYPER_CENTERED else 0)
     steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
     rate_scale = 0.7 if situation == "own_rate_scales" else 1.0
     return Job(row, segments, made, normal(random, n), state, steps, 1 / pushes, rate_scale)
@@ -415,7 +457,7 @@ def test_folding_by_ranges_gives_the_same_average(row: Row, mode: int, isa: str)
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    row=st.sampled_from(SGD_ROWS + ADAM_ROWS),
+    row=st.sampled_from(ALL_ROWS),
     mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
     lengths=st.lists(st.integers(0, 70) | st.integers(1000, 1100), min_size=1, max_size=5),
     pushes=st.integers(1, 6),
@@ -481,6 +523,8 @@ class ExactSquareRoot(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.sqrt:
             return torch.from_numpy(np.sqrt(args[0].numpy()))
+        if func is torch.Tensor.sqrt_:
+            return args[0].copy_(torch.from_numpy(np.sqrt(args[0].numpy())))
         return func(*args, **(kwargs or {}))
 
 
@@ -524,16 +568,16 @@ def steps_beside_torch(
 @pytest.mark.usefixtures("one_torch_thread")
 @ROWS
 def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
-    """Of Adam: but for torch's square root, a vector library's, which does not always round correctly."""
+    """Where there is a square root, but for torch's, a vector library's, which does not always round correctly."""
     for n in (1, 7, 17, 1023, 3001):
-        context = ExactSquareRoot() if row.rule == RULE_ADAM else contextlib.nullcontext()
+        context = contextlib.nullcontext() if row.rule == RULE_SGD else ExactSquareRoot()
         for step, (isa, ours, theirs) in enumerate(steps_beside_torch(row, n, context)):
             assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
 
 
 @pytest.mark.usefixtures("one_torch_thread")
-@pytest.mark.parametrize("row", ADAM_ROWS, ids=lambda row: row.name)
-def test_adam_stays_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
+@pytest.mark.parametrize("row", ROOT_ROWS, ids=lambda row: row.name)
+def test_square_roots_stay_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
     for _, ours, theirs in steps_beside_torch(row, 3001, contextlib.nullcontext()):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)
 
@@ -566,7 +610,7 @@ def test_as_many_pushes_as_may_be_are_folded() -> None:
         assert_same_bits(job.fold(mode, "auto"), job.fold_by_reference(mode), mode)
 
 
-@pytest.mark.parametrize("rule", [-1, 2])
+@pytest.mark.parametrize("rule", [-1, 5])
 def test_an_unknown_rule_is_refused(rule: int) -> None:
     refused("status -2", rule=rule)
 
@@ -575,8 +619,16 @@ def test_adam_with_one_state_plane_is_refused() -> None:
     refused("status -2", state=np.zeros((1, 32), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("row", "planes"), [(SGD_ROWS[3], 0), (ADAGRAD_ROWS[0], 0), (RMSPROP_ROWS[2], 1), (RMSPROP_ROWS[3], 2)]
+)
+def test_hyper_parameters_that_need_more_planes_than_there_are_are_refused(row: Row, planes: int) -> None:
+    pushes = [(np.ones(32, np.float32), [row.hyper], [True], 1.0)]
+    refused("status -2", rule=row.rule, pushes=pushes, state=np.zeros((planes, 32), np.float32))
+
+
 def test_an_average_that_is_not_the_last_plane_is_refused() -> None:
-    for plane in (0, 3, -2):
+    for plane in (0, 2, -2):
         refused("status -2", ema_plane=plane)
     refused("status -2", ema_plane=1)  # Adam then has one plane of its own
 

@@ -58,7 +58,7 @@ class Job:
         slot = self.posts[lane] % 2
         view = np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(lane, slot))
         view[:] = gradient
-        self.lanes[lane].set_hyper(slot, 0, learning_rate, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.lanes[lane].set_hyper(slot, 0, learning_rate, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
         self.lanes[lane].set_versions(slot)
         assert self.lanes[lane].post(turn.KIND_PUSH, self.posts[lane], slot, self.lanes[lane].version, now_ns)

@@ -1,0 +1,59 @@
+"""How fast a user's own rule is folded beside the built-in one of the same arithmetic: SGD with momentum.
+
+Run it: python -m fastps.bench.user_rule. It prints medians of interleaved folds and their ratio, and judges nothing.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import fastps
+from fastps.kernels import fold
+
+LENGTH = 1 << 20
+ROUNDS = 31
+FOLDS = 20  # a call allocates its results once for as many folds, so that the allocation hardly counts
+
+
+@fastps.rule(state=("momentum_buffer",), hyper=("learning_rate", "momentum"))
+def momentum_sgd(weight, gradient, momentum_buffer, learning_rate, momentum):  # type: ignore[no-untyped-def]
+    """What torch.optim.SGD does with a momentum and no dampening; a first buffer of zeros gives the same first step."""
+    momentum_buffer = momentum * momentum_buffer + gradient
+    return weight - learning_rate * momentum_buffer, momentum_buffer
+
+
+def folding(rule: int, address: int) -> Callable[[], None]:
+    """FOLDS folds of one push into LENGTH weights, from and to the same memory each time."""
+    random = np.random.default_rng(0)
+    weights, gradient = (random.standard_normal(LENGTH).astype(np.float32) for _ in range(2))
+    state = random.standard_normal((1, LENGTH)).astype(np.float32)
+    hyper = (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+    pushes = [(gradient, [hyper], [True], 1.0)]
+    steps = np.ones(1, np.int64)
+
+    def run() -> None:
+        ranges = [(0, LENGTH)] * FOLDS
+        fold.fold(rule, fold.FOLD_SUM, [(0, LENGTH, 0)], pushes, weights, state, steps, user_rule=address, ranges=ranges)
+
+    return run
+
+
+def main() -> None:
+    """Print both medians and the ratio."""
+    sides = {"built-in": folding(fold.RULE_SGD, 0), "user": folding(fold.RULE_USER, momentum_sgd.address)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(ROUNDS):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append((time.perf_counter() - began) / FOLDS)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:10} {median * 1e6:8.1f} us for {LENGTH:,} parameters")
+    print(f"ratio      {medians['user'] / medians['built-in']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
