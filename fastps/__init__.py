@@ -9,6 +9,7 @@ server's work. Two lines change a training loop:
 This module is the public list and nothing else. What needs torch is imported when it is first used.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastps.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
@@ -36,6 +37,9 @@ from fastps.version import __version__
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
+    from fastps.rule_optimizer import RuleOptimizer
+    from fastps.sampler import BatchSampler
+    from fastps.schedules import GlobalStepLR, exponential_decay
     from fastps.torch import DistributedOptimizer
 
 __all__ = [
@@ -51,8 +55,10 @@ __all__ = [
     "ArenaError",
     "AttachError",
     "BackupWorkers",
+    "BatchSampler",
     "DistributedOptimizer",
     "Error",
+    "GlobalStepLR",
     "HardSync",
     "LayoutError",
     "Observer",
@@ -63,6 +69,7 @@ __all__ = [
     "RMSProp",
     "RudraAdv",
     "RudraAdvStar",
+    "RuleOptimizer",
     "SoftSync",
     "Store",
     "TimeoutExceededError",
@@ -73,6 +80,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerStatistics",
     "__version__",
+    "exponential_decay",
     "observe",
     "parse_policies",
     "parse_policy",
@@ -82,9 +90,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DistributedOptimizer":
-        from fastps.torch import DistributedOptimizer
+_NEED_TORCH = {
+    "BatchSampler": "fastps.sampler",
+    "DistributedOptimizer": "fastps.torch",
+    "GlobalStepLR": "fastps.schedules",
+    "RuleOptimizer": "fastps.rule_optimizer",
+    "exponential_decay": "fastps.schedules",
+}
 
-        return DistributedOptimizer
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        return getattr(importlib.import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'fastps' has no attribute {name!r}")

@@ -64,6 +64,8 @@ ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as m
 PullDelay = Annotated[
     str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
 ]
+WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
+Save = Annotated[Path | None, typer.Option(help="Write the final weights into this file (.npz).")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
 
@@ -175,6 +177,8 @@ def train(
     transfer_ms: TransferMs = 0.0,
     compute_ms: ComputeMs = 0.0,
     pull_delay: PullDelay = None,
+    warm_start: WarmStart = None,
+    save: Save = None,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
@@ -197,7 +201,11 @@ def train(
         transfer_ms=transfer_ms,
         compute_ms=compute_ms,
         pull_delay=pull_delay,
+        warm_start=str(warm_start.resolve()) if warm_start is not None else "",
+        save=str(save.resolve()) if save is not None else "",
     )
+    if warm_start is not None and not warm_start.is_file():
+        raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
     policy.check_workers(workers)
     console = _console(json_file)
     row = runs.train(options, load(data), console, progress=progress and console.is_terminal)

@@ -4,6 +4,7 @@ Refuses to train: training.py does, in the workers.
 """
 
 import json
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,9 +97,30 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
         "dropped": total["dropped"],
         "stale_blocks": sum(row["stale_blocks"] for row in results),
         "sigma_mean": sum(shard["average_staleness"] for shard in shards) / max(1, len(shards)),
+        "staleness_of_shards": [staleness_row(shard["staleness"]) for shard in shards],
         "zero_gap_share": zero_gap_share(shards, seconds * options.workers / max(1, total["steps"])),
         "seed": options.seed,
         "accuracy_over_time": results[0]["accuracy_over_time"],
+    }
+
+
+def staleness_row(histogram: Sequence[tuple[int, int]]) -> Row:
+    """Min, mean, median, max, deviation and count of a shard's staleness, as Chen et al. 2017, Table 1 has them by layer.
+
+    >>> staleness_row([(1, 2), (4, 2)])
+    {'min': 1, 'mean': 2.5, 'median': 2.5, 'max': 4, 'deviation': 1.5, 'count': 4}
+    """
+    count = sum(number for _, number in histogram)
+    if not count:
+        return {"min": 0, "mean": 0.0, "median": 0.0, "max": 0, "deviation": 0.0, "count": 0}
+    values = [float(value) for value, number in histogram for _ in range(number)]
+    return {
+        "min": histogram[0][0],
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "max": histogram[-1][0],
+        "deviation": statistics.pstdev(values),
+        "count": count,
     }
 
 

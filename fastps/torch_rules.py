@@ -10,7 +10,9 @@ import torch
 
 from fastps.errors import UnsupportedError
 from fastps.kernels import fold
+from fastps.rule_optimizer import RuleOptimizer
 from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule, adagrad_rule, rmsprop_rule
+from fastps.user_rules import UserRule
 
 # Choices of implementation, not of arithmetic: the fold is its own implementation.
 _IGNORED_OPTIONS = ("foreach", "fused")
@@ -21,10 +23,12 @@ _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adag
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
     kind = type(optimizer)
+    if isinstance(optimizer, RuleOptimizer):
+        return optimizer.rule
     if kind not in _KNOWN:
         raise UnsupportedError(
-            f"expected torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop, found {kind.__module__}.{kind.__qualname__}: the fold"
-            " does not know its arithmetic"
+            "expected torch.optim.SGD, Adam, AdamW, Adagrad, RMSprop or a fastps.RuleOptimizer, found"
+            f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
         )
     for group in optimizer.param_groups:
         for option in _REFUSED_OPTIONS:
@@ -43,6 +47,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     """A param_group's hyper-parameters as they stand now; a learning rate that is a tensor is read."""
+    if isinstance(rule, UserRule):
+        # The rule's own names take the fold's places, in order.
+        values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
+        return Hyper(*values)  # type: ignore[arg-type]
     flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
     if rule.name == "adam":
         beta1, beta2 = group["betas"]
@@ -66,6 +74,8 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
 
 def state_names(group: dict[str, Any], rule: Rule) -> list[str]:
     """The planes that torch itself would keep for a parameter of this group: others are kept for other groups."""
+    if isinstance(rule, UserRule):
+        return list(rule.planes)
     options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
     return [name for name in rule.planes if name not in options or group[options[name]]]
 

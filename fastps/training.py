@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 import fastps
@@ -93,6 +94,8 @@ class TrainingRun:
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model) as optimizer:
             batches = Batches(self._data, options, self._rank)
+            if options.warm_start:
+                load_weights(self._model, Path(options.warm_start))
             optimizer.worker.transfer_ms(options.transfer_ms)
             optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
             optimizer.wait_for_start()
@@ -107,6 +110,8 @@ class TrainingRun:
                 optimizer.wait_for_others()
                 with optimizer.averaged_weights():
                     final = self._judge(self._model.state_dict())
+                    if options.save:
+                        save_weights(self._model, Path(options.save))
             row = optimizer.statistics()[self._rank]
             histograms = optimizer.histograms()
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
@@ -156,6 +161,21 @@ class TrainingRun:
         judge = copy.deepcopy(self._model)
         judge.load_state_dict(weights)
         return accuracy(judge, self._data)
+
+
+def save_weights(model: torch.nn.Module, file: Path) -> None:
+    """Write a model's weights as arrays (.npz): nothing that would have to be unpickled."""
+    with file.open("wb") as stream:
+        np.savez(stream, **{name: value.numpy() for name, value in model.state_dict().items()})
+
+
+def load_weights(model: torch.nn.Module, file: Path) -> None:
+    """Begin with the weights that `save_weights` wrote. Raises UsageError for a file of other weights."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            model.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+    except (OSError, ValueError, RuntimeError) as error:
+        raise fastps.UsageError(f"--warm-start {file}: expected the weights of this model, found others ({error})") from None
 
 
 def main(options_file: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from rich.console import Console
 
 from fastps import compare
 from fastps.data import load
+from fastps.errors import UsageError
 from fastps.models import accuracy, model_for
-from fastps.training import Batches
+from fastps.training import Batches, load_weights, save_weights
 from fastps.training_options import TrainingOptions, extra_wait_ns
 
 # 1,000 test images at 95 % have a standard error of 0.7 %; the bar of 94 % is widened by two of them.
@@ -62,7 +64,7 @@ def test_an_untrained_model_guesses() -> None:
 def _result(rank: int, **changes: Any) -> dict[str, Any]:
     row = {"rank": rank, "steps": 10, "samples": 160, "began_ns": 10**9, "ended_ns": 3 * 10**9, "wait_ns": 25, "compute_ns": 75}
     row |= {"folded": 10, "dropped": 0, "staleness_sum": 5, "staleness_max": 2, "stale_blocks": 1}
-    row["histograms"] = [{"average_staleness": 0.5, "gaps_ns": [(0, 3), (10**9, 1)]}]
+    row["histograms"] = [{"average_staleness": 0.5, "staleness": [(0, 1), (2, 1)], "gaps_ns": [(0, 3), (10**9, 1)]}]
     return row | {"accuracy_over_time": [], "final_accuracy": 0.9} | changes
 
 
@@ -90,3 +92,16 @@ def test_real_images_are_learnt_by_four_workers(sync: str) -> None:
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:3", "dssp:3,15"])
 def test_the_median_of_three_seeds_reaches_94_percent(sync: str) -> None:
     assert statistics.median(_accuracy(sync, seed) for seed in (1, 2, 3)) >= BAR
+
+
+def test_weights_that_were_saved_are_begun_with_and_others_are_refused(tmp_path: Path) -> None:
+    data, other = load("digits"), load("mnist5k")
+    torch.manual_seed(1)
+    model = model_for(data)
+    save_weights(model, tmp_path / "weights.npz")
+    torch.manual_seed(2)
+    again = model_for(data)
+    load_weights(again, tmp_path / "weights.npz")
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(UsageError, match="expected the weights of this model"):
+        load_weights(model_for(other), tmp_path / "weights.npz")
