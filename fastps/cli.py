@@ -202,7 +202,7 @@ def train(
         compute_ms=compute_ms,
         pull_delay=pull_delay,
         warm_start=str(warm_start.resolve()) if warm_start is not None else "",
-        save=str(save.resolve()) if save is not None else "",
+        weights_file=str(save.resolve()) if save is not None else "",
     )
     if warm_start is not None and not warm_start.is_file():
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")

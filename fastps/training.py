@@ -110,8 +110,8 @@ class TrainingRun:
                 optimizer.wait_for_others()
                 with optimizer.averaged_weights():
                     final = self._judge(self._model.state_dict())
-                    if options.save:
-                        save_weights(self._model, Path(options.save))
+                    if options.weights_file:
+                        save_weights(self._model, Path(options.weights_file))
             row = optimizer.statistics()[self._rank]
             histograms = optimizer.histograms()
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]

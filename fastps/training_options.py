@@ -11,7 +11,7 @@ class TrainingOptions:
 
     `straggler` maps a worker to the factor by which its compute time is stretched. Of the responses to pulls,
     `pull_delay_share` come `pull_delay_s` seconds late (PSP-SGD, section 4.2).
-    `warm_start` and `save` are files of weights to begin with and to write at the end.
+    `warm_start` and `weights_file` are files of weights to begin with and to write at the end.
     """
 
     sync: str = "bsp"
@@ -26,7 +26,7 @@ class TrainingOptions:
     transfer_ms: float = 0.0
     compute_ms: float = 0.0
     warm_start: str = ""
-    save: str = ""
+    weights_file: str = ""
     pull_delay_share: float = 0.0
     pull_delay_s: float = 0.0
 
