@@ -26,6 +26,7 @@ from tests.oracles.r2sp import R2sp
 from tests.oracles.softsync import SoftSync, average_staleness
 from tests.oracles.ssp import Ssp
 from tests.oracles.staggered import StaggeredSoftSync
+from tests.oracles.tree import Tree
 
 EVENTS = 104_000
 
@@ -42,6 +43,7 @@ def compiled(discipline: str, workers: int, settings: dict[str, Any]) -> Schedul
             "repeats": True,
         },
         "softsync": lambda n: {"fold": "count", "divisor": n, "grant": "at-once"},
+        "tree": lambda n, groups: {"fold": "count", "divisor": n, "grant": "at-once", "groups": groups},
         "hardsync": lambda: {"fold": "all", "grant": "next-version"},
         "r2sp": lambda relax, tune=False: {"fold": "in-order", "grant": "round-robin", "relax": relax, "tune": tune},
         "staggered": lambda n, relax: {"fold": "count", "divisor": n, "grant": "round-robin", "relax": relax},
@@ -53,6 +55,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "backup": Backup,
     "psp": PspServer,
     "softsync": SoftSync,
+    "tree": Tree,
     "hardsync": HardSync,
     "r2sp": R2sp,
     "staggered": StaggeredSoftSync,
@@ -86,6 +89,9 @@ ROWS = [
     Row("softsync:1", "softsync", lambda workers: {"n": 1}),
     Row("softsync:2", "softsync", lambda workers: {"n": 2}),
     Row("softsync:30", "softsync", lambda workers: {"n": 30}),
+    Row("adv:1,groups=2", "tree", lambda workers: {"n": 1, "groups": min(2, workers)}),
+    Row("adv:2,groups=3", "tree", lambda workers: {"n": 2, "groups": min(3, workers)}),
+    Row("adv:4,groups=all", "tree", lambda workers: {"n": 4, "groups": workers}),
     Row("hardsync", "hardsync", lambda workers: {}),
     Row("r2sp:0", "r2sp", lambda workers: {"relax": 0.0}),
     Row("r2sp:0.8", "r2sp", lambda workers: {"relax": 0.8}),
@@ -196,7 +202,7 @@ class Trial:
                     self.turn = (self.turn + 1) % self.workers
                 assert worker == self.turn, f"update of {worker} in the turn of {self.turn}; {self.where()}"
                 self.turn = (self.turn + 1) % self.workers
-        if discipline in ("softsync", "hardsync", "r2sp", "staggered"):
+        if discipline in ("softsync", "tree", "hardsync", "r2sp", "staggered"):
             assert self.dropped == 0, f"{self.dropped} dropped; {self.where()}"
         kept = sum(len(timestamps) for timestamps in self.carried.values())
         assert self.pushes == self.folded + self.dropped + kept, f"a push is lost; {self.where()}"
@@ -211,7 +217,7 @@ class Trial:
                 assert ahead == 1, f"worker {worker} has {ahead} steps in hand; {self.where()}"
         if live and scheduler.due_ns() is None:
             assert not all(scheduler.waiting(worker) for worker in live), f"all wait for ever; {self.where()}"
-        if self.row.discipline == "softsync":
+        if self.row.discipline in ("softsync", "tree"):
             assert not any(scheduler.waiting(worker) for worker in live), f"someone waits; {self.where()}"
 
 

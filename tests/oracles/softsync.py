@@ -47,6 +47,10 @@ class SoftSync(Server):
         # will be added, and what was collected is used: c is 1 then.
         if len(self.collected) < self.c():
             return []
+        return self.update()
+
+    def update(self) -> list[int]:
+        """Apply what was collected; returns its learners."""
         self.version += 1  # equation (5)
         self.history.append((self.version, sorted(timestamp for _, timestamp in self.collected)))
         folded = sorted(learner for learner, _ in self.collected)

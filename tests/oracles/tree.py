@@ -1,0 +1,46 @@
+"""Rudra-adv's tree of parameter servers (Gupta et al., section 3.3, Figure 2) over n-softsync, and so Rudra-adv*'s.
+
+It refuses to know how sums are made or moved: only when a leaf passes on and when the root updates. Adv* differs from adv by
+threads and a weights' tree, not by any of these decisions.
+"""
+
+from tests.oracles.softsync import SoftSync
+
+
+class Tree(SoftSync):
+    """`groups` leaves; learner l is the responsibility of leaf floor(l * groups / lambda_0).
+
+    "Each node in the parameter server group is responsible for averaging the gradients sent from its learners and relaying
+    the averaged gradient to its parent." The paper does not say when; here it is as soon as a leaf holds as many gradients as
+    it has live learners. The root counts gradients, as equation (5) does, not messages.
+    """
+
+    def __init__(self, workers: int, n: int, groups: int) -> None:
+        super().__init__(workers, n)
+        self.leaf_of = {learner: learner * groups // workers for learner in range(workers)}
+        self.held: dict[int, list[tuple[int, int]]] = {leaf: [] for leaf in range(groups)}
+
+    def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.count_push(p)
+        self.held[self.leaf_of[p]].append((p, timestamp))
+        self.relay(self.leaf_of[p])
+        return self.update_when_complete(), self.send_ok({p})
+
+    def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
+        self.clock_event(now_ns)
+        self.remove(worker)
+        self.relay(self.leaf_of[worker])
+        return self.update_when_complete(), []
+
+    def relay(self, leaf: int) -> None:
+        live = sum(self.leaf_of[learner] == leaf for learner in self.t)
+        if len(self.held[leaf]) >= live:
+            self.collected += self.held[leaf]
+            self.held[leaf] = []
+
+    def update_when_complete(self) -> list[int]:
+        # With no learner left nothing will be added, and what was collected is used.
+        if not self.collected or (self.t and len(self.collected) < self.c()):
+            return []
+        return self.update()
