@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.data import Dataset, open_saved
 from fastps.models import accuracy, inputs_of, model_for
 from fastps.policy import Policy
+from fastps.prefetch import Prefetch
 from fastps.specs import parse_policy
 from fastps.training_options import TrainingOptions, extra_wait_ns
 
@@ -57,6 +59,10 @@ class Batches:
         self._rank = rank
         self._pass = 0
         self._order = torch.empty(0, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield self.next()
 
     def next(self, tuned: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch, of `tuned` samples if that is not 0; a new pass begins when the share has fewer left than a batch."""
@@ -100,10 +106,7 @@ class TrainingRun:
             optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
             optimizer.wait_for_start()
             began_ns = self._clock.now_ns()
-            while not self._finished(optimizer):
-                self._step(optimizer, *batches.next(optimizer.worker.batch_size))
-                if self._rank == 0:
-                    self._keep_snapshot(optimizer, began_ns)
+            self._steps(optimizer, batches, began_ns)
             ended_ns = self._clock.now_ns()
             final = math.nan
             if self._rank == 0:
@@ -132,6 +135,15 @@ class TrainingRun:
             final_accuracy=final,
             histograms=histograms,
         )
+
+    def _steps(self, optimizer: fastps.DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
+        """Step until the budget is drawn. Batches are read ahead, unless the grant decides their size."""
+        with Prefetch(() if self._policy.tune else batches) as ahead:
+            while not self._finished(optimizer):
+                tuned = optimizer.worker.batch_size
+                self._step(optimizer, *(batches.next(tuned) if self._policy.tune else next(ahead)))
+                if self._rank == 0:
+                    self._keep_snapshot(optimizer, began_ns)
 
     def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         cpu_ns = self._clock.thread_cpu_ns()
