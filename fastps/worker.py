@@ -73,7 +73,8 @@ class Worker:
         self._slot_free_at = [0] * slots  # descriptors that must be done with before the slot may be written again
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
-        self._needed_shards = -int(-store.layout.policy.pull * store.arena.shards // 1)  # the least that is not fewer
+        # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
+        self._needed_shards = math.ceil(store.layout.policy.pull * store.arena.shards - 1e-9)
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self._turn_lock = threading.Lock()  # with overlap, the push thread takes turns, too
         self._posts = 0
@@ -403,6 +404,7 @@ class Worker:
             if failure is None:
                 self._leave()
         finally:
+            self._end_background()
             self.store.arena.finish(self.rank, failure)
             self.lane.unpin()
             self.store.stop_answering(self._answerer)
@@ -414,13 +416,18 @@ class Worker:
         if self._left:
             return
         if self._background is not None:
-            self._background.close()
-            self._background = None
+            self._background.wait_until_delivered()
+        self._end_background()
         self._left = True
         while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self.store.arena.leave(self.rank)
         self._try_turn()
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def __enter__(self) -> "Worker":
         return self
