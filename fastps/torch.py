@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from fastps import environment, exits
 from fastps.clock import SYSTEM_CLOCK, Clock
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fastps.kernels.arena import Histograms
 
 _instances = itertools.count()
+_GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -222,6 +224,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Parameters without a gradient are left alone, as in torch. Raises WorkerDiedError, TimeoutExceededError,
         ParameterChangedError, UsageError.
         """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    # torch wraps step() in a profiler's record and its hooks, at 50 us a call; without hooks there is no need for either.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -239,6 +249,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.advance()
         self._take_weights()
         return loss
+
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _hypers(self) -> list[Hyper]:
         return [hyper_of(group, self._rule) for group in self.param_groups]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastps
 from tests.test_torch import BATCH, _batches, _difference, _model, _train, alone  # noqa: F401 - a fixture of both files
@@ -123,3 +124,16 @@ def test_hardsync_scales_the_learning_rate_by_the_root_of_samples_over_reference
     with fastps.DistributedOptimizer(inner, sync="hardsync:64", model=model, batch_size=BATCH) as optimizer:
         _train(model, optimizer, batches)
     assert _difference(model, plain) < 1e-6
+
+
+def test_step_hooks_run_as_torch_runs_them() -> None:
+    model, calls = _model(), []
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        _train(model, optimizer, _batches(1, BATCH))
+        assert (calls, optimizer.version) == (["before", "after"], 1)
+        remove = register_optimizer_step_post_hook(lambda *_: calls.append("everywhere"))
+        _train(model, optimizer, _batches(1, BATCH))
+        remove.remove()
+        assert "everywhere" in calls[2:]
