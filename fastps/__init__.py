@@ -29,7 +29,7 @@ from fastps.errors import (
 from fastps.policy import Policy
 from fastps.rules import SGD, Adam
 from fastps.specs import parse_policies, parse_policy
-from fastps.statistics import Observer, WorkerStatistics, observe
+from fastps.statistics import Look, Observer, ShardStatistics, WorkerStatistics, observe
 from fastps.store import Store
 from fastps.version import __version__
 from fastps.worker import Worker
@@ -53,6 +53,7 @@ __all__ = [
     "Error",
     "HardSync",
     "LayoutError",
+    "Look",
     "Observer",
     "ParameterChangedError",
     "Policy",
@@ -60,6 +61,7 @@ __all__ = [
     "ProtocolError",
     "RudraAdv",
     "RudraAdvStar",
+    "ShardStatistics",
     "SoftSync",
     "Store",
     "TimeoutExceededError",
