@@ -30,7 +30,7 @@ from fastps.errors import (
 from fastps.policy import Policy
 from fastps.rules import SGD, Adagrad, Adam, RMSProp
 from fastps.specs import parse_policies, parse_policy
-from fastps.statistics import Observer, WorkerStatistics, observe
+from fastps.statistics import Look, Observer, ShardStatistics, WorkerStatistics, observe
 from fastps.store import Store
 from fastps.user_rules import UserRule, rule
 from fastps.version import __version__
@@ -61,6 +61,7 @@ __all__ = [
     "GlobalStepLR",
     "HardSync",
     "LayoutError",
+    "Look",
     "Observer",
     "ParameterChangedError",
     "Policy",
@@ -70,6 +71,7 @@ __all__ = [
     "RudraAdv",
     "RudraAdvStar",
     "RuleOptimizer",
+    "ShardStatistics",
     "SoftSync",
     "Store",
     "TimeoutExceededError",

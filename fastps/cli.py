@@ -272,6 +272,30 @@ def compare(
         write_json("compare", rows, json_file)
 
 
+@app.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")
+def top(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="The job's name; may be left out when only one is running.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    json_file: Json = None,
+) -> None:
+    """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
+    from fastps import top as looking
+    from fastps.report import write_json
+
+    if not 0.01 <= interval <= 3600:
+        raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
+    try:
+        show = looking.look_once if once else looking.watch
+        rows = show(looking.choose_job(job), _console(json_file), interval_s=interval)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    if json_file is not None:
+        write_json("top", rows, json_file)
+
+
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     try:

@@ -69,7 +69,8 @@ def _run_watched(
             began_ns = clock.now_ns()
         view.show(rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0)
 
-    with LiveWorkers(console, f"{options.sync}, {options.workers} workers", options.epochs * len(data.train_labels)) as view:
+    title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
+    with LiveWorkers(console, title, options.epochs * len(data.train_labels)) as view:
         outcome = launcher.run(tick)
     if observer is not None:
         observer.close()

@@ -1,14 +1,19 @@
-"""What anyone may see of a running job: one row of counters a worker. Read-only; never pins, never takes a turn."""
+"""What anyone may see of a running job: one row of counters a worker, and one a shard.
+
+Refuses to take part: it maps read-only, never pins and never takes a turn.
+"""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastps import arena as memory_of
-from fastps import store
+from fastps import discovery, store
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError
 from fastps.kernels.arena import LANE_FAILED, LANE_FREE, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
+from fastps.rendezvous import Place
 
+_TRIES = 4  # looks at the counters before one is taken that a commit fell into
 _STATES = {LANE_FREE: "not attached", LANE_LIVE: "live", LANE_LEAVING: "leaving", LANE_LEFT: "left", LANE_FAILED: "failed"}
 
 
@@ -42,6 +47,40 @@ class WorkerStatistics:
         return self.wait_ns / total_ns if total_ns else 0.0
 
 
+@dataclass(frozen=True)
+class ShardStatistics:
+    """A shard's counters since the job began: its version, and how stale the pushes were that it folded, in versions.
+
+    `staleness` has (versions, pushes) for each staleness that occurred; 255 versions stand for 255 or more. `sigma_mean` is the
+    mean over all updates of their mean staleness (Rudra, equation 2).
+    """
+
+    shard: int
+    version: int
+    updates: int
+    sigma_mean: float
+    staleness: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that is seen of a job at one moment.
+
+    Attributes:
+        seen_ns: when, on the machine's monotonic clock.
+        settled: whether no shard published a version while the counters were copied.
+        failures: what the workers that failed said, by worker.
+        over: whether the job has ended: every worker has left, failed or died, or nobody answers for the job any more.
+    """
+
+    seen_ns: int
+    workers: list[WorkerStatistics]
+    shards: list[ShardStatistics]
+    settled: bool
+    failures: dict[int, str]
+    over: bool
+
+
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
     """A row for every lane of the arena."""
     rows = []
@@ -67,12 +106,42 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
     return rows
 
 
+def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
+    """A row for every shard of the arena."""
+    rows = []
+    for shard in range(arena.shards):
+        histograms = arena.histograms(shard)
+        rows.append(
+            ShardStatistics(
+                shard=shard,
+                version=arena.shard_version(shard),
+                updates=histograms["updates"],
+                sigma_mean=histograms["average_staleness"],
+                staleness=histograms["staleness"],
+            )
+        )
+    return rows
+
+
 class Observer:
-    """A read-only view of a running job, for progress displays. Raises AttachError while the job has no arena."""
+    """A read-only view of a running job, for progress displays. Raises AttachError while the job has no arena.
+
+    >>> import numpy as np
+    >>> import fastps
+    >>> with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=0.5)) as job, job.attach(0) as worker:
+    ...     worker.step({"w": np.ones(3)})
+    ...     observer = fastps.observe(job.job)
+    ...     look = observer.look()
+    ...     observer.close()
+    >>> look.workers[0].steps, look.shards[0].version, look.shards[0].staleness, look.settled, look.over
+    (1, 1, [(0, 1)], True, False)
+    """
 
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
         answer = store.find(job, None, timeout_s, clock)
         os.close(answer.pidfd)
+        self._job = job
+        self._clock = clock
         try:
             self._arena = Arena(memory_of.map_shared(answer.memfd, writable=False))
         except ValueError as error:
@@ -84,9 +153,45 @@ class Observer:
         """A row for every worker, as it stands now."""
         return statistics_of(self._arena)
 
+    def look(self) -> Look:
+        """Everything at once. The counters are copied again while versions are published meanwhile, a few times at most.
+
+        Even a settled look may have part of the next update's counts: its holder counts before it publishes.
+        """
+        settled = False
+        for _ in range(_TRIES):
+            before = self._versions()
+            workers, shards = statistics_of(self._arena), shard_statistics_of(self._arena)
+            settled = before == self._versions()
+            if settled:
+                break
+        places = discovery.listening().get(self._job, set())
+        workers = [self._with_death(row, places) for row in workers]
+        return Look(
+            seen_ns=self._clock.now_ns(),
+            workers=workers,
+            shards=shards,
+            settled=settled,
+            failures={row.rank: self._arena.failure(row.rank) for row in workers if row.state == "failed"},
+            over=not places or all(row.state in ("left", "failed", "died") for row in workers),
+        )
+
     def close(self) -> None:
         """Let go of the memory."""
         del self._arena
+
+    def _versions(self) -> list[int]:
+        return [self._arena.shard_version(shard) for shard in range(self._arena.shards)]
+
+    def _with_death(self, row: WorkerStatistics, places: set[Place]) -> WorkerStatistics:
+        """The row, saying "died" if its worker ended without leaving: it is present, was before, and nobody answers for it.
+
+        A worker answers before it is live, and until after it has left; a lane is never used again.
+        """
+        present = (_STATES[LANE_LIVE], _STATES[LANE_LEAVING])
+        now = _STATES[self._arena.lane_state(row.rank)]
+        gone = row.state in present and now in present and row.rank not in places
+        return replace(row, state="died" if gone else now)
 
 
 def observe(job: str, timeout_s: float = 0.1, clock: Clock = SYSTEM_CLOCK) -> Observer:
