@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard kernels/*.pyx kernels/*.pxd kernels/*.h) setup.py pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE_TREE := build/tree
+# Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
+PARALLEL := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-debug lint clean
@@ -28,7 +30,7 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
 test: $(VENV)/.installed lint  ## lint, types and the tests
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
 test-all: $(VENV)/.installed lint test-debug  ## every test, the slow ones and the debug build too
 	$(BIN)/python -m pytest -q
