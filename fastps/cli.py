@@ -16,6 +16,7 @@ from rich.logging import RichHandler
 from fastps.disciplines import DISCIPLINES
 from fastps.errors import Error, PolicyError, UsageError
 from fastps.specs import MODIFIERS, parse_policies, parse_policy
+from fastps.stragglers import PAPER_EXPONENT
 from fastps.training_options import TrainingOptions
 from fastps.version import __version__
 
@@ -24,6 +25,12 @@ SYNC_HELP = (
     f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
 )
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+
+EXPONENT_HELP = (
+    "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
+    " Revisiting Distributed Synchronous SGD, Figure 5: 137.5e3 with N = 50, 76.2e3 with N = 100."
+)
+ITERATIONS_HELP = "Iterations that you measured for some N, used instead, on straight lines between them."
 
 app = typer.Typer(
     help="The embedded parameter server for PyTorch: run, train and compare with any synchronization scheme.",
@@ -243,6 +250,7 @@ def compare(
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps import compare as runs
     from fastps.data import load
+    from fastps.plots import plot_accuracy
     from fastps.report import training_table, write_json
 
     policies = parse_policies(sync)
@@ -267,9 +275,71 @@ def compare(
     stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
     console.print(training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", baseline=rows[0]))
     if plot is not None:
-        runs.plot(rows, plot)
+        plot_accuracy(rows, plot)
     if json_file is not None:
         write_json("compare", rows, json_file)
+
+
+@app.command(epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png")
+def stragglers(
+    sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
+    workers: Workers = 4,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = 0.05,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
+    exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
+    iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
+    from fastps import compare as runs
+    from fastps import stragglers as estimate
+    from fastps.data import load
+    from fastps.report import straggler_rows, straggler_tables, training_table, write_json
+
+    policy = parse_policy(sync)
+    if policy.fold != "all":
+        raise UsageError(f"--sync: expected a synchronization that waits for all workers, such as bsp, found {policy.spec}")
+    if not 0 <= exponent <= 2:
+        raise UsageError(f"--exponent: expected 0 to 2, found {exponent:g}")
+    law = estimate.interpolated(estimate.parse_points(iterations)) if iterations else estimate.power_law(workers, exponent)
+    options = _options(
+        sync=policy.spec,
+        workers=workers,
+        straggler=straggler,
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+        transfer_ms=transfer_ms,
+        compute_ms=compute_ms,
+        pull_delay=pull_delay,
+    )
+    policy.check_workers(workers)
+    console = _console(json_file)
+    results = runs.results_of(options, load(data), console, progress=progress and console.is_terminal)
+    arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
+    splits = estimate.splits(arrivals, law)
+    console.print(training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"))
+    known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
+    console.print(straggler_tables(arrivals, splits, known))
+    if plot is not None:
+        from fastps.plots import plot_arrivals
+
+        plot_arrivals(arrivals, plot)
+    if json_file is not None:
+        write_json("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), json_file)
 
 
 @app.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.data import Dataset
-from fastps.errors import Error, UsageError
+from fastps.errors import Error
 from fastps.launch import Launcher, Outcome
 from fastps.policy import Policy
 from fastps.report import LiveWorkers, Row, failure_panel
@@ -35,6 +35,13 @@ def train(
     options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True, clock: Clock = SYSTEM_CLOCK
 ) -> Row:
     """Run one training job on `data` and return its row. Raises RunFailedError."""
+    return merged(options, results_of(options, data, console, progress=progress, clock=clock))
+
+
+def results_of(
+    options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True, clock: Clock = SYSTEM_CLOCK
+) -> list[Row]:
+    """Run one training job on `data` and return what each worker measured. Raises RunFailedError."""
     with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
         file = Path(folder) / "options.json"
         options.save(file)
@@ -45,8 +52,7 @@ def train(
             if outcome.first_failure is not None:
                 console.print(failure_panel(outcome))
             raise RunFailedError(outcome)
-        results = [json.loads((Path(folder) / f"worker-{rank}.json").read_text()) for rank in range(options.workers)]
-    return merged(options, results)
+        return [json.loads((Path(folder) / f"worker-{rank}.json").read_text()) for rank in range(options.workers)]
 
 
 def _run_watched(
@@ -146,24 +152,3 @@ def compare(
     for policy in policies:
         rows.append(train(replace(options, sync=policy.spec), data, console, progress=progress, clock=clock))
     return rows
-
-
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Draw test accuracy over seconds, a line a run. Raises UsageError when matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'fastps[demo]'") from None
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for row in rows:
-        points = row["accuracy_over_time"]
-        axes.plot([point[0] for point in points], [100 * point[1] for point in points], marker="o", label=row["sync"])
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("test accuracy, %")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plot {file}: the picture cannot be written: {error}") from None

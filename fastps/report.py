@@ -8,17 +8,19 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
 from fastps.launch import Outcome
 from fastps.statistics import WorkerStatistics
+from fastps.stragglers import Arrival, Split
 from fastps.version import __version__
 
 Row = dict[str, Any]
@@ -76,6 +78,52 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
         if baseline is not None:
             cells.append(f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x")
         table.add_row(*cells)
+    return table
+
+
+def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split]) -> list[Row]:
+    """The rows of the straggler report, told apart by "kind": the run, one a k, and one a split, the best first."""
+    return [
+        {"kind": "run", **run},
+        *({"kind": "arrival", **asdict(row)} for row in arrivals),
+        *({"kind": "split", "rank": rank, **asdict(split)} for rank, split in enumerate(splits, 1)),
+    ]
+
+
+def straggler_tables(arrivals: Sequence[Arrival], splits: Sequence[Split], known: str) -> Group:
+    """The straggler report: the arrivals, the splits, and in a sentence which is best; `known` says whence iterations are."""
+    first = arrivals_table(arrivals, "time of the k-th gradient of a version")
+    if not splits:
+        return Group(first, f"no estimate: {known} say nothing about {', '.join(str(row.k) for row in arrivals)} gradients")
+    best = splits[0]
+    verdict = f"estimated to converge first: wait for {best.waited_for}, {best.backups} backups"
+    verdict += f" (backup:{best.backups})" if best.backups else " (bsp)"
+    cores = len(os.sched_getaffinity(0))
+    if len(arrivals) > cores:
+        verdict += f"; but {len(arrivals)} workers shared {cores} cores here, which makes the first gradients look early"
+    return Group(first, splits_table(splits, f"estimated time to converge, {known}"), verdict)
+
+
+def arrivals_table(arrivals: Sequence[Arrival], title: str) -> Table:
+    """A line a k: when the k-th gradient of a version came, in milliseconds."""
+    table = Table(title=title)
+    for heading in ("k", "versions", "mean ms", "median", "80%", "95%", "99%"):
+        table.add_column(heading, justify="right")
+    for row in arrivals:
+        times = (row.mean_s, row.median_s, row.p80_s, row.p95_s, row.p99_s)
+        table.add_row(str(row.k), str(row.count), *(f"{1e3 * time:.2f}" for time in times))
+    return table
+
+
+def splits_table(splits: Sequence[Split], title: str) -> Table:
+    """A line a split of the workers, the best first; times relative to the best."""
+    table = Table(title=title)
+    for heading in ("wait for N", "backups b", "mean ms", "iterations", "time / best"):
+        table.add_column(heading, justify="right")
+    for row in splits:
+        iterations = f"{row.iterations:.3g}" if row.iterations < 1000 else f"{row.iterations:,.0f}"
+        cells = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
+        table.add_row(*cells, f"{row.time / splits[0].time:.3f}")
     return table
 
 

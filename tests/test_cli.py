@@ -35,6 +35,9 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
         (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
         (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
         (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
+        (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
+        (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
+        (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
         (["no-such-command"], "no-such-command"),
     ],
 )
@@ -49,7 +52,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
 
 
-@pytest.mark.parametrize("command", ["run", "train", "compare", "top"])
+@pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top"])
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = _run(command, "--help")
     assert outcome.returncode == 0
