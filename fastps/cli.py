@@ -240,19 +240,19 @@ def compare(
     policies = parse_policies(sync)
     for policy in policies:
         options = _options(
-        sync="",
-        workers=workers,
-        straggler=straggler,
-        data=data,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        seed=seed,
-        transfer_ms=transfer_ms,
-        compute_ms=compute_ms,
-        pull_delay=pull_delay,
-    )
+            sync="",
+            workers=workers,
+            straggler=straggler,
+            data=data,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            momentum=momentum,
+            seed=seed,
+            transfer_ms=transfer_ms,
+            compute_ms=compute_ms,
+            pull_delay=pull_delay,
+        )
     for policy in policies:
         policy.check_workers(workers)
     console = _console(json_file)
