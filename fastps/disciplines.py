@@ -4,6 +4,7 @@ Where a paper leaves room, the docstring says what was chosen and why; docs/disc
 decide anything, and to have a class per discipline.
 """
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,9 +101,9 @@ def PSP(  # noqa: N802
     >>> PSP(3, 0.75).spec
     'psp:3,0.75'
     """
-    spec = f"psp:{push},{pull:g}"
+    spec = f"psp:{push},{_number(pull)}"
     options = {"push_timeout": (push_timeout, 0.0), "pull_timeout": (pull_timeout, 0.0), "shards": (shards, DEFAULT_SHARDS)}
-    spec += "".join(f",{name}={value:g}" for name, (value, default) in options.items() if value != default)
+    spec += "".join(f",{name}={_number(value)}" for name, (value, default) in options.items() if value != default)
     spec += "" if scale == "linear" else f",scale={scale}"
     _check("psp", "c", push, 1)
     return Policy(
@@ -191,13 +192,19 @@ def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
     >>> R2SP(0.8, tune=True).spec
     'r2sp:0.8,tune=true'
     """
-    spec = f"r2sp:{relax:g}" + (",tune=true" if tune else "")
+    spec = f"r2sp:{_number(relax)}" + (",tune=true" if tune else "")
     return Policy(spec=spec, fold="in-order", grant="round-robin", scale="batch" if tune else "one", relax=relax, tune=tune)
 
 
 def _check(name: str, what: str, value: int, least: int) -> None:
-    if not least <= value <= MAX_BOUND:
-        raise PolicyError(f"{name}: expected {what} from {least} to {MAX_BOUND}, found {value}")
+    if not isinstance(value, numbers.Integral) or not least <= value <= MAX_BOUND:
+        raise PolicyError(f"{name}: expected {what} from {least} to {MAX_BOUND}, a whole number, found {value}")
+
+
+def _number(value: float) -> str:
+    """The shortest text that reads as the same number: 0.8, 1, 0.1234567."""
+    short = f"{value:g}" if isinstance(value, numbers.Real) else str(value)
+    return short if not isinstance(value, numbers.Real) or float(short) == value else repr(float(value))
 
 
 @dataclass(frozen=True)
@@ -230,5 +237,7 @@ DISCIPLINES: dict[str, Discipline] = {
     "adv*": Discipline("adv*:n[,groups=G]", RudraAdvStar, (int,), options=("groups",)),
     "adv": Discipline("adv:n[,groups=G]", RudraAdv, (int,), options=("groups",)),
     "r2sp": Discipline("r2sp[:r][,tune=true]", R2SP, (float,), 1, ("tune",)),
-    "policy": Discipline("policy:fold=F,grant=G,...", Policy, options=tuple(Policy.__dataclass_fields__)),
+    "policy": Discipline(
+        "policy:fold=F,grant=G,...", Policy, options=tuple(name for name in Policy.__dataclass_fields__ if name != "spec")
+    ),
 }

@@ -4,6 +4,8 @@ A policy is data: four small values and the numbers they need. The named discipl
 store and the simulator read the values and know no names. Refuses to decide anything: kernels/scheduler.pyx does.
 """
 
+import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,32 @@ from fastps.kernels.policy_words import reason_against
 
 MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's range (high - low) finite
 DEFAULT_SHARDS = 4
+MAX_SHARDS = 64
 MOST_SLOTS = 4
+
+_ALLOWED = {
+    "low": "0 to high",
+    "high": f"low to {MAX_BOUND}",
+    "release": "release=next-push or release=printed",
+    "count": f"0 (the workers less the backups) to {MAX_BOUND}",
+    "backups": f"0 to {MAX_BOUND}",
+    "push_timeout": "0 to less than 3600 seconds",
+    "divisor": f"1 to {MAX_BOUND}, and to the number of workers",
+    "groups": "0 (no tree) to the number of workers",
+    "relax": "0 to 1",
+    "reference": f"1 to {MAX_BOUND} samples",
+    "pull": "more than 0 and at most 1",
+    "pull_timeout": "0 to less than 3600 seconds",
+    "shards": f"1 to {MAX_SHARDS}",
+    "ema": "0 (none) to less than 1",
+    "clip": "0 (not at all) or more, and finite",
+}
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a word"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,38 +110,69 @@ class Policy:
         self._check()
 
     def _check(self) -> None:
+        self._check_kinds()
         reason = reason_against(self.fold, self.grant, self.scale)
         if reason is not None:
             raise PolicyError(f"{self.spec}: {reason}")
-        checks = {
-            "low and high": (
-                0 <= self.low <= self.high <= MAX_BOUND,
-                f"0 <= low <= high <= {MAX_BOUND}",
-                (self.low, self.high),
-            ),
-            "release": (self.release in ("next-push", "printed"), "release=next-push or release=printed", self.release),
-            "count": (0 <= self.count <= MAX_BOUND, "at least 1", self.count),
-            "backups": (0 <= self.backups <= MAX_BOUND, "at least 0", self.backups),
-            "push_timeout": (0 <= self.push_timeout < 3600, "0 to 3600 seconds", self.push_timeout),
-            "relax": (0 <= self.relax <= 1, "0 to 1", self.relax),
-            "pull": (0 < self.pull <= 1, "more than 0 and at most 1", self.pull),
-            "pull_timeout": (0 <= self.pull_timeout < 3600, "0 to 3600 seconds", self.pull_timeout),
-            "shards": (1 <= self.shards <= 64, "1 to 64", self.shards),
-            "ema": (0 <= self.ema < 1, "0 (none) to less than 1", self.ema),
-            "clip": (self.clip >= 0, "0 (not at all) or more", self.clip),
-            "reference": (self.scale != "square-root" or self.reference > 0, "more than 0 samples", self.reference),
-            "divisor": (self.fold != "count" or self.divisor >= 1, "1 to the number of workers", self.divisor),
-            "groups": (self.groups == 0 or self.fold == "count", "0 unless the fold is 'count'", self.groups),
-            "tune": (not self.tune or self.grant == "round-robin", "false unless the grant is round-robin", self.tune),
+        fits = {
+            "low": 0 <= self.low <= self.high,
+            "high": self.high <= MAX_BOUND,
+            "release": self.release in ("next-push", "printed"),
+            "count": 0 <= self.count <= MAX_BOUND,
+            "backups": 0 <= self.backups <= MAX_BOUND,
+            "push_timeout": 0 <= self.push_timeout < 3600,
+            "divisor": (self.fold != "count" or self.divisor >= 1) and 0 <= self.divisor <= MAX_BOUND,
+            "groups": 0 <= self.groups <= MAX_BOUND,
+            "relax": 0 <= self.relax <= 1,
+            "reference": (self.scale != "square-root" or self.reference >= 1) and 0 <= self.reference <= MAX_BOUND,
+            "pull": 0 < self.pull <= 1,
+            "pull_timeout": 0 <= self.pull_timeout < 3600,
+            "shards": 1 <= self.shards <= MAX_SHARDS,
+            "ema": 0 <= self.ema < 1,
+            "clip": 0 <= self.clip < math.inf,
         }
-        for name, (fits, allowed, found) in checks.items():
-            if not fits:
-                raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
+        wrong = next((name for name, fit in fits.items() if not fit), None)
+        if wrong is not None:
+            raise PolicyError(f"{self.spec}: expected {wrong} of {_ALLOWED[wrong]}, found {getattr(self, wrong)}")
+        self._check_use()
         self._check_pull()
+
+    def _check_kinds(self) -> None:
+        """Every value is of the kind of its default: text read from a spec may be of any."""
+        for name, field in self.__dataclass_fields__.items():
+            kind = type(field.default) if name not in ("fold", "grant") else str
+            value = getattr(self, name)
+            if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind is not bool):
+                allowed = f" of {_ALLOWED[name]}" if name in _ALLOWED and kind is not str else ""
+                raise PolicyError(f"{self.spec}: expected {name} to be {_KINDS[kind][1]}{allowed}, found {value!r}")
+
+    def _check_use(self) -> None:
+        """A value that nothing would read is a mistake."""
+        uses = {
+            "grant 'bounded'": (self.grant == "bounded", ("low", "high", "hard_bound")),
+            "fold 'quorum'": (self.fold == "quorum", ("count", "backups", "push_timeout")),
+            "fold 'count'": (self.fold == "count", ("divisor", "groups")),
+            "grant 'round-robin'": (self.grant == "round-robin", ("relax", "tune")),
+            "scale 'square-root'": (self.scale == "square-root", ("reference",)),
+        }
+        for what, (used, names) in uses.items():
+            given = next((name for name in names if getattr(self, name)), None)
+            if given is not None and not used:
+                found = getattr(self, what.split()[0])
+                raise PolicyError(f"{self.spec}: {given} is read with {what} only, found {what.split()[0]} {found!r}")
+        if self.scale == "batch" and self.grant != "round-robin":
+            raise PolicyError(
+                f"{self.spec}: scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant"
+                f" {self.grant!r}"
+            )
+        if self.count and self.backups:
+            raise PolicyError(f"{self.spec}: a quorum is a count or the workers less the backups: expected one of the two")
 
     def _check_pull(self) -> None:
         if self.pull < 1 and self.shards == 1:
-            raise PolicyError(f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 or more, found 1")
+            raise PolicyError(
+                f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
+            )
         if self.pull < 1 and self.grant in ("at-once", "round-robin"):
             raise PolicyError(
                 f"{self.spec}: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
@@ -126,8 +184,8 @@ class Policy:
             )
         if self.overlap and self.waits_for_fold:
             raise PolicyError(
-                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs the grant"
-                " at-once or bounded"
+                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant"
+                f" other than next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
             )
 
     def check_workers(self, workers: int) -> None:

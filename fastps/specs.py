@@ -15,7 +15,7 @@ from fastps.policy import DEFAULT_SHARDS, Policy
 
 _SCALE_NAMES = {"1/sigma": "staleness", "1/n": "divisor", "sqrt": "square-root"}
 _NAMES = "|".join(re.escape(name) for name in DISCIPLINES)
-_NEXT_SPEC = re.compile(rf",(?=\s*(?:{_NAMES})\s*(?:[:,]|$))")
+_NEXT_SPEC = re.compile(rf",(?=\s*(?:{_NAMES})\s*(?:[:,]|$))", re.IGNORECASE)
 
 
 def _scale(policy: Policy, value: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _scale(policy: Policy, value: str) -> dict[str, Any]:
 
 
 def _pull(policy: Policy, value: str) -> dict[str, Any]:
-    return {"pull": float(value), "shards": policy.shards if policy.shards > 1 else DEFAULT_SHARDS}
+    return {"pull": float(value), **({} if policy.shards > 1 else {"shards": DEFAULT_SHARDS})}
 
 
 def _stagger(policy: Policy, value: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ MODIFIERS: dict[str, tuple[str, Callable[[Policy, str], dict[str, Any]]]] = {
     "scale": ("1/sigma|1/n|mean|linear|one: how a step is scaled", _scale),
     "pull": ("f: a step waits for a fraction f of the shards", _pull),
     "pull_timeout": ("S: and up to S seconds for the rest", lambda policy, value: {"pull_timeout": float(value)}),
-    "shards": ("K: parts of the model with versions of their own", lambda policy, value: {"shards": int(value)}),
+    "shards": ("K: parts of the model with versions of their own", lambda policy, value: {"shards": _value(value)}),
     "stagger": ("r: grants in a fixed order, r T/N apart", _stagger),
     "ema": ("d: keep a moving average of the weights", lambda policy, value: {"ema": float(value)}),
     "clip": ("g: clip each push to a global norm of g", lambda policy, value: {"clip": float(value)}),
@@ -62,16 +62,23 @@ def parse_policy(spec: "str | Policy") -> Policy:
         raise PolicyError(f"unknown synchronization {spec!r}: expected one of {known}")
     parts = [part.strip() for part in rest.split(",")] if colon else []
     numbers = [part for part in parts if "=" not in part]
-    options = dict(_split(part) for part in parts if "=" in part)
+    pairs = [_split(part) for part in parts if "=" in part]
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise PolicyError(f"{spec!r}: expected each option once, found one of {', '.join(options)} again")
     own = {key: options.pop(key) for key in list(options) if key in discipline.options}
     unknown = next((key for key in options if key not in MODIFIERS), None)
     if unknown is not None:
-        known = ", ".join([*discipline.options, *MODIFIERS])
+        known = ", ".join(dict.fromkeys([*discipline.options, *MODIFIERS]))
         raise PolicyError(f"{spec!r}: expected {discipline.usage} with the options {known}, found the option {unknown!r}")
     policy = _build(spec, discipline, _numbers(spec, numbers, discipline), own)
-    for key, text in options.items():
-        policy = policy.with_options(f"{key}={text}", **_read(spec, key, text, partial(MODIFIERS[key][1], policy)))
-    return policy
+    if not options:
+        return policy
+    # All together, for one may make sense only with another; what is written as shards= stands, whatever its place.
+    values: dict[str, Any] = {}
+    for key, text in sorted(options.items(), key=lambda pair: pair[0] == "shards"):
+        values |= _read(spec, key, text, partial(MODIFIERS[key][1], policy))
+    return policy.with_options(",".join(f"{key}={text}" for key, text in options.items()), **values)
 
 
 def parse_policies(specs: str) -> list[Policy]:

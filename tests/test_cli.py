@@ -48,6 +48,26 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], messa
     assert "Traceback" not in outcome.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "--sync", "psp:5,0.5", "--workers", "4"], "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
+        (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1.0"),
+        (
+            ["compare", "--sync", "bsp,policy:fold=all,grant=at-once"],
+            "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"
+            " that wait for it: use grant 'next-version'",
+        ),
+    ],
+)
+def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    outcome = _run(*arguments)
+    assert outcome.returncode == 2
+    (line,) = outcome.stderr.splitlines()
+    assert line.endswith(sentence)
+    assert outcome.stdout == ""
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
 
