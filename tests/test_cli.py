@@ -49,7 +49,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
 
 
-@pytest.mark.parametrize("command", ["run", "train", "compare"])
+@pytest.mark.parametrize("command", ["run", "train", "compare", "bench"])
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = _run(command, "--help")
     assert outcome.returncode == 0
