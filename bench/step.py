@@ -97,9 +97,9 @@ class Side:
         elif self.job.is_level:
             lowest, highest = _weight_after(self.steps, _mean(self.job)), _weight_after(self.steps, _mean(self.job))
         else:
-            # Of racing updates some are lost, or not yet seen: at least one worker's were made, at most all. An update with
-            # the momentum of all is larger than each with its own.
-            lowest, highest = _weight_after(self.steps * self.job.workers, 1.0), _weight_after(self.steps, 1.0)
+            # Of racing updates some are lost, or not yet seen (under asp a worker goes on while its last two pushes wait): at
+            # least one worker's others were made, at most all. An update with the momentum of all is larger than with its own.
+            lowest, highest = _weight_after(self.steps * self.job.workers, 1.0), _weight_after(self.steps - 2, 1.0)
             lowest = min(lowest, 1.0 - self.job.workers * (1.0 - highest))
         slack = tolerance * max(1.0, abs(lowest))
         for least, most in self.crew.call(0):
