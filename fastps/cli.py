@@ -366,6 +366,44 @@ def top(
         write_json("top", rows, json_file)
 
 
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas, such as 25000,1e6."""
+    try:
+        return tuple(int(float(number)) for number in text.split(","))
+    except (ValueError, OverflowError):
+        raise UsageError(f"--{name}: expected whole numbers separated by commas, found {text!r}") from None
+
+
+@app.command(epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6")
+def bench(
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step or all.")] = "all",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
+    repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
+    workers: Annotated[str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step.")] = "2,4",
+    parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
+    against: Annotated[
+        str, typer.Option(help="Peers of a step: limit, gloo, ddp, hogwild, handmade; mpi, rpc and ray are told to be missing.")
+    ] = "limit,gloo,ddp,hogwild,handmade",
+    json_file: Json = None,
+) -> None:
+    """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
+    from dataclasses import replace
+
+    from fastps.bench.measure import SMOKE, BenchOptions
+    from fastps.bench.run import run as run_bench
+    from fastps.bench.show import show
+    from fastps.report import write_json
+
+    peers = tuple(against.split(","))
+    options = BenchOptions(
+        repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
+    )
+    rows = run_bench(what, replace(SMOKE, against=peers) if smoke else options)
+    show(rows, _console(json_file))
+    if json_file is not None:
+        write_json(f"bench {what}", rows, json_file)
+
+
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     try:

@@ -204,6 +204,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 tensor.grad = views[index].zero_()
                 self._present.add(index)
 
+    def expose_gradients(self) -> None:
+        """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
+
+        For gradients that come from elsewhere than autograd: they need no copy then.
+        """
+        for tensor, view in zip(self._tensors, self._gradient_tensors[self._worker.slot], strict=True):
+            tensor.grad = view
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients over several backwards: `step()` is refused inside, as a reminder that it would push.

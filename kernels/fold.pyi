@@ -25,6 +25,30 @@ MAX_USER_PLANES: int
 TILE: int
 
 def instruction_sets() -> list[str]: ...
+
+class Folding:
+    def __init__(
+        self,
+        rule: int,
+        mode: int,
+        segments: list[tuple[int, int, int]],
+        pushes: Sequence[_Push],
+        weights: npt.NDArray[np.float32],
+        state: npt.NDArray[np.float32],
+        steps: npt.NDArray[np.int64],
+        weights_out: npt.NDArray[np.float32],
+        state_out: npt.NDArray[np.float32],
+        steps_out: npt.NDArray[np.int64],
+        *,
+        scale: float = 1.0,
+        rate_scale: float = 1.0,
+        ema_plane: int = -1,
+        ema_decay: float = 0.0,
+        user_rule: int = 0,
+        instruction_set: str = "auto",
+    ) -> None: ...
+    def run(self, first: int, last: int, times: int = 1) -> None: ...
+
 def fold(
     rule: int,
     mode: int,

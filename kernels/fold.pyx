@@ -66,10 +66,115 @@ cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept
     return fps_fold_range(_chosen, job, first, last)
 
 
+cdef class Folding:
+    """A fold of given pushes, from given buffers into given ones, as often as one likes: once made, it allocates nothing.
+
+    Arguments as of `fold`; results are written into `weights_out`, `state_out` and `steps_out`, which must not be the inputs.
+
+    >>> import numpy as np
+    >>> gradient, weights, out = np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)
+    >>> none, steps = np.zeros((0, 2), np.float32), np.zeros(1, np.int64)
+    >>> pushes = [(gradient, [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0)]
+    >>> Folding(RULE_SGD, FOLD_SUM, [(0, 2, 0)], pushes, weights, none, steps, out, none, steps.copy()).run(0, 2)
+    >>> out.tolist()
+    [0.5, 0.5]
+    """
+
+    cdef fps_fold_job job
+    cdef const fps_tile_functions *tile
+    cdef fps_segment *segments
+    cdef fps_push *pushes
+    cdef list keep
+
+    def __cinit__(self, int rule, int mode, list segments not None, list pushes not None,
+                  const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
+                  float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
+                  double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
+                  str instruction_set="auto"):
+        cdef int64_t n = weights.shape[0]
+        if steps.shape[0] != len(segments) or state.shape[1] != n:
+            raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
+                             f"found {steps.shape[0]} and {state.shape[1]}")
+        if weights_out.shape[0] != n or state_out.shape[0] != state.shape[0] or state_out.shape[1] != n \
+                or steps_out.shape[0] != steps.shape[0]:
+            raise ValueError(f"expected outputs of the inputs' shapes, {n} floats and {steps.shape[0]} parameters")
+        self.tile = fps_isa_functions(_isa_of(instruction_set))
+        self.keep = [weights, state, steps, weights_out, state_out, steps_out]
+        memset(&self.job, 0, sizeof(self.job))
+        self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
+        self.pushes = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
+        if not self.segments or not self.pushes:
+            raise MemoryError()
+        self._set_segments(segments, n)
+        self._set_pushes(pushes, n)
+        self.job.rule = rule
+        self.job.mode = mode
+        self.job.user_rule = <fps_user_rule> user_rule
+        self.job.state_planes = state.shape[0]
+        self.job.ema_plane = ema_plane
+        self.job.ema_decay = ema_decay
+        self.job.state_stride = n
+        self.job.n_segments = len(segments)
+        self.job.segments = self.segments
+        self.job.n_pushes = len(pushes)
+        self.job.pushes = self.pushes
+        self.job.scale = scale
+        self.job.rate_scale = rate_scale
+        self.job.weights_in = &weights[0]
+        self.job.weights_out = &weights_out[0]
+        self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # of no planes nothing is read
+        self.job.state_out = &state_out[0, 0] if state.shape[0] else self.job.weights_out
+        if steps.shape[0]:
+            self.job.steps_in = &steps[0]
+            self.job.steps_out = &steps_out[0]
+
+    def __dealloc__(self):
+        free(self.segments)
+        free(self.pushes)
+
+    cdef int _set_segments(self, list segments, int64_t n) except -1:
+        cdef int index
+        for index, (offset, length, group) in enumerate(segments):
+            if offset < 0 or length < 0 or offset + length > n:
+                raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
+            self.segments[index].offset = offset
+            self.segments[index].length = length
+            self.segments[index].group = group
+            self.segments[index].parameter = index
+        return 0
+
+    cdef int _set_pushes(self, list pushes, int64_t n) except -1:
+        cdef const float[::1] gradient
+        cdef const double[:, ::1] hypers
+        cdef const uint64_t[::1] presence
+        cdef int index
+        for index, (values, groups, present, scale, *rate_scale) in enumerate(pushes):
+            gradient = np.ascontiguousarray(values, np.float32)
+            hypers = _hyper_words(groups)
+            presence = _presence_words(present)
+            if gradient.shape[0] != n:
+                raise ValueError(f"expected gradients of {n} floats, found {gradient.shape[0]}")
+            self.keep.append((gradient, hypers, presence))
+            self.pushes[index].gradient = &gradient[0]
+            self.pushes[index].hypers = <const fps_hyper *> &hypers[0, 0]
+            self.pushes[index].presence = &presence[0]
+            self.pushes[index].scale = scale
+            self.pushes[index].rate_scale = rate_scale[0] if rate_scale else 1.0
+        return 0
+
+    def run(self, int64_t first, int64_t last, int64_t times=1):
+        """Fold the floats [first, last), `times` times over. Releases the GIL. Raises ValueError if its job is refused."""
+        cdef int outcome = 0
+        cdef int64_t _time
+        with nogil:
+            for _time in range(times):
+                outcome = outcome or fps_fold_range(self.tile, &self.job, first, last)
+        if outcome:
+            raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
+
+
 def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
-         const float[:, ::1] state not None, const int64_t[::1] steps not None, *, double scale=1.0,
-         double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
-         str instruction_set="auto", ranges=None):
+         const float[:, ::1] state not None, const int64_t[::1] steps not None, *, ranges=None, **options):
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Args:
@@ -81,80 +186,17 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
+        instruction_set: one of `instruction_sets()`, or "auto" for the widest.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 
     Returns (weights, state, steps) as new arrays. Raises ValueError for measures that do not fit.
     """
-    cdef int64_t n = weights.shape[0]
-    cdef fps_fold_job job
-    cdef fps_segment *segment_words = NULL
-    cdef fps_push *push_words = NULL
-    cdef float[::1] weights_out = np.zeros(n, np.float32)
-    cdef float[:, ::1] state_out = np.zeros((max(1, state.shape[0]), n), np.float32)
-    cdef int64_t[::1] steps_out = np.zeros(max(1, len(segments)), np.int64)
-    cdef const float[:, ::1] state_in = state if state.shape[0] else np.zeros((1, n), np.float32)
-    cdef const float[::1] gradient
-    cdef const double[:, ::1] hypers
-    cdef const uint64_t[::1] presence
-    cdef int index, outcome = 0
-    cdef const fps_tile_functions *tile = fps_isa_functions(_isa_of(instruction_set))
-    keep = []
-    if steps.shape[0] != len(segments) or state.shape[1] != n:
-        raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
-                         f"found {steps.shape[0]} and {state.shape[1]}")
-    for offset, length, _ in segments:
-        if offset < 0 or length < 0 or offset + length > n:
-            raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
-    memset(&job, 0, sizeof(job))
-    try:
-        segment_words = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
-        push_words = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
-        if not segment_words or not push_words:
-            raise MemoryError()
-        for index, (offset, length, group) in enumerate(segments):
-            segment_words[index].offset = offset
-            segment_words[index].length = length
-            segment_words[index].group = group
-            segment_words[index].parameter = index
-        for index, (values, groups, present, push_scale, *push_rate_scale) in enumerate(pushes):
-            gradient = np.ascontiguousarray(values, np.float32)
-            hypers = _hyper_words(groups)
-            presence = _presence_words(present)
-            if gradient.shape[0] != n:
-                raise ValueError(f"expected gradients of {n} floats, found {gradient.shape[0]}")
-            keep.append((gradient, hypers, presence))
-            push_words[index].gradient = &gradient[0]
-            push_words[index].hypers = <const fps_hyper *> &hypers[0, 0]
-            push_words[index].presence = &presence[0]
-            push_words[index].scale = push_scale
-            push_words[index].rate_scale = push_rate_scale[0] if push_rate_scale else 1.0
-        job.rule = rule
-        job.mode = mode
-        job.user_rule = <fps_user_rule> user_rule
-        job.state_planes = state.shape[0]
-        job.ema_plane = ema_plane
-        job.ema_decay = ema_decay
-        job.state_stride = n
-        job.n_segments = len(segments)
-        job.segments = segment_words
-        job.n_pushes = len(pushes)
-        job.pushes = push_words
-        job.scale = scale
-        job.rate_scale = rate_scale
-        job.weights_in = &weights[0]
-        job.weights_out = &weights_out[0]
-        job.state_in = &state_in[0, 0]
-        job.state_out = &state_out[0, 0]
-        job.steps_in = &steps[0]
-        job.steps_out = &steps_out[0]
-        for first, last in ranges or [(0, n)]:
-            outcome = outcome or fps_fold_range(tile, &job, first, last)
-    finally:
-        free(segment_words)
-        free(push_words)
-    if outcome:
-        raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
-    return np.asarray(weights_out), np.asarray(state_out)[:state.shape[0]], np.asarray(steps_out)[:len(segments)]
+    outputs = (np.zeros(weights.shape[0], np.float32), np.zeros((state.shape[0], state.shape[1]), np.float32),
+               np.zeros(steps.shape[0], np.int64))
+    folding = Folding(rule, mode, segments, pushes, weights, state, steps, *outputs, **options)
+    for first, last in ranges or [(0, weights.shape[0])]:
+        folding.run(first, last)
+    return outputs
 
 
 def _hyper_words(groups):

@@ -132,3 +132,49 @@ cdef class Ring:
         if tries > patience:
             raise TimeoutError(f"the ring stayed empty at descriptor {i}")
         return empty
+
+    def echo(self, Ring back not None, bint first, uint64_t count, int64_t patience=2_000_000_000):
+        """Descriptors to and fro: the `first` process posts here and waits for the answer in `back`; the other answers.
+
+        The two rings are each other's way back; each counts its own tail, so that calls may follow each other. Raises
+        AssertionError for a wrong descriptor, TimeoutError after `patience` fruitless looks in a row.
+        """
+        cdef uint64_t i, begin = self.lane.tail
+        cdef int outcome = 0
+        with nogil:
+            for i in range(begin, begin + count):
+                if first:
+                    self._send(i)
+                outcome = back._receive(i, patience)
+                if outcome != 0:
+                    break
+                if not first:
+                    self._send(i)
+        if outcome > 0:
+            raise AssertionError(f"descriptor {i}: found another step")
+        if outcome < 0:
+            raise TimeoutError(f"the ring stayed empty at descriptor {i}")
+
+    cdef void _send(self, uint64_t step) noexcept nogil:
+        """Post one descriptor into a ring that has room."""
+        cdef fps_descriptor descriptor
+        memset(&descriptor, 0, sizeof(descriptor))
+        descriptor.step = step
+        descriptor.read_version = _mixed(step)
+        lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor)
+
+    cdef int _receive(self, uint64_t step, int64_t patience) noexcept nogil:
+        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `patience` looks."""
+        cdef uint64_t head = self.seat.head
+        cdef fps_descriptor *descriptor
+        cdef int64_t tries = 0
+        while fps_tail_acquire(&self.lane.tail) == head:
+            tries += 1
+            if tries > patience:
+                return -1
+            fps_pause()
+        descriptor = lane_descriptor(self.lane, self.size, head)
+        if descriptor.step != step or descriptor.read_version != _mixed(step):
+            return 1
+        fps_head_release(&self.seat.head, head + 1)
+        return 0

@@ -287,6 +287,9 @@ cdef class Scheduler:
     cdef scheduler_t *state
     cdef bytearray memory
     cdef dict dropped_since  # worker to pushes dropped behind one that is kept
+    cdef int32_t turn        # play: whose turn it is, whether it has had one, and the time
+    cdef bint again
+    cdef int64_t played_ns
 
     def __cinit__(self, int workers, **values):
         cdef policy_t policy
@@ -359,6 +362,72 @@ cdef class Scheduler:
             raise ValueError("no timer is set")
         roster_begin(self.state)
         return self._outcome(scheduler_fire(self.state), 0)
+
+    def play(self, int64_t events, int64_t[::1] read_versions not None):
+        """Play `events` pushes without Python in between: every worker in turn that may push, worker 0 twice a turn.
+
+        Timers that are due, or for which all wait, are fired. `read_versions` (int64[workers], zeros at first) is where the
+        version of each worker's last grant is kept: the timestamp of its push, as a store's worker would send it. What is
+        folded is not told, so do not mix this with `push` and `leave`. Returns the folds; raises RuntimeError if nobody may
+        push and no timer is set.
+        """
+        cdef int64_t played = 0, version = self.state.version
+        if read_versions.shape[0] != self.state.n_workers:
+            raise ValueError(f"expected {self.state.n_workers} versions, found {read_versions.shape[0]}")
+        with nogil:
+            while played < events and self._play_next(&read_versions[0]):
+                played += 1
+        if played < events:
+            raise RuntimeError(f"after {played} events nobody may push, and no timer is set")
+        return self.state.version - version
+
+    cdef bint _play_next(self, int64_t *read_versions) noexcept nogil:
+        """One push by the next worker that may; False when there is none."""
+        cdef scheduler_t *state = self.state
+        cdef worker_t *w
+        cdef int32_t looked = 0
+        while True:
+            w = &roster_workers(state)[self.turn]
+            if w.live and not w.waiting:
+                break
+            self._pass_turn()
+            looked += 1
+            if looked > state.n_workers:
+                if scheduler_due(state) == NEVER_NS:
+                    return False
+                self.played_ns = max(self.played_ns, scheduler_due(state))
+                self._play_timer(read_versions)
+                looked = 0
+        self.played_ns += 1000
+        while scheduler_due(state) != NEVER_NS and scheduler_due(state) <= self.played_ns:
+            self._play_timer(read_versions)
+        roster_begin(state)
+        w.consumed += 1
+        scheduler_push(state, self.turn, self.played_ns, read_versions[self.turn], 1)
+        self._note_grants(read_versions)
+        self._pass_turn()
+        return True
+
+    cdef void _pass_turn(self) noexcept nogil:
+        """To the next worker; worker 0 has two turns."""
+        if self.turn == 0 and not self.again:
+            self.again = True
+            return
+        self.again = False
+        self.turn = self.turn + 1 if self.turn + 1 < self.state.n_workers else 0
+
+    cdef void _play_timer(self, int64_t *read_versions) noexcept nogil:
+        roster_begin(self.state)
+        scheduler_fire(self.state)
+        self._note_grants(read_versions)
+
+    cdef void _note_grants(self, int64_t *read_versions) noexcept nogil:
+        """Whoever was granted by this event reads the newest version."""
+        cdef int32_t i, index
+        for i in range(self.state.n_touched_workers):
+            index = roster_touched(self.state)[i]
+            if roster_workers(self.state)[index].granted_at == self.state.sequence:
+                read_versions[index] = self.state.version
 
     def clock(self, int worker):
         """Pushes received from `worker`."""

@@ -1,0 +1,77 @@
+"""A lane between two processes on two cores: how long a descriptor takes from post to seen, and how many pass in a second.
+
+The limit is one number in one cache line, handed to and fro. Refuses to measure wake-ups from sleep, and two processes that
+share a core.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+
+from fastps.bench.crew import Crew
+from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
+from fastps.kernels import limit
+from fastps.kernels.lane import Ring
+
+RING_SIZE = 16
+_PAGE = mmap.PAGESIZE
+
+
+def measure(options: BenchOptions) -> list[Row]:
+    """A row for each of the lane's two figures, and one for the limit."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return [{"bench": "lane", "name": "post-to-seen", "missing": f"needs 2 cores, found {len(cores)}", "checked": False}]
+    count = 200 if options.smoke else 200_000
+    memory = mmap.mmap(-1, 4 * _PAGE)
+
+    def begin(rank: int) -> Callable[[str], float]:
+        os.sched_setaffinity(0, {cores[rank]})
+        works = _works(memory, first=rank == 0, count=count)
+        return lambda name: elapsed(works[name], 1)
+
+    with Crew(2, begin) as crew:
+        for name in ("post-to-seen", "throughput", "limit"):
+            crew.call(name)
+        sides = {name: _side(crew, name, count) for name in ("post-to-seen", "throughput", "limit")}
+        spreads = interleaved(sides, options.repeats)
+    shares = {name: spreads["limit"].median / spreads[name].median for name in ("post-to-seen", "limit")}
+    return [
+        {
+            "bench": "lane",
+            "name": name,
+            "size": RING_SIZE,
+            "backend": "spin" if name == "limit" else "ring",
+            **spread.row(),
+            "ns_per_op": spread.median * 1e9,
+            "limit_share": shares.get(name),
+            "checked": True,  # each side compares every descriptor with what was sent, and raises
+        }
+        for name, spread in spreads.items()
+    ]
+
+
+def _works(memory: mmap.mmap, first: bool, count: int) -> dict[str, Callable[[int], None]]:
+    """What one of the two processes does for each figure."""
+    size = Ring.bytes_for(RING_SIZE)
+    there, back, stream = (Ring(memoryview(memory)[_PAGE * at : _PAGE * at + size], RING_SIZE) for at in range(3))
+    mine, theirs = (there, back) if first else (back, there)
+    word = memoryview(memory)[3 * _PAGE : 3 * _PAGE + 2 * limit.LINE]
+
+    def pass_through(_times: int) -> None:
+        if first:
+            stream.produce(count, seed=1)
+        else:
+            stream.consume(count, seed=1)
+
+    return {
+        "post-to-seen": lambda _times: mine.echo(theirs, first, count),
+        "throughput": pass_through,
+        "limit": lambda _times: limit.spin(word, first, count),
+    }
+
+
+def _side(crew: Crew, name: str, count: int) -> Callable[[], float]:
+    """Seconds of one way, by the first process' clock: its round trips are whole."""
+    ways = 1 if name == "throughput" else 2
+    return lambda: crew.call(name)[1 if name == "throughput" else 0] / count / ways

@@ -1,0 +1,109 @@
+"""How a benchmark measures: sides take turns (A B A B), each repeat is long enough for the clock, and medians are shown.
+
+Figures of one run are comparable with each other and with nothing else. Refuses to know what is measured, and to judge.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import Error, UsageError
+from fastps.kernels import limit
+
+Row = dict[str, Any]
+Floats = npt.NDArray[np.float32]
+
+PEERS = ("limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray")
+
+
+class WrongResultError(Error):
+    """A benchmark's own result was not what it must be: its figures mean nothing."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure, and how long. `smoke` makes everything tiny: it proves that benchmarks run, and measures nothing."""
+
+    smoke: bool = False
+    repeats: int = 7
+    workers: tuple[int, ...] = (2, 4)
+    parameters: tuple[int, ...] = (25_000, 1_000_000, 25_000_000)
+    against: tuple[str, ...] = ("limit", "gloo", "ddp", "hogwild", "handmade")
+    repeat_s: float = field(default=0.1)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.against if name not in PEERS]
+        if unknown:
+            raise UsageError(f"--against: expected some of {', '.join(PEERS)}, found {', '.join(unknown)}")
+        for name, values in {"repeats": (self.repeats,), "workers": self.workers, "parameters": self.parameters}.items():
+            if not values or min(values) < 1:
+                raise UsageError(f"--{name}: expected at least 1, found {values}")
+
+
+SMOKE = BenchOptions(smoke=True, repeats=2, workers=(2,), parameters=(1_000,), repeat_s=0.001)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of one operation over all repeats."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The figure that is shown."""
+        return statistics.median(self.seconds)
+
+    def row(self) -> Row:
+        """The keys that every row of a measurement has."""
+        keys = {"seconds_median": self.median, "seconds_min": min(self.seconds), "seconds_max": max(self.seconds)}
+        return {**keys, "repeats": len(self.seconds)}
+
+
+def interleaved(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Spread]:
+    """Let every side measure once a round, in turn; each returns the seconds of one operation."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, measure in sides.items():
+            seconds[name].append(measure())
+    return {name: Spread(tuple(values)) for name, values in seconds.items()}
+
+
+def repeated(run: Callable[[int], object], repeat_s: float) -> Callable[[], float]:
+    """A side of `interleaved` that runs `run(times)` for about `repeat_s`; the first calls, which warm up, decide how often."""
+    times = 1
+    while (seconds := elapsed(run, times)) < repeat_s / 4:
+        times *= 4
+    times = max(1, round(times * repeat_s / seconds))
+    return lambda: elapsed(run, times) / times
+
+
+def elapsed(run: Callable[[int], object], times: int) -> float:
+    """Seconds of one call."""
+    began_ns = time.perf_counter_ns()
+    run(times)
+    return (time.perf_counter_ns() - began_ns) / 1e9
+
+
+def aligned(rows: int, length: int, memory: Any = None) -> Floats:
+    """float32[rows, length]; each row begins on a cache line if length is a multiple of 16. Zeros, unless memory is given."""
+    floats = np.zeros(rows * length + 16, np.float32) if memory is None else np.frombuffer(memory, np.float32)
+    skip = -floats.ctypes.data % limit.LINE // 4
+    found: Floats = floats[skip : skip + rows * length].reshape(rows, length)
+    return found
+
+
+def whole_lines(parameters: int) -> int:
+    """The least number of floats that fills cache lines and is not fewer."""
+    return -(-parameters // 16) * 16
+
+
+def check(is_right: bool, what: str, found: object) -> None:
+    """Raise WrongResultError unless the benchmark computed what it must."""
+    if not is_right:
+        raise WrongResultError(f"expected {what}, found {found}: the benchmark did not do its work, so its time says nothing")

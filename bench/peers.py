@@ -1,0 +1,253 @@
+"""The ways to synchronize one step that `fastps bench step` compares: each a class that a forked worker makes and steps.
+
+SGD with momentum on 60 tensors of equal size, gradients ready before the step. Every worker's gradient is constant (1, 2, ...
+by rank; 1 under asynchronous ones), so that the weights can be foretold. Refuses straw men: peers get flat tensors, fused
+optimizers and the threads that are theirs. Refuses to time anything.
+"""
+
+import importlib.util
+import itertools
+import math
+import mmap
+import os
+import sys
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastps.bench.measure import aligned, whole_lines
+from fastps.kernels import limit
+from fastps.torch import DistributedOptimizer
+
+TENSORS = 60
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+BUCKET_FLOATS, FIRST_BUCKET_FLOATS = 25 * 2**18, 2**18  # DDP's 25 MiB, and 1 MiB for the first
+
+
+class Job:
+    """What the workers of one side share: memory made before the fork, and names."""
+
+    def __init__(self, name: str, workers: int, parameters: int, rows: int, folder: str, barrier: Barrier) -> None:
+        self.name = name
+        self.workers = workers
+        self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # a little more, so that tensors fill lines
+        self.folder = folder
+        self.barrier = barrier
+        self.memory = mmap.mmap(-1, max(1, rows) * self.size * 4 + mmap.PAGESIZE)
+        self.shared = aligned(rows, self.size, self.memory)
+        self.is_level = name not in ("fastps-asp", "hogwild")
+
+    def gradient(self, rank: int) -> float:
+        """Every element of a worker's gradient."""
+        return rank + 1.0 if self.is_level else 1.0
+
+    def part(self, rank: int, parts: int) -> slice:
+        """One of `parts` runs of whole cache lines."""
+        lines = self.size // 16
+        return slice(16 * (lines * rank // parts), 16 * (lines * (rank + 1) // parts))
+
+    def tensors_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The model's tensors as views of one flat tensor."""
+        return list(flat.view(TENSORS, -1).unbind())
+
+
+def fused_sgd(tensors: list[torch.Tensor], learning_rate: float = LEARNING_RATE) -> torch.optim.SGD:
+    """The optimizer of every peer."""
+    return torch.optim.SGD(tensors, lr=learning_rate, momentum=MOMENTUM, fused=True)
+
+
+class Limit:
+    """One pass over memory, by as many processes as there are cores, which never wait for each other: no step can be faster.
+
+    Reads and writes the same buffers each time; rows of shared: gradients, weights, momentum, and both again to write.
+    """
+
+    def __init__(self, job: Job, rank: int, streaming: bool) -> None:
+        count = job.workers
+        rows = job.shared
+        rows[rank] = job.gradient(rank)
+        self.part = job.part(rank, min(count, len(os.sched_getaffinity(0))))
+        for row in range(count + 4):
+            rows[row, self.part] = job.gradient(row) if row < count else 0.0
+        rows[count, self.part] = 1.0
+        self.loop = limit.Loop(
+            [rows[row] for row in range(count)],
+            rows[count],
+            rows[count + 1 : count + 2],
+            rows[count + 2],
+            rows[count + 3 : count + 4],
+            learning_rate=LEARNING_RATE / count,
+            momentum=MOMENTUM,
+        )
+        self.streaming = streaming
+        self.weights = torch.from_numpy(rows[count + 2])[self.part]
+
+    def run(self, steps: int) -> None:
+        """So many passes, without Python in between."""
+        self.loop.run(self.part.start, self.part.stop, self.streaming, steps)
+
+
+class Peer:
+    """A worker of a side: `step` is one synchronization step, `weights` what it holds then."""
+
+    weights: torch.Tensor
+
+    def step(self) -> None:
+        """One synchronization step."""
+        raise NotImplementedError
+
+    def run(self, steps: int) -> None:
+        """So many steps, from Python, as a training script takes them."""
+        for _ in range(steps):
+            self.step()
+
+    def close(self) -> None:
+        """The end."""
+
+
+class Fastps(Peer):
+    """fastps: zero_grad, gradients in the slot, step() with its swap of 60 tensors."""
+
+    def __init__(self, job: Job, rank: int, sync: str) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
+        self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size))]
+        self.optimizer = DistributedOptimizer(torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM), sync)
+        self.gradient = job.gradient(rank)
+        self.unwritten = self.optimizer.worker.store.arena.slots
+
+    def step(self) -> None:
+        """As a training script's, less the backward: the first steps write the slots, which then stay as they are."""
+        self.optimizer.zero_grad()
+        self.optimizer.expose_gradients()
+        if self.unwritten:
+            self.unwritten -= 1
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter.grad.fill_(self.gradient)
+        self.optimizer.step()
+
+    @property
+    def weights(self) -> torch.Tensor:  # type: ignore[override]
+        """The weights taken last."""
+        return torch.cat([parameter.detach() for parameter in self.parameters])
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.optimizer.close()
+
+
+class Gloo(Peer):
+    """torch.distributed: one flat tensor, all_reduce, mean, one fused step on it."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
+        self.workers = job.workers
+        self.weights = torch.ones(job.size).requires_grad_()
+        self.gradient = torch.full((job.size,), job.gradient(rank))
+        self.prepare(job)
+
+    def prepare(self, job: Job) -> None:
+        """What is left to do once: the optimizer."""
+        self.weights.grad = self.gradient
+        self.optimizer = fused_sgd([self.weights])
+
+    def step(self) -> None:
+        """The mean stays in the gradient, so that the next step's mean is the same."""
+        dist.all_reduce(self.gradient)
+        self.gradient.div_(self.workers)
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+class Ddp(Gloo):
+    """What DistributedDataParallel does after backward: all its buckets' all_reduce at once, then a step on 60 tensors."""
+
+    def prepare(self, job: Job) -> None:
+        """Gradients are views of the buckets, as with gradient_as_bucket_view."""
+        parameters = [torch.nn.Parameter(tensor) for tensor in job.tensors_of(self.weights.detach())]
+        for parameter, gradient in zip(parameters, job.tensors_of(self.gradient), strict=True):
+            parameter.grad = gradient
+        cuts = [0, *range(min(FIRST_BUCKET_FLOATS, job.size), job.size, BUCKET_FLOATS), job.size]
+        self.buckets = [self.gradient[begin:end] for begin, end in itertools.pairwise(cuts) if end > begin]
+        self.optimizer = fused_sgd(list(parameters))
+
+    def step(self) -> None:
+        """All buckets, then one optimizer step."""
+        works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
+        for work, bucket in zip(works, self.buckets, strict=True):
+            work.wait()
+            bucket.div_(self.workers)
+        self.optimizer.step()
+
+
+class Hogwild(Peer):
+    """Weights in shared memory, each worker's own fused step in place: no aggregation, no consistency. Row 0 of shared."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        if rank == 0:
+            job.shared[0] = 1.0
+        job.barrier.wait()
+        self.weights = torch.from_numpy(job.shared[0]).requires_grad_()
+        self.weights.grad = torch.full((job.size,), job.gradient(rank))
+        self.optimizer = fused_sgd([self.weights])
+
+    def step(self) -> None:
+        """One update of the shared weights."""
+        self.optimizer.step()
+
+
+class Handmade(Peer):
+    """The best that is written by hand: all in shared memory, each worker sums and updates its part between two barriers.
+
+    Rows of shared: weights, then a gradient a worker, then room for the barrier. Where every worker has a core, the barrier
+    spins on counters (x86 only: other machines may reorder its plain stores); else it is multiprocessing's.
+    """
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.barrier, self.rank, self.phase = job.barrier, rank, 0
+        part = job.part(rank, job.workers)
+        job.shared[1 + rank] = job.gradient(rank)
+        job.shared[0, part] = 1.0
+        self.phases = job.shared[1 + job.workers].view("int64")[: 8 * job.workers : 8]
+        self.phases[rank] = 0
+        job.barrier.wait()
+        self.spins = job.workers <= len(os.sched_getaffinity(0)) and os.uname().machine == "x86_64"
+        self.weights = torch.from_numpy(job.shared[0])
+        own = torch.from_numpy(job.shared[0, part]).requires_grad_()
+        self.gradients = [torch.from_numpy(job.shared[1 + worker, part]) for worker in range(job.workers)]
+        self.total = own.grad = torch.empty_like(own, requires_grad=False)
+        self.optimizer = fused_sgd([own], LEARNING_RATE / job.workers)
+
+    def meet(self) -> None:
+        """Wait until everyone is here."""
+        if not self.spins:
+            self.barrier.wait()
+            return
+        self.phase += 1
+        self.phases[self.rank] = self.phase
+        while self.phases.min() < self.phase:
+            pass
+
+    def step(self) -> None:
+        """Everyone's gradients are there; sum one's part, update it, and wait for the others'."""
+        self.meet()
+        if len(self.gradients) > 1:
+            torch.add(self.gradients[0], self.gradients[1], out=self.total)
+            for gradient in self.gradients[2:]:
+                self.total.add_(gradient)
+        else:
+            self.total.copy_(self.gradients[0])
+        self.optimizer.step()
+        self.meet()
+
+
+def missing_reason(name: str) -> str:
+    """Why a peer that is known by name is not measured."""
+    module = {"mpi": "mpi4py", "rpc": "torch.distributed.rpc", "ray": "ray"}[name]
+    found = module in sys.modules or importlib.util.find_spec(module) is not None
+    return f"{module} is {'installed' if found else 'not installed'}, and this benchmark does not drive it"

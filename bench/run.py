@@ -1,0 +1,16 @@
+"""The benchmarks by name: what `fastps bench` calls. Refuses to measure, to print, and to import what is not asked for."""
+
+import importlib
+
+from fastps.bench.measure import BenchOptions, Row
+from fastps.errors import UsageError
+
+BENCHES = ("kernels", "lane", "scheduler", "step")
+
+
+def run(name: str, options: BenchOptions) -> list[Row]:
+    """The rows of one benchmark, or of all. Raises UsageError for another name, WrongResultError if a result was wrong."""
+    if name != "all" and name not in BENCHES:
+        raise UsageError(f"expected one of {', '.join(BENCHES)}, all; found {name!r}")
+    modules = [importlib.import_module(f"fastps.bench.{each}") for each in BENCHES if name in (each, "all")]
+    return [row for module in modules for row in module.measure(options)]

@@ -1,0 +1,84 @@
+"""What `fastps bench` prints: the machine, a table a benchmark, and the bound that each is compared with. Judges nothing."""
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from fastps.bench.measure import Row
+from fastps.report import machine
+
+Columns = dict[str, Callable[[Row], str]]
+
+
+def _seconds(seconds: float) -> str:
+    """A time with three digits and the unit that fits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+_TIMES: Columns = {
+    "median": lambda row: _seconds(row["seconds_median"]),
+    "least": lambda row: _seconds(row["seconds_min"]),
+    "most": lambda row: _seconds(row["seconds_max"]),
+}
+_SHARE: Columns = {"limit share": lambda row: "-" if row.get("limit_share") is None else f"{row['limit_share']:.2f}"}
+_TABLES: dict[str, tuple[str, Columns]] = {
+    "kernels": (
+        "kernels on one core; bound: the better plain C loop into fresh buffers",
+        {
+            "kernel": lambda row: row["name"],
+            "parameters": lambda row: f"{row['size']:,}",
+            "backend": lambda row: row["backend"],
+            **_TIMES,
+            "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
+            **_SHARE,
+        },
+    ),
+    "lane": (
+        "a lane between two cores; bound: one number in one cache line, handed over",
+        {"figure": lambda row: row["name"], **_TIMES, **_SHARE},
+    ),
+    "scheduler": (
+        "one decision of the scheduler; bound: none is known, so compare sizes",
+        {
+            "sync": lambda row: row["name"],
+            "fold/grant": lambda row: row["backend"],
+            "workers": lambda row: f"{row['size']:,}",
+            **_TIMES,
+        },
+    ),
+    "step": (
+        "one synchronization step; bound: the limit, one pass over memory without any waiting",
+        {
+            "side": lambda row: row["name"],
+            "sync": lambda row: row["sync"],
+            "workers": lambda row: str(row["workers"]),
+            "parameters": lambda row: f"{row['parameters']:,}",
+            **_TIMES,
+            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+        },
+    ),
+}
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print the machine and a table for each benchmark that has rows; what is missing is named below its table."""
+    where = machine()
+    memory = f"{where['memory_bytes'] / 2**30:.0f} GiB"
+    console.print(f"{where['cpu']}, {where['cores']} cores, {memory}, Linux {where['kernel']}; medians, sides take turns")
+    for bench, (title, columns) in _TABLES.items():
+        found = [row for row in rows if row["bench"] == bench]
+        if not found:
+            continue
+        table = Table(title=title)
+        for heading in columns:
+            table.add_column(heading, no_wrap=True)
+        for row in found:
+            if "missing" not in row:
+                table.add_row(*(cell(row) for cell in columns.values()))
+        console.print(table)
+        for name, reason in {row["name"]: row["missing"] for row in found if "missing" in row}.items():
+            console.print(f"missing: {name} ({reason})")
