@@ -4,7 +4,6 @@ Where a paper leaves room, the docstring says what was chosen and why; docs/disc
 decide anything, and to have a class per discipline.
 """
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -196,15 +195,17 @@ def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
     return Policy(spec=spec, fold="in-order", grant="round-robin", scale="batch" if tune else "one", relax=relax, tune=tune)
 
 
-def _check(name: str, what: str, value: int, least: int) -> None:
-    if not isinstance(value, numbers.Integral) or not least <= value <= MAX_BOUND:
+def _check(name: str, what: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or not least <= value <= MAX_BOUND:
         raise PolicyError(f"{name}: expected {what} from {least} to {MAX_BOUND}, a whole number, found {value}")
 
 
-def _number(value: float) -> str:
+def _number(value: object) -> str:
     """The shortest text that reads as the same number: 0.8, 1, 0.1234567."""
-    short = f"{value:g}" if isinstance(value, numbers.Real) else str(value)
-    return short if not isinstance(value, numbers.Real) or float(short) == value else repr(float(value))
+    if not isinstance(value, float | int):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else repr(float(value))
 
 
 @dataclass(frozen=True)
