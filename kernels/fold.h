@@ -24,6 +24,9 @@
 #define FPS_MAX_PUSHES 1024
 #define FPS_MAX_USER_PLANES 8
 #define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
+#ifndef FPS_STREAMED_TILE
+#define FPS_STREAMED_TILE 1024
+#endif
 
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or not the last for the average */
@@ -65,6 +68,7 @@ typedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper
  * pushes changes nothing. */
 typedef struct {
     int32_t rule, mode;
+    int32_t streaming; /* whether results go past the caches: pays when they do not fit, costs when they do */
     fps_user_rule user_rule; /* FPS_RULE_USER only */
     int32_t state_planes; /* the rule's own, then that of the average, if one is kept */
     int32_t ema_plane;    /* the last plane where it holds the moving average of the weights, or -1 */

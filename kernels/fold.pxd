@@ -50,6 +50,7 @@ cdef extern from "fold.h" nogil:
     ctypedef struct fps_fold_job:
         int32_t rule
         int32_t mode
+        int32_t streaming
         fps_user_rule user_rule
         int32_t state_planes
         int32_t ema_plane

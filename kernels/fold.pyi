@@ -45,6 +45,7 @@ class Folding:
         ema_plane: int = -1,
         ema_decay: float = 0.0,
         user_rule: int = 0,
+        streaming: bool = False,
         instruction_set: str = "auto",
     ) -> None: ...
     def run(self, first: int, last: int, times: int = 1) -> None: ...
@@ -63,6 +64,7 @@ def fold(
     ema_plane: int = -1,
     ema_decay: float = 0.0,
     user_rule: int = 0,
+    streaming: bool = False,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]: ...

@@ -90,7 +90,7 @@ cdef class Folding:
                   const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
                   float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
                   double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
-                  str instruction_set="auto"):
+                  bint streaming=False, str instruction_set="auto"):
         cdef int64_t n = weights.shape[0]
         if steps.shape[0] != len(segments) or state.shape[1] != n:
             raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
@@ -109,6 +109,7 @@ cdef class Folding:
         self._set_pushes(pushes, n)
         self.job.rule = rule
         self.job.mode = mode
+        self.job.streaming = streaming
         self.job.user_rule = <fps_user_rule> user_rule
         self.job.state_planes = state.shape[0]
         self.job.ema_plane = ema_plane
@@ -186,6 +187,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
+        streaming: whether results are stored past the caches.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 

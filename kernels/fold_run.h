@@ -6,6 +6,9 @@
 
 #include <math.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "fold.h"
 
@@ -18,25 +21,46 @@ typedef struct {
                  const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
+    void (*stream)(float *, const float *, int64_t);
 } fps_tile_functions;
 
+#if defined(__x86_64__)
+#define FPS_STREAM_WORD __m128
+#define FPS_STREAM(address, from) _mm_stream_ps(address, _mm_load_ps(from))
+#define FPS_DRAIN() _mm_sfence()
+#else
+/* No such stores from C here: plain ones, which the write allocation makes a little slower than they could be. */
+#define FPS_STREAM_WORD float
+#define FPS_STREAM(address, from) (*(address) = *(from))
+#define FPS_DRAIN() ((void)0)
+#endif
 #define FPS_ISA(name) name##_baseline
 #include "fold_tile.h"
 #undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
 
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
+#define FPS_STREAM_WORD __m256
+#define FPS_STREAM(address, from) _mm256_stream_ps(address, _mm256_load_ps(from))
 #define FPS_ISA(name) name##_avx2
 #include "fold_tile.h"
 #undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
+#define FPS_STREAM_WORD __m512
+#define FPS_STREAM(address, from) _mm512_stream_ps(address, _mm512_load_ps(from))
 #define FPS_ISA(name) name##_avx512
 #include "fold_tile.h"
 #undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
 #pragma GCC pop_options
 #endif
 
@@ -133,13 +157,51 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
     return by;
 }
 
-/* The average's plane follows the weights that were just written. `state` is where it is read: in, or out again. */
-static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length,
-                        const float *state) {
-    int64_t plane = job->ema_plane * job->state_stride;
+/* Where one tile is read and written: the buffers themselves, or a stage in the cache that is then streamed to them. */
+typedef struct {
+    const float *weights;
+    float *weights_out;
+    const float *state;
+    float *state_out;
+    int64_t stride; /* floats between planes */
+} fps_place;
+
+/* A tile's weights, then its planes. */
+typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] __attribute__((aligned(64)));
+
+/* Streamed tiles are shorter: while one is written, the loads of the next are on their way. */
+static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, int64_t last) {
+    int64_t most = job->streaming ? FPS_STREAMED_TILE : FPS_TILE;
+    return last - first < most ? last - first : most;
+}
+
+/* In the stage planes are worked on in place: a rule's in and out have one stride. */
+static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length) {
+    fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
+                       job->state_stride};
+    if (!job->streaming) return place;
+    for (int plane = 0; plane < job->state_planes; plane++)
+        memcpy(stage + (1 + plane) * FPS_TILE, place.state + plane * place.stride, length * sizeof(float));
+    place.weights_out = stage;
+    place.state = place.state_out = stage + FPS_TILE;
+    place.stride = FPS_TILE;
+    return place;
+}
+
+static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
+                                int64_t length) {
+    if (!job->streaming) return;
+    tile->stream(job->weights_out + first, stage, length);
+    for (int plane = 0; plane < job->state_planes; plane++)
+        tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);
+}
+
+/* The average's plane follows the weights that were just written. */
+static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
+    int64_t plane = job->ema_plane * place->stride;
     if (job->ema_plane >= 0)
-        tile->average(fps_lerp_of(1 - job->ema_decay), length, job->weights_out + first, state + plane,
-                      job->state_out + plane + first);
+        tile->average(fps_lerp_of(1 - job->ema_decay), length, place->weights_out, place->state + plane,
+                      place->state_out + plane);
 }
 
 static inline int fps_writes_plane(int rule, const fps_coefficients *by, int plane) {
@@ -148,46 +210,58 @@ static inline int fps_writes_plane(int rule, const fps_coefficients *by, int pla
     return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
 }
 
-static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t first, int64_t length,
-                           const float *gradient, const float *weights, const float *state) {
+static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const float *gradient,
+                           const fps_place *place) {
     float scaled[FPS_TILE];
     if (by->scale != 1) {
         for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
         gradient = scaled;
     }
-    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, weights, job->weights_out + first, state,
-                   job->state_out + first, job->state_stride);
+    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, place->weights, place->weights_out, place->state,
+                   place->state_out, place->stride);
 }
 
-static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t first,
-                      int64_t length, const float *gradient, const float *weights, const float *state) {
-    float *weights_out = job->weights_out + first, *state_out = job->state_out + first;
-    int64_t stride = job->state_stride;
-    if (job->rule == FPS_RULE_USER)
-        fps_apply_user(job, by, first, length, gradient, weights, state);
+/* One push on one tile; the next push on it reads what this one wrote. */
+static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
+                      const float *gradient, fps_place *place) {
+    const float *weights = place->weights, *state = place->state;
+    float *weights_out = place->weights_out, *state_out = place->state_out;
+    int64_t stride = place->stride;
+    if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
     else if (job->rule == FPS_RULE_ADAM)
         tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
-    else if (job->rule == FPS_RULE_ADAGRAD)
-        tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
+    else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
     else if (job->rule == FPS_RULE_RMSPROP)
         tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
-    else
-        tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
+    else tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
     /* A group without momentum, say, beside one with: its plane is carried along. */
     for (int plane = 0; plane < fps_rule_planes(job); plane++)
         if (state != state_out && !fps_writes_plane(job->rule, by, plane))
             memcpy(state_out + plane * stride, state + plane * stride, length * sizeof(float));
-    fps_average(tile, job, first, length, state);
+    fps_average(tile, job, length, place);
+    place->weights = weights_out;
+    place->state = state_out;
 }
 
 /* Nothing was pushed for this parameter: it stays as it is, and its average goes on. */
-static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length) {
-    memcpy(job->weights_out + first, job->weights_in + first, length * sizeof(float));
+static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, fps_place *place) {
+    memcpy(place->weights_out, place->weights, length * sizeof(float));
     int planes = job->n_pushes ? fps_rule_planes(job) : job->state_planes;
-    for (int plane = 0; plane < planes; plane++)
-        memcpy(job->state_out + plane * job->state_stride + first, job->state_in + plane * job->state_stride + first,
-               length * sizeof(float));
-    if (job->n_pushes) fps_average(tile, job, first, length, job->state_in + first);
+    for (int plane = 0; plane < planes && place->state != place->state_out; plane++)
+        memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+    if (job->n_pushes) fps_average(tile, job, length, place);
+    place->weights = place->weights_out;
+    place->state = place->state_out;
+}
+
+static void fps_carry_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    fps_stage stage;
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last);
+        fps_place place = fps_begin_tile(job, stage, first, length);
+        fps_carry(tile, job, length, &place);
+        fps_end_tile(tile, job, stage, first, length);
+    }
 }
 
 static inline double fps_rate(const fps_push *push, int32_t group) {
@@ -209,19 +283,22 @@ static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                          const fps_push *pushes, int count, int64_t first, int64_t last) {
     float total[FPS_TILE] __attribute__((aligned(64)));
+    fps_stage stage;
     const fps_hyper *hyper = &pushes[0].hypers[segment->group];
     int same_scale = 1;
     for (int push = 1; push < count; push++) same_scale &= pushes[push].scale == pushes[0].scale;
     double rate = fps_mean_rate(pushes, count, segment->group) * job->rate_scale;
     double scale = job->scale * (same_scale ? pushes[0].scale : 1);
     fps_coefficients by = fps_coefficients_of(job->rule, hyper, rate, scale, job->steps_in[segment->parameter]);
-    for (; first < last; first += FPS_TILE) {
-        int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last);
         const float *gradient = total;
+        fps_place place = fps_begin_tile(job, stage, first, length);
         if (count == 1) gradient = pushes[0].gradient + first;
         else if (same_scale) tile->sum(total, pushes, count, first, length);
         else tile->scaled_sum(total, pushes, count, first, length);
-        fps_apply(tile, job, &by, first, length, gradient, job->weights_in + first, job->state_in + first);
+        fps_apply(tile, job, &by, length, gradient, &place);
+        fps_end_tile(tile, job, stage, first, length);
     }
 }
 
@@ -229,27 +306,24 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
  * wrote. A push without a gradient for this parameter moves the average only. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                           fps_coefficients *by, int64_t first, int64_t last) {
+    fps_stage stage;
     const fps_push *pushes = job->pushes;
     int64_t steps = job->steps_in[segment->parameter];
     for (int push = 0; push < job->n_pushes; push++)
         if (fps_is_present(&pushes[push], segment->parameter))
             by[push] = fps_coefficients_of(job->rule, &pushes[push].hypers[segment->group],
                                            fps_rate(&pushes[push], segment->group), pushes[push].scale, steps++);
-    for (; first < last; first += FPS_TILE) {
-        int64_t length = last - first < FPS_TILE ? last - first : FPS_TILE;
-        const float *weights = job->weights_in, *state = job->state_in;
-        for (int push = 0; push < job->n_pushes; push++) {
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last);
+        fps_place place = fps_begin_tile(job, stage, first, length);
+        for (int push = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter))
-                fps_apply(tile, job, &by[push], first, length, pushes[push].gradient + first, weights + first, state + first);
-            else if (weights == job->weights_in && job->ema_plane >= 0)
-                fps_carry(tile, job, first, length);
+                fps_apply(tile, job, &by[push], length, pushes[push].gradient + first, &place);
+            else if (place.weights != place.weights_out && job->ema_plane >= 0)
+                fps_carry(tile, job, length, &place);
             else if (job->ema_plane >= 0)
-                fps_average(tile, job, first, length, state + first);
-            else
-                continue;
-            weights = job->weights_out;
-            state = job->state_out;
-        }
+                fps_average(tile, job, length, &place);
+        fps_end_tile(tile, job, stage, first, length);
     }
 }
 
@@ -276,9 +350,10 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
         if (from >= to) continue;
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes)))
             fps_fold_each(tile, job, segment, by, from, to);
-        else if (count == 0) fps_carry(tile, job, from, to - from);
+        else if (count == 0) fps_carry_range(tile, job, from, to);
         else fps_fold_sum(tile, job, segment, present, count, from, to);
     }
+    if (job->streaming) FPS_DRAIN(); /* streamed stores obey no release until they are drained */
     return 0;
 }
 

@@ -203,6 +203,15 @@ static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const f
 #undef FPS_RMSPROP
 }
 
+/* Copy a tile past the caches: whoever reads it next does so after everything else has gone through them. `from` is a stage. */
+static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
+    const int64_t width = sizeof(FPS_STREAM_WORD) / sizeof(float);
+    int64_t i = 0;
+    if ((uintptr_t)to % sizeof(FPS_STREAM_WORD) == 0)
+        for (; i + width <= length; i += width) FPS_STREAM(to + i, from + i);
+    memcpy(to + i, from + i, (length - i) * sizeof(float));
+}
+
 const static fps_tile_functions FPS_ISA(tile_functions) = {
     FPS_ISA(sum),  FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd),
-    FPS_ISA(adam), FPS_ISA(adagrad),    FPS_ISA(rmsprop)};
+    FPS_ISA(adam), FPS_ISA(adagrad),    FPS_ISA(rmsprop), FPS_ISA(stream)};

@@ -147,7 +147,13 @@ class Job:
     ema_decay: float | None = None
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
-        return compiled.fold(self.row.rule, mode, *self._measures(), **self._options(), instruction_set=isa, ranges=ranges)
+        """Both kinds of stores must leave the same bits."""
+        options = {**self._options(), "instruction_set": isa, "ranges": ranges}
+        plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
+        streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
+        for one, other in zip(plain, streamed, strict=True):
+            assert one.tobytes() == other.tobytes()
+        return plain
 
     def fold_by_reference(self, mode: int) -> Result:
         return reference.fold(self.row.rule, mode, *self._measures(), **self._options())
