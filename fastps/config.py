@@ -43,3 +43,8 @@ def timeout_s(given: float | None = None) -> float:
 def spins(workers: int) -> int:
     """How often a wait looks before it sleeps: not at all when workers outnumber the cores this process may run on."""
     return SPINS if workers <= len(os.sched_getaffinity(0)) else 0
+
+
+def helpers(workers: int) -> int:
+    """How many workers may be woken to help with a fold: as many as there are cores beside the folder's own."""
+    return min(workers, len(os.sched_getaffinity(0))) - 1

@@ -76,7 +76,9 @@ class Worker:
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
         self._needed_shards = math.ceil(store.layout.policy.pull * store.arena.shards - 1e-9)
         self._responses = LateResponses(0.0, 0, 0, self._clock)
-        self._turn_lock = threading.Lock()  # with overlap, the push thread takes turns, too
+        self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
+        if not store.layout.policy.overlap:
+            self.lane.share_folds(config.helpers(store.layout.workers))
         self._posts = 0
         self._background: Background | None = None
         self.transfer_ms(0.0)
@@ -296,8 +298,21 @@ class Worker:
     def _try_turn(self) -> None:
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
+            if outcome == turn.AWAITING:
+                outcome = self._end_turn()
         if outcome < 0 or outcome == turn.LOST:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
+
+    def _end_turn(self) -> int:
+        """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while (outcome := self.lane.try_turn(self._clock.now_ns())) == turn.AWAITING:
+            now_ns = self._clock.now_ns()
+            if now_ns - self._looked_ns > config.LIVENESS_NS:
+                self._look_around(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(self._timeout_text())
+        return outcome
 
     def _look_around(self, now_ns: int) -> None:
         """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 2
+#define FPS_ABI 3
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -54,7 +54,8 @@ typedef struct {
     uint8_t pad_event[60];
     /* Line of the worker. */
     uint32_t sleeping; /* paired with [EVENT] */
-    uint8_t pad_sleeping[60];
+    uint32_t helping;  /* [HELP] shard + 1 whose fold this lane is helping with, or 0 */
+    uint8_t pad_sleeping[56];
     /* Membership. */
     uint32_t state; /* [STATE] */
     uint32_t generation;
@@ -104,6 +105,39 @@ typedef struct {
 } fps_domain;
 _Static_assert(sizeof(fps_domain) == 6 * FPS_LINE, "turn, commit and the records are each on a line of their own");
 
+/* One push of a fold, by its place: a lane's slot. */
+typedef struct {
+    uint32_t lane, slot;
+    double scale, rate_scale; /* as of fps_push in fold.h */
+} fps_folded_push;
+
+#define FPS_MAX_CHUNKS 64
+
+/* A shard's fold in the making, for whoever helps: the holder writes it, helpers take chunks of it. Addresses differ between
+ * processes, so everything is named by its number. */
+typedef struct {
+    uint64_t ticket; /* [WORK] (serial : 48 | next chunk : 8 | chunks : 8); exhausted when next chunk is chunks */
+    uint8_t pad_ticket[56];
+    uint64_t done; /* [CHUNK] one bit a chunk */
+    uint8_t pad_done[56];
+    /* Written by the holder before the ticket, and not again until nobody helps. */
+    int64_t chunk_floats;
+    double scale, rate_scale;
+    int32_t mode, streaming;
+    uint32_t weights_in, weights_out, state_in, n_pushes;
+    uint64_t pad_order[2];
+    fps_folded_push pushes[]; /* FPS_MAX_PUSHES of fold.h */
+} fps_work;
+_Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the order have a line each");
+
+#define FPS_TICKET_NEXT 256ULL /* added to a ticket: one chunk more is claimed */
+static inline uint64_t fps_ticket_pack(uint64_t serial, uint64_t next, uint64_t chunks) {
+    return (serial << 16) | (next << 8) | chunks;
+}
+static inline uint64_t fps_ticket_serial(uint64_t ticket) { return ticket >> 16; }
+static inline uint64_t fps_ticket_next(uint64_t ticket) { return (ticket >> 8) & 0xff; }
+static inline uint64_t fps_ticket_chunks(uint64_t ticket) { return ticket & 0xff; }
+
 /* What may be seen of a shard: counters that the holder adds to while it decides. Exact but for a holder's death. */
 typedef struct {
     int64_t gaps[FPS_GAP_BUCKETS]; /* time between two consecutive updates */
@@ -144,6 +178,7 @@ typedef struct {
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
     uint64_t domains_offset;  /* fps_domain[n_shards] */
     uint64_t statistics_offset, statistics_bytes; /* n_shards of them */
+    uint64_t work_offset, work_bytes; /* n_shards of them */
     uint64_t segments_offset; /* fps_segment[n_parameters] */
     uint64_t lanes_offset, lane_bytes;
     uint64_t seats_offset;                      /* within a lane */

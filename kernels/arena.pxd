@@ -1,6 +1,6 @@
 # A view of the arena's memory: addresses, and nothing that changes by itself.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.lane cimport fps_lane, fps_seat
 from fastps.kernels.roster cimport scheduler_t
@@ -19,6 +19,35 @@ cdef extern from "arena.h" nogil:
         int64_t last_update_ns
         int64_t first
         int64_t last
+
+    ctypedef struct fps_folded_push:
+        uint32_t lane
+        uint32_t slot
+        double scale
+        double rate_scale
+
+    ctypedef struct fps_work:
+        uint64_t ticket
+        uint64_t done
+        int64_t chunk_floats
+        double scale
+        double rate_scale
+        int32_t mode
+        int32_t streaming
+        uint32_t weights_in
+        uint32_t weights_out
+        uint32_t state_in
+        uint32_t n_pushes
+        fps_folded_push *pushes
+
+    enum:
+        FPS_MAX_CHUNKS
+
+    uint64_t FPS_TICKET_NEXT
+    uint64_t fps_ticket_pack(uint64_t serial, uint64_t next, uint64_t chunks)
+    uint64_t fps_ticket_serial(uint64_t ticket)
+    uint64_t fps_ticket_next(uint64_t ticket)
+    uint64_t fps_ticket_chunks(uint64_t ticket)
 
     enum:
         FPS_GAP_BUCKETS
@@ -52,6 +81,8 @@ cdef extern from "arena.h" nogil:
         uint64_t domains_offset
         uint64_t statistics_offset
         uint64_t statistics_bytes
+        uint64_t work_offset
+        uint64_t work_bytes
         uint64_t segments_offset
         uint64_t lanes_offset
         uint64_t lane_bytes
@@ -92,6 +123,7 @@ cdef class Arena:
     cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
     cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
+    cdef fps_work *work(self, uint32_t shard) noexcept nogil
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil

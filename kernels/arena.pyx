@@ -7,7 +7,7 @@ owner of memory or files (fastps/arena.py is), or a place for the protocol (turn
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy, memset, strncpy
 
-from fastps.kernels.fold cimport fps_hyper, fps_segment
+from fastps.kernels.fold cimport FPS_MAX_PUSHES, fps_hyper, fps_segment
 from fastps.kernels.lane cimport (
     FPS_ABI,
     FPS_LANE_FAILED,
@@ -95,7 +95,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.ema_decay = ema_decay
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.domains_offset = PAGE
-    offset = header.segments_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
+    offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
+    header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
+    offset = header.segments_offset = offset + shards * header.work_bytes
     offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
     header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
     header.lane_bytes = header.seats_offset + shards * sizeof(fps_seat)
@@ -216,6 +218,9 @@ cdef class Arena:
 
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
         return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
+
+    cdef fps_work *work(self, uint32_t shard) noexcept nogil:
+        return <fps_work *> (self.base + self.header.work_offset + shard * self.header.work_bytes)
 
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil:
         return <scheduler_t *> (self.base + self.header.scheduler_offset

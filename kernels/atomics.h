@@ -12,6 +12,9 @@
  *   [GRANT]   lane.granted  holder   -> worker     publishes the permission, after the commit that earned it
  *   [EVENT]   lane.event    holder   -> sleeper    the futex word; paired with lane.sleeping, see below
  *   [STATE]   lane.state    member   -> everyone   publishes that a worker attached, left or failed, and its message
+ *   [WORK]    work.ticket   holder   -> helpers    publishes a fold in the making; a claim takes one chunk of it
+ *   [HELP]    lane.helping  helper   -> holder     publishes that chunks may be in this lane's hands; 0: and what it wrote
+ *   [CHUNK]   work.done     helper   -> holder     publishes a chunk's results; one that is missing is folded again
  *
  * Two places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the holder flips commit and later reads the pins.
@@ -26,6 +29,7 @@
 
 #include <errno.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -174,6 +178,43 @@ static inline int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next
     fps_hook();
     return __atomic_compare_exchange_n(state, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
+
+/* -- [WORK], [HELP] and [CHUNK] ---------------------------------------------------------------------------------------- */
+/* Publishes to helpers: the order in the work area, and the cleared [CHUNK] word. */
+static inline void fps_ticket_release(uint64_t *ticket, uint64_t value) {
+    fps_hook();
+    __atomic_store_n(ticket, value, __ATOMIC_RELEASE);
+}
+static inline uint64_t fps_ticket_acquire(const uint64_t *ticket) {
+    fps_hook();
+    return __atomic_load_n(ticket, __ATOMIC_ACQUIRE);
+}
+/* Acquires the order; releases this lane's [HELP], which precedes it: whoever sees the ticket exhausted sees who may still be
+ * at work, because claims are one chain of read-modify-writes. */
+static inline int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next) {
+    fps_hook();
+    return __atomic_compare_exchange_n(ticket, &seen, next, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+static inline void fps_help_set(uint32_t *helping, uint32_t value) {
+    fps_hook();
+    (void)__atomic_exchange_n(helping, value, __ATOMIC_SEQ_CST);
+}
+static inline uint32_t fps_help_load(const uint32_t *helping) {
+    fps_hook();
+    return __atomic_load_n(helping, __ATOMIC_SEQ_CST);
+}
+static inline void fps_chunk_done(uint64_t *done, uint64_t bit) {
+    fps_hook();
+    (void)__atomic_fetch_or(done, bit, __ATOMIC_RELEASE);
+}
+static inline uint64_t fps_chunks_acquire(const uint64_t *done) {
+    fps_hook();
+    return __atomic_load_n(done, __ATOMIC_ACQUIRE);
+}
+/* Under the turn, while nobody helps; [WORK] publishes it. */
+static inline void fps_chunks_clear(uint64_t *done) { __atomic_store_n(done, 0, __ATOMIC_RELAXED); }
+/* Let another process have this core: a helper that was preempted may be waited for. */
+static inline void fps_yield(void) { sched_yield(); }
 
 /* -- counters that are only looked at, never acted upon ---------------------------------------------------------------- */
 static inline void fps_counter_set(int64_t *counter, int64_t value) { __atomic_store_n(counter, value, __ATOMIC_RELAXED); }

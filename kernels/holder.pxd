@@ -3,15 +3,16 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.arena cimport Arena, fps_domain
-from fastps.kernels.fold cimport fps_push, fps_user_rule
 from fastps.kernels.lane cimport fps_descriptor
 from fastps.kernels.roster cimport policy_t, scheduler_t
+from fastps.kernels.shared_fold cimport SharedFold
 
 # Outcomes of a turn.
 cdef enum:
     TURN_DONE = 0
     TURN_BUSY = 1
     TURN_LOST = 2
+    TURN_AWAITING = 3   # held, until a helper has given its chunk back: look whether it lives, then resume
     TURN_BAD_DESCRIPTOR = -1
     TURN_NO_BUFFER = -2
     TURN_BAD_FOLD = -3
@@ -25,14 +26,13 @@ cdef class Holder:
     cdef uint64_t turn          # the turn word while this lane holds it
     cdef uint64_t seen          # the commit word that this turn's flip expects
     cdef int64_t now_ns         # when the turn was tried: which timers are due
-    cdef fps_user_rule user_rule  # the job's own rule, or NULL
-    cdef int64_t spare_buffer   # the weights buffer that `spare` gave out
+    cdef SharedFold fold
+    cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
+    cdef int awaiting           # what is waited for while TURN_AWAITING
     # Scratch of a turn, allocated once.
     cdef uint64_t *tails
     cdef uint32_t *to_wake
     cdef uint32_t n_to_wake
-    cdef fps_push *batch
-    cdef uint32_t batch_size
     cdef uint32_t n_batch
     cdef int64_t batch_samples
     cdef int64_t staleness_of_update
@@ -40,7 +40,8 @@ cdef class Holder:
 
     cdef int try_turn(self, int64_t now_ns) noexcept nogil
     cdef bint take(self) noexcept nogil
-    cdef int run(self) noexcept nogil
+    cdef int resume(self, int64_t now_ns) noexcept nogil
+    cdef int run(self, int outcome=*) noexcept nogil
     cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil
     cdef int64_t spare(self) noexcept nogil
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
@@ -60,8 +61,10 @@ cdef class Holder:
     cdef void _end_update(self, scheduler_t *state) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil
     cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil
+    cdef int _end_fold(self, int outcome) noexcept nogil
+    cdef int _commit(self, scheduler_t *state, uint64_t record, uint32_t state_buffer) noexcept nogil
     cdef int _flip(self, scheduler_t *state, uint64_t weights_buffer, uint64_t record) noexcept nogil
-    cdef int _fold(self, scheduler_t *state, uint64_t weights_buffer, uint32_t state_buffer) noexcept nogil
+    cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil
     cdef void _publish(self, scheduler_t *state) noexcept nogil
     cdef void _publish_seat(self, scheduler_t *state, uint32_t index) noexcept nogil

@@ -11,7 +11,6 @@ descriptors and as arguments), files, and Python objects on the way of a push.
 from libc.math cimport sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
 
 from fastps.kernels.arena cimport (
     FPS_PENDING,
@@ -29,16 +28,7 @@ from fastps.kernels.arena cimport (
     fps_turn_owner,
     fps_turn_pack,
 )
-from fastps.kernels.fold cimport (
-    FPS_FOLD_EACH,
-    FPS_FOLD_SUM,
-    FPS_MAX_PUSHES,
-    fps_fold,
-    fps_fold_job,
-    fps_hyper,
-    fps_push,
-    fps_segment,
-)
+from fastps.kernels.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 from fastps.kernels.lane cimport (
     FPS_LEAVE,
     FPS_MAX_BATCH,
@@ -82,6 +72,8 @@ from fastps.kernels.scheduler cimport (
     scheduler_push,
 )
 
+from fastps.kernels.shared_fold cimport FOLD_AWAITING, FOLD_DONE, SharedFold
+
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
     uint64_t fps_turn_load(const uint64_t *turn)
@@ -102,6 +94,11 @@ cdef extern from "atomics.h" nogil:
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
     _NOTHING = 100   # no event; beyond the scheduler's actions
+    # What a holder that is TURN_AWAITING waits for.
+    _NOBODY = 0
+    _FOLD = 1        # helpers of its own fold
+    _BROKEN_FOLD = 2  # helpers of the fold whose holder died
+    _RUN = 200       # no outcome yet
 
 
 cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
@@ -125,25 +122,38 @@ cdef class Holder:
         self.shard = shard
         self.domain = arena.domain(shard)
         self.bad_lane = -1
-        # One event adds at most a push a lane, or under FOLD_COUNT as many as the rings hold; the fold takes FPS_MAX_PUSHES.
-        self.batch_size = FPS_MAX_PUSHES
+        self.fold = SharedFold(arena, lane, shard)
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.to_wake = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        self.batch = <fps_push *> calloc(self.batch_size, sizeof(fps_push))
-        if not self.tails or not self.to_wake or not self.batch:
+        if not self.tails or not self.to_wake:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.tails)
         free(self.to_wake)
-        free(self.batch)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
     cdef int try_turn(self, int64_t now_ns) noexcept nogil:
         """Take the turn if it is free, and run it."""
+        if self.awaiting != _NOBODY:
+            return self.resume(now_ns)
         self.now_ns = now_ns
         return self.run() if self.take() else TURN_BUSY
+
+    cdef int resume(self, int64_t now_ns) noexcept nogil:
+        """Go on with a turn that was TURN_AWAITING; DONE if there is none."""
+        cdef int awaited = self.awaiting
+        if awaited == _NOBODY:
+            return TURN_DONE
+        if self.fold.is_helped():
+            return TURN_AWAITING
+        self.now_ns = now_ns
+        self.awaiting = _NOBODY
+        if awaited == _FOLD:
+            return self.run(self._end_fold(self.fold.finish()))
+        self._repair()
+        return self.run()
 
     cdef bint take(self) noexcept nogil:
         cdef uint64_t *word = &self.domain.turn
@@ -161,14 +171,18 @@ cdef class Holder:
                 return False
             seen = fps_turn_load(word)
 
-    cdef int run(self) noexcept nogil:
-        """Drain until nothing is pending, then let go; after MAX_ROUNDS hand over to whoever comes next."""
+    cdef int run(self, int outcome=_RUN) noexcept nogil:
+        """Drain until nothing is pending, then let go; after MAX_ROUNDS hand over to whoever comes next.
+
+        `outcome`: of the commit that the turn begins with, if it was under way.
+        """
         cdef uint64_t *word = &self.domain.turn
         cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
-        cdef int outcome, rounds = 0
+        cdef int rounds = 0
         while True:
-            outcome = self._drain()
-            if outcome == TURN_LOST:
+            if outcome in (_RUN, TURN_DONE):
+                outcome = self._drain()
+            if outcome in (TURN_LOST, TURN_AWAITING):
                 return outcome
             if outcome < 0:
                 self._repair()
@@ -186,6 +200,7 @@ cdef class Holder:
             fps_turn_clear_pending(word, FPS_PENDING)
             if fps_turn_load(word) & ~FPS_PENDING != self.turn:
                 return TURN_LOST
+            outcome = _RUN
 
     cdef void _nudge(self) noexcept nogil:
         """Wake one sleeper to take the turn that is handed over; if nobody sleeps, the next push takes it."""
@@ -239,7 +254,7 @@ cdef class Holder:
                 break
             if action == ACTION_FOLD_LIST:
                 self._take_listed(state)
-                if self.n_batch + self.arena.header.n_lanes > self.batch_size:
+                if self.n_batch + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
             return TURN_DONE
@@ -316,7 +331,7 @@ cdef class Holder:
         cdef uint64_t *versions = <uint64_t *> (slot + self.arena.header.slot_versions_offset)
         cdef int64_t staleness = version - <int64_t> (
             descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
-        cdef fps_push *push = &self.batch[self.n_batch]
+        cdef double scale = descriptor.scale, rate_scale = 1.0
         worker.folded += 1
         worker.staleness_sum += staleness
         worker.staleness_max = max(worker.staleness_max, staleness)
@@ -325,17 +340,13 @@ cdef class Holder:
         _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
         if descriptor.kind == FPS_NULL:
             return
-        push.hypers = <fps_hyper *> slot
-        push.presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
-        push.gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
-        push.scale = descriptor.scale
-        push.rate_scale = 1.0
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
             # Rudra, footnote 3: a learning rate of its own for each gradient.
-            push.scale /= <double> staleness
+            scale /= <double> staleness
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
-            push.rate_scale = <double> descriptor.samples / <double> worker.base_batch
+            rate_scale = <double> descriptor.samples / <double> worker.base_batch
+        self.fold.put(self.n_batch, lane, descriptor.slot, scale, rate_scale)
         self.batch_samples += descriptor.samples
         self.n_batch += 1
 
@@ -369,7 +380,7 @@ cdef class Holder:
                 descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
                 if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
                     continue  # dropped when it came, behind one that was kept
-                if descriptor.kind != FPS_LEAVE and self.n_batch < self.batch_size:
+                if descriptor.kind != FPS_LEAVE and self.n_batch < FPS_MAX_PUSHES:
                     self._take_push(state, lane, descriptor, state.version - 1)
             worker.cursor = end
             worker.relayed = 0
@@ -415,21 +426,32 @@ cdef class Holder:
 
     cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
         """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
-        cdef fps_record *before = &self.domain.records[record]
+        cdef uint32_t state_in = self.domain.records[record].state_buffer
+        if self.n_batch == 0:
+            self.spare_buffer = fps_commit_buffer(self.seen)
+            return self._commit(state, record, state_in)
+        self.spare_buffer = self._free_buffer()
+        if self.spare_buffer < 0:
+            return TURN_NO_BUFFER
+        self._order(state, state_in)
+        return self._end_fold(self.fold.run())
+
+    cdef int _end_fold(self, int outcome) noexcept nogil:
+        """Commit what was folded, unless it was refused or is still waited for."""
+        cdef uint64_t record = fps_commit_record(self.seen)
+        if outcome == FOLD_AWAITING:
+            self.awaiting = _FOLD
+            return TURN_AWAITING
+        if outcome != FOLD_DONE:
+            return TURN_BAD_FOLD
+        return self._commit(self.arena.scheduler(self.shard, 1 - record), record, 1 - self.domain.records[record].state_buffer)
+
+    cdef int _commit(self, scheduler_t *state, uint64_t record, uint32_t state_buffer) noexcept nogil:
         cdef fps_record *after = &self.domain.records[1 - record]
-        cdef int64_t weights_buffer = fps_commit_buffer(self.seen)
-        cdef uint32_t state_buffer = before.state_buffer
-        if self.n_batch:
-            weights_buffer = self._free_buffer()
-            if weights_buffer < 0:
-                return TURN_NO_BUFFER
-            state_buffer = 1 - state_buffer
-            if self._fold(state, weights_buffer, state_buffer) != 0:
-                return TURN_BAD_FOLD
         after.version = state.version
-        after.weights_buffer = weights_buffer
+        after.weights_buffer = self.spare_buffer
         after.state_buffer = state_buffer
-        return self._flip(state, weights_buffer, 1 - record)
+        return self._flip(state, self.spare_buffer, 1 - record)
 
     cdef int _flip(self, scheduler_t *state, uint64_t weights_buffer, uint64_t record) noexcept nogil:
         cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), weights_buffer, record)
@@ -438,31 +460,16 @@ cdef class Holder:
         self._publish(state)
         return TURN_DONE
 
-    cdef int _fold(self, scheduler_t *state, uint64_t weights_buffer, uint32_t state_buffer) noexcept nogil:
-        cdef fps_fold_job job
-        cdef char *state_in = self.arena.state(1 - state_buffer)
-        cdef char *state_out = self.arena.state(state_buffer)
-        memset(&job, 0, sizeof(job))
-        job.rule = self.arena.header.rule
-        job.mode = FPS_FOLD_EACH if state.policy.fold in (FOLD_EACH, FOLD_IN_ORDER) else FPS_FOLD_SUM
-        job.user_rule = self.user_rule
-        job.state_planes = self.arena.header.state_planes
-        job.state_stride = self.arena.header.buffer_floats
-        job.n_segments = self.arena.header.n_parameters
-        job.segments = <fps_segment *> (self.arena.base + self.arena.header.segments_offset)
-        job.n_pushes = self.n_batch
-        job.pushes = self.batch
-        job.scale = 1.0 / self.n_batch if job.mode == FPS_FOLD_SUM else 1.0
-        job.rate_scale = self._rate_scale(&state.policy)
-        job.ema_decay = self.arena.header.ema_decay
-        job.ema_plane = <int32_t> self.arena.header.state_planes - 1 if job.ema_decay > 0 else -1
-        job.weights_in = self.arena.weights(fps_commit_buffer(self.seen))
-        job.weights_out = self.arena.weights(weights_buffer)
-        job.steps_in = <int64_t *> state_in
-        job.steps_out = <int64_t *> state_out
-        job.state_in = <float *> (state_in + self.arena.header.state_steps_bytes)
-        job.state_out = <float *> (state_out + self.arena.header.state_steps_bytes)
-        return fps_fold(&job, self.domain.first, self.domain.last)
+    cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil:
+        """What is to be folded, and into which buffers."""
+        cdef bint is_sum = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
+        self.fold.work.n_pushes = self.n_batch
+        self.fold.work.scale = 1.0 / self.n_batch if is_sum else 1.0
+        self.fold.work.rate_scale = self._rate_scale(&state.policy)
+        self.fold.work.weights_in = fps_commit_buffer(self.seen)
+        self.fold.work.weights_out = self.spare_buffer
+        self.fold.work.state_in = state_in
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
         """What the learning rate of a sum is multiplied by."""
@@ -531,7 +538,10 @@ cdef class Holder:
     # -- turns of the dead, and writing by hand ----------------------------------------------------
 
     cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil:
-        """First the turn, then the commit word's epoch: from then on a flip of the late owner fails."""
+        """First the turn, then the commit word's epoch: from then on a flip of the late owner fails.
+
+        Those who help with its fold are waited for: they write the buffers that the next fold will write.
+        """
         cdef uint64_t seen = fps_turn_load(&self.domain.turn)
         cdef uint64_t commit
         self.now_ns = now_ns
@@ -548,8 +558,9 @@ cdef class Holder:
                     fps_commit_version(commit), fps_turn_epoch(self.turn), fps_commit_buffer(commit),
                     fps_commit_record(commit))):
                 break
-        self._repair()
-        return self.run()
+        self.fold.close()
+        self.awaiting = _BROKEN_FOLD
+        return self.resume(now_ns)
 
     cdef int64_t spare(self) noexcept nogil:
         """While holding: a weights buffer that nobody reads, or -1."""
@@ -568,8 +579,5 @@ cdef class Holder:
             state = self.arena.scheduler(self.shard, 1 - record)
             roster_catch_up(state, self.arena.scheduler(self.shard, record))
             roster_begin(state)
-            self.domain.records[1 - record].version = state.version
-            self.domain.records[1 - record].weights_buffer = self.spare_buffer
-            self.domain.records[1 - record].state_buffer = 1 - self.domain.records[record].state_buffer
-            outcome = self._flip(state, self.spare_buffer, 1 - record)
+            outcome = self._commit(state, record, 1 - self.domain.records[record].state_buffer)
         return self.run() if outcome == TURN_DONE else outcome

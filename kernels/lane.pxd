@@ -35,6 +35,7 @@ cdef extern from "arena.h" nogil:
         uint64_t tail
         uint32_t event
         uint32_t sleeping
+        uint32_t helping
         uint32_t state
         uint32_t generation
         int64_t process_id

@@ -17,6 +17,7 @@ from fastps.kernels.arena cimport (
 )
 from fastps.kernels.fold cimport fps_hyper, fps_user_rule
 from fastps.kernels.holder cimport (
+    TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
     TURN_BAD_FOLD,
     TURN_BUSY,
@@ -35,6 +36,7 @@ from fastps.kernels.lane cimport (
     fps_pause,
     lane_post,
 )
+from fastps.kernels.shared_fold cimport SharedFold
 
 cdef extern from "atomics.h" nogil:
     uint64_t fps_turn_load(const uint64_t *turn)
@@ -42,14 +44,22 @@ cdef extern from "atomics.h" nogil:
     void fps_pin_exchange(uint64_t *pin, uint64_t value)
     int64_t fps_grant_acquire(const int64_t *granted)
     uint32_t fps_event_load(const uint32_t *event)
+    void fps_help_set(uint32_t *helping, uint32_t value)
     void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
     void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
 
+cdef enum:
+    # A wait ends after so many times that it helped, for a signal may have come.
+    HELP_ROUNDS = 4
+    # Who has helped soon has the commit: it looks as often before it sleeps again.
+    SPINS_AFTER_HELP = 2000
+
 DONE = TURN_DONE                      # the turn was run, and everything posted before it is decided
 BUSY = TURN_BUSY                      # another has it, and will see what was posted
 LOST = TURN_LOST                      # another broke this turn; nothing of it was committed after that
+AWAITING = TURN_AWAITING              # a helper of a held turn has not given its chunk back: look at the peers, try again
 BAD_DESCRIPTOR = TURN_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor that no worker of ours can have posted
 NO_BUFFER = TURN_NO_BUFFER            # every weights buffer is active or pinned: more readers than the arena was made for
 BAD_FOLD = TURN_BAD_FOLD              # the fold refused its job
@@ -71,6 +81,8 @@ cdef class Lane:
     cdef readonly tuple holders         # one a shard
     cdef fps_lane *words
     cdef uint32_t n_shards
+    cdef SharedFold helper              # turns from shard to shard
+    cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
     cdef uint64_t versions[64]          # of each shard, as pulled; FPS_MAX_SHARDS of them
 
     def __cinit__(self, Arena arena not None, uint32_t index):
@@ -81,6 +93,7 @@ cdef class Lane:
         self.bad_lane = -1
         self.words = arena.lane(index)
         self.n_shards = arena.header.n_shards
+        self.helper = SharedFold(arena, index, 0)
         self.holders = tuple(Holder(arena, index, shard) for shard in range(self.n_shards))
 
     # -- slots and posts ---------------------------------------------------------------------------
@@ -104,7 +117,18 @@ cdef class Lane:
         """The job's own update rule, compiled by kernels/jit.py: whoever takes the turn calls it. It must outlive this lane."""
         cdef Holder holder
         for holder in self.holders:
-            holder.user_rule = <fps_user_rule> address
+            holder.fold.user_rule = <fps_user_rule> address
+        self.helper.user_rule = <fps_user_rule> address
+
+    def share_folds(self, uint32_t helpers):
+        """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
+
+        Folds that are too short to be worth it are not shared. Only where one thread at a time uses the lane.
+        """
+        cdef Holder holder
+        self.helpers = helpers
+        for holder in self.holders:
+            holder.fold.helpers = helpers
 
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
@@ -198,16 +222,32 @@ cdef class Lane:
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil:
         cdef uint32_t event
         cdef int64_t _look
-        for _look in range(spins + 1):
-            if self._reached(granted, done, shards):
-                return True
-            fps_pause()
-        fps_sleeping_set(&self.words.sleeping, 1)
-        event = fps_event_load(&self.words.event)
-        if not self._reached(granted, done, shards):
-            fps_event_sleep(&self.words.event, event, slice_ns)
-        fps_sleeping_set(&self.words.sleeping, 0)
+        cdef int _round
+        for _round in range(HELP_ROUNDS):
+            for _look in range(spins + 1):
+                if self._reached(granted, done, shards):
+                    return True
+                if self.helpers and self._help():
+                    spins = max(spins, <int64_t> SPINS_AFTER_HELP)
+                fps_pause()
+            fps_sleeping_set(&self.words.sleeping, 1)
+            event = fps_event_load(&self.words.event)
+            if not self._reached(granted, done, shards):
+                fps_event_sleep(&self.words.event, event, slice_ns)
+            fps_sleeping_set(&self.words.sleeping, 0)
+            if not self.helpers or not self._help():
+                break
+            spins = max(spins, <int64_t> SPINS_AFTER_HELP)
         return self._reached(granted, done, shards)
+
+    cdef bint _help(self) noexcept nogil:
+        """Take part in every shard's fold that is being made."""
+        cdef uint32_t shard
+        cdef bint helped = False
+        for shard in range(self.n_shards):
+            self.helper.turn_to(shard)
+            helped = self.helper.help() or helped
+        return helped
 
     # -- pulls -------------------------------------------------------------------------------------
 
@@ -292,8 +332,7 @@ cdef class Lane:
             outcome = self._try(<Holder> self.holders[(self.index + turned) % self.n_shards], now_ns)
             if outcome == TURN_LOST or outcome < 0:
                 return outcome
-            if outcome == TURN_BUSY:
-                worst = outcome
+            worst = max(worst, outcome)
         return worst
 
     cdef int _try(self, Holder holder, int64_t now_ns):
@@ -309,11 +348,16 @@ cdef class Lane:
         return <int64_t> fps_turn_owner(fps_turn_load(&self.arena.domain(shard).turn)) - 1
 
     def break_turn(self, uint32_t dead_lane, int64_t now_ns=0):
-        """Take every turn that `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none."""
+        """Take every turn that `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+
+        What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
+        """
         cdef Holder holder
         cdef int outcome, found = TURN_BUSY
+        fps_help_set(&self.arena.lane(dead_lane).helping, 0)
         for holder in self.holders:
             with nogil:
+                holder.resume(now_ns)
                 outcome = holder.break_turn(dead_lane, now_ns)
             if outcome != TURN_BUSY:
                 found = outcome

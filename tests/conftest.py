@@ -14,8 +14,8 @@ os.environ.setdefault("FASTPS_TIMEOUT", "60")
 
 
 def _shared_memory() -> set[str]:
-    """Files under /dev/shm, and the fastps memory that this process holds."""
-    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith("sem.")}
+    """Files under /dev/shm; those of semaphores and of an MPI job, which a benchmark in the next process may run, are not ours."""
+    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith(("sem.", "mpich_shm"))}
 
 
 def _descriptors() -> dict[str, int]:

@@ -1,0 +1,40 @@
+# A fold that waiting lanes help with, for the holder of the turn (holder.pyx) and for who waits (turn.pyx).
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.arena cimport Arena, fps_domain, fps_work
+from fastps.kernels.fold cimport fps_fold_job, fps_push, fps_user_rule
+
+# Outcomes of a fold.
+cdef enum:
+    FOLD_DONE = 0
+    FOLD_AWAITING = 1   # a helper has not given its chunk back: look whether it lives, then `finish`
+    FOLD_REFUSED = -1
+
+cdef class SharedFold:
+    cdef Arena arena
+    cdef fps_domain *domain
+    cdef fps_work *work
+    cdef uint32_t lane
+    cdef uint32_t shard
+    cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
+    cdef fps_user_rule user_rule    # the job's own rule, or NULL
+    # Scratch, allocated once.
+    cdef fps_push *pushes
+    cdef fps_fold_job job
+    cdef uint64_t own               # chunks that this lane has folded as the holder
+
+    cdef void turn_to(self, uint32_t shard) noexcept nogil
+    cdef void put(self, uint32_t index, uint32_t lane, uint32_t slot, double scale,
+                  double rate_scale) noexcept nogil
+    cdef int run(self) noexcept nogil
+    cdef int finish(self) noexcept nogil
+    cdef bint help(self) noexcept nogil
+    cdef bint is_helped(self) noexcept nogil
+    cdef void close(self) noexcept nogil
+
+    cdef bint _read(self) noexcept nogil
+    cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil
+    cdef uint64_t _cut(self) noexcept nogil
+    cdef int _fold(self, uint64_t chunk) noexcept nogil
+    cdef void _rouse_helpers(self) noexcept nogil

@@ -1,0 +1,255 @@
+"""One shard's fold, cut into chunks that whoever waits may take: who has to wait does the server's work.
+
+The holder of the turn writes the order (which buffers, which slots, which scales) into the shard's work area and issues a
+ticket; claims count it up. A lane says that it helps before it claims, and takes that back after its last chunk, so that the
+holder, who looks when no chunk is left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes
+into buffers that nobody reads: what a dead helper left undone is folded again.
+
+What it refuses to know: which pushes are folded and why (holder.pyx does), who is dead (fastps/worker.py), arithmetic (fold.pyx).
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from fastps.kernels.arena cimport (
+    FPS_MAX_CHUNKS,
+    FPS_TICKET_NEXT,
+    Arena,
+    fps_folded_push,
+    fps_ticket_chunks,
+    fps_ticket_next,
+    fps_ticket_pack,
+    fps_ticket_serial,
+)
+from fastps.kernels.fold cimport (
+    FPS_MAX_PUSHES,
+    FPS_TILE,
+    fps_fold,
+    fps_hyper,
+    fps_push,
+    fps_segment,
+)
+from fastps.kernels.lane cimport fps_lane, fps_pause
+
+cdef extern from "atomics.h" nogil:
+    void FPS_ASSERT(bint condition)
+    void fps_ticket_release(uint64_t *ticket, uint64_t value)
+    uint64_t fps_ticket_acquire(const uint64_t *ticket)
+    int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next)
+    void fps_help_set(uint32_t *helping, uint32_t value)
+    uint32_t fps_help_load(const uint32_t *helping)
+    void fps_chunk_done(uint64_t *done, uint64_t bit)
+    uint64_t fps_chunks_acquire(const uint64_t *done)
+    void fps_chunks_clear(uint64_t *done)
+    void fps_event_add(uint32_t *event)
+    uint32_t fps_sleeping_load(const uint32_t *sleeping)
+    void fps_event_wake(uint32_t *event)
+    void fps_yield()
+
+cdef enum:
+    # In floats that a fold reads and writes: at about 10 a nanosecond and core.
+    SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
+    CHUNK_LEAST = 1 << 17
+    ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
+    # Looks at the helpers before the caller is told to look whether they live.
+    SPINS = 4000
+    YIELDS = 1000
+
+
+cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
+    return fps_ticket_next(ticket) >= fps_ticket_chunks(ticket)
+
+
+cdef class SharedFold:
+    """The fold of shard `shard`, as lane `lane` orders it or helps with it. Only one thread may use it."""
+
+    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
+        self.arena = arena
+        self.lane = lane
+        self.turn_to(shard)
+        self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
+        if not self.pushes:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.pushes)
+
+    cdef void turn_to(self, uint32_t shard) noexcept nogil:
+        """Be the fold of another shard: for helpers, who go from one to the next."""
+        self.shard = shard
+        self.domain = self.arena.domain(shard)
+        self.work = self.arena.work(shard)
+
+    # -- the holder --------------------------------------------------------------------------------
+
+    cdef void put(self, uint32_t index, uint32_t lane, uint32_t slot, double scale, double rate_scale) noexcept nogil:
+        """Write a push into the order, as its `index`th of at most FPS_MAX_PUSHES."""
+        cdef fps_folded_push *push = &self.work.pushes[index]
+        FPS_ASSERT(index < FPS_MAX_PUSHES)
+        push.lane = lane
+        push.slot = slot
+        push.scale = scale
+        push.rate_scale = rate_scale
+
+    cdef int run(self) noexcept nogil:
+        """Fold what is ordered, with whoever helps."""
+        cdef uint64_t chunks, ticket
+        if not self._read():
+            return FOLD_REFUSED
+        chunks = self._cut()
+        if chunks < 2:
+            return FOLD_DONE if fps_fold(&self.job, self.domain.first, self.domain.last) == 0 else FOLD_REFUSED
+        self.own = 0
+        fps_chunks_clear(&self.work.done)
+        ticket = fps_ticket_acquire(&self.work.ticket)
+        FPS_ASSERT(_is_exhausted(ticket))
+        fps_ticket_release(&self.work.ticket, fps_ticket_pack(fps_ticket_serial(ticket) + 1, 0, chunks))
+        self._rouse_helpers()
+        while True:
+            ticket = fps_ticket_acquire(&self.work.ticket)
+            if _is_exhausted(ticket):
+                return self.finish()
+            if fps_ticket_claim(&self.work.ticket, ticket, ticket + FPS_TICKET_NEXT):
+                if self._fold(fps_ticket_next(ticket)) != 0:
+                    self.close()
+                    return self.finish()  # what is taken is still waited for, before anyone writes these buffers again
+                self.own |= (<uint64_t> 1) << fps_ticket_next(ticket)
+
+    cdef int finish(self) noexcept nogil:
+        """Wait until nobody helps, for so long; then fold what is missing."""
+        cdef uint64_t done, chunk
+        cdef int look
+        for look in range(SPINS + YIELDS):
+            if not self.is_helped():
+                break
+            if look < SPINS:
+                fps_pause()
+            else:
+                fps_yield()
+        else:
+            return FOLD_AWAITING
+        done = self.own | fps_chunks_acquire(&self.work.done)
+        for chunk in range(fps_ticket_chunks(fps_ticket_acquire(&self.work.ticket))):
+            if not (done >> chunk) & 1 and self._fold(chunk) != 0:
+                return FOLD_REFUSED
+        return FOLD_DONE
+
+    cdef bint is_helped(self) noexcept nogil:
+        """Whether a chunk may be in another lane's hands. Only once the ticket is exhausted a False lasts."""
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            if index != self.lane and fps_help_load(&self.arena.lane(index).helping) == self.shard + 1:
+                return True
+        return False
+
+    cdef void close(self) noexcept nogil:
+        """Let nobody claim another chunk."""
+        cdef uint64_t ticket
+        while True:
+            ticket = fps_ticket_acquire(&self.work.ticket)
+            if _is_exhausted(ticket) or fps_ticket_claim(&self.work.ticket, ticket, fps_ticket_pack(
+                    fps_ticket_serial(ticket), fps_ticket_chunks(ticket), fps_ticket_chunks(ticket))):
+                return
+
+    cdef uint64_t _cut(self) noexcept nogil:
+        """The number of chunks, and their size into the order; whole tiles, so that all but the last are of one size."""
+        cdef int64_t floats = self.domain.last - self.domain.first
+        cdef int64_t moved = floats * (self.job.n_pushes + 2 * (1 + self.job.state_planes))
+        cdef int64_t chunks
+        if self.helpers == 0 or moved < SHARED_LEAST:
+            return 1
+        chunks = min(moved // CHUNK_LEAST, <int64_t> FPS_MAX_CHUNKS)
+        self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
+        return (floats + self.work.chunk_floats - 1) // self.work.chunk_floats
+
+    cdef void _rouse_helpers(self) noexcept nogil:
+        """Wake as many sleepers as there are cores for them, if the fold is longer than a wake-up takes."""
+        cdef uint32_t index, roused = 0
+        cdef fps_lane *lane
+        if (self.domain.last - self.domain.first) * self.job.n_pushes < ROUSED_LEAST:
+            return
+        for index in range(self.arena.header.n_lanes):
+            lane = self.arena.lane(index)
+            if roused < self.helpers and index != self.lane and fps_sleeping_load(&lane.sleeping):
+                fps_event_add(&lane.event)
+                fps_event_wake(&lane.event)
+                roused += 1
+
+    # -- the helper --------------------------------------------------------------------------------
+
+    cdef bint help(self) noexcept nogil:
+        """Fold chunks of the fold in the making, if there is one and any are left; False if there were none."""
+        cdef fps_lane *mine = self.arena.lane(self.lane)
+        cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
+        cdef bint is_read = False, helped = False
+        if _is_exhausted(ticket):
+            return False
+        fps_help_set(&mine.helping, self.shard + 1)
+        while True:
+            ticket = fps_ticket_acquire(&self.work.ticket)
+            if _is_exhausted(ticket):
+                break
+            if not fps_ticket_claim(&self.work.ticket, ticket, ticket + FPS_TICKET_NEXT):
+                continue
+            helped = True
+            # From the first claim on the order stays as it is, for its holder waits for this lane. What is not marked as done
+            # the holder folds itself: it answers for an order that makes no sense.
+            is_read = is_read or self._read()
+            if is_read and self._fold(fps_ticket_next(ticket)) == 0:
+                fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
+        fps_help_set(&mine.helping, 0)
+        return helped
+
+    # -- both --------------------------------------------------------------------------------------
+
+    cdef int _fold(self, uint64_t chunk) noexcept nogil:
+        cdef int64_t first = self.domain.first + <int64_t> chunk * self.work.chunk_floats
+        if not self.domain.first <= first < self.domain.last:
+            return FOLD_REFUSED
+        return fps_fold(&self.job, first, min(first + self.work.chunk_floats, self.domain.last))
+
+    cdef bint _read(self) noexcept nogil:
+        """Make a job of the order; False if any number of it is out of range."""
+        cdef fps_work *order = self.work
+        cdef uint32_t index, n_pushes = order.n_pushes, state_in = order.state_in
+        cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out
+        cdef fps_folded_push *push
+        cdef char *slot
+        if n_pushes > FPS_MAX_PUSHES or state_in > 1 or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+            return False
+        for index in range(n_pushes):
+            push = &order.pushes[index]
+            if push.lane >= self.arena.header.n_lanes or push.slot >= self.arena.header.n_slots:
+                return False
+            slot = self.arena.slot(push.lane, push.slot)
+            self.pushes[index].hypers = <fps_hyper *> slot
+            self.pushes[index].presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
+            self.pushes[index].gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+            self.pushes[index].scale = push.scale
+            self.pushes[index].rate_scale = push.rate_scale
+        memset(&self.job, 0, sizeof(self.job))
+        self.job.rule = self.arena.header.rule
+        self.job.mode = order.mode
+        self.job.streaming = order.streaming
+        self.job.user_rule = self.user_rule
+        self.job.state_planes = self.arena.header.state_planes
+        self.job.state_stride = self.arena.header.buffer_floats
+        self.job.n_segments = self.arena.header.n_parameters
+        self.job.segments = <fps_segment *> (self.arena.base + self.arena.header.segments_offset)
+        self.job.n_pushes = n_pushes
+        self.job.pushes = self.pushes
+        self.job.scale = order.scale
+        self.job.rate_scale = order.rate_scale
+        self.job.ema_decay = self.arena.header.ema_decay
+        self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
+        self.job.weights_in = self.arena.weights(weights_in)
+        self.job.weights_out = self.arena.weights(weights_out)
+        self._read_state(self.arena.state(state_in), self.arena.state(1 - state_in))
+        return True
+
+    cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil:
+        self.job.steps_in = <int64_t *> state_in
+        self.job.steps_out = <int64_t *> state_out
+        self.job.state_in = <float *> (state_in + self.arena.header.state_steps_bytes)
+        self.job.state_out = <float *> (state_out + self.arena.header.state_steps_bytes)
