@@ -222,7 +222,12 @@ class Policy:
         }
 
     def slots(self, workers: int) -> int:
-        """Gradient slots of a lane: one that is folded while the next is filled; more where several pushes of one wait."""
+        """Gradient slots of a lane: one that is folded while the next is filled, and none where a worker waits for that.
+
+        More where several pushes of one worker wait to be folded.
+        """
+        if self.waits_for_fold and self.pull == 1:
+            return 1
         if self.fold != "count" or self.waits_for_fold:
             return 2
         return min(MOST_SLOTS, max(2, workers // self.divisor + 1))

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from fastps import environment, exits
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
+from fastps.kernels.attributes import Attribute
 from fastps.layout import Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
 from fastps.policy import Policy
@@ -97,11 +98,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._keeps_gradients = policy.waits_for_fold
         self._present: set[int] = set()
         self._presences: dict[frozenset[int], bytes] = {}
+        self._data = Attribute("data", self._tensors)
+        self._grad = Attribute("grad", self._tensors)
+        self._version_counter = Attribute("_version", self._tensors)
+        self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
+        self._everything = set(range(len(self._tensors)))
         self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
         self._of_shard = [
             [index for index, parameter in enumerate(layout.parameters) if parameter.shard == shard]
             for shard in range(self._store.arena.shards)
         ]
+        self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
         self._gradient_tensors = [
             self._tensor_views(self._store.gradient_views(self._worker.rank, slot)) for slot in range(self._store.arena.slots)
         ]
@@ -196,21 +203,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does; with set_to_none=False they become zeros in the slot."""
         self._present.clear()
+        self._exposed = None
+        if set_to_none:
+            self._grad.set_all(self._tensors, None)
+            return
         views = self._gradient_tensors[self._worker.slot]
         for index, tensor in enumerate(self._tensors):
-            if set_to_none or tensor.grad is None:
-                tensor.grad = None
-            else:
+            if tensor.grad is not None:
                 tensor.grad = views[index].zero_()
                 self._present.add(index)
 
     def expose_gradients(self) -> None:
         """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
 
-        For gradients that come from elsewhere than autograd: they need no copy then.
+        For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
+        where the slot stays the same and nobody took a p.grad away.
         """
-        for tensor, view in zip(self._tensors, self._gradient_tensors[self._worker.slot], strict=True):
-            tensor.grad = view
+        views = self._gradient_tensors[self._worker.slot]
+        if self._exposed != self._worker.slot or self._tensors[0].grad is not views[0]:
+            self._grad.set(self._tensors, views)
+            self._exposed = self._worker.slot
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -263,7 +275,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _hypers(self) -> list[Hyper]:
         return [hyper_of(group, self._rule) for group in self.param_groups]
 
-    def _presence(self) -> bytes:
+    def _presence(self) -> bytes | None:
+        if len(self._present) == len(self._tensors):
+            return None
         present = frozenset(self._present)
         bits = self._presences.get(present)
         if bits is None:
@@ -273,6 +287,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _adopt_foreign_gradients(self) -> None:
         """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
         views = self._gradient_tensors[self._worker.slot]
+        if self._grad.are(self._tensors, views) < 0:
+            self._present |= self._everything
+            return
         for index, tensor in enumerate(self._tensors):
             gradient = tensor.grad
             if gradient is views[index]:
@@ -286,8 +303,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _release_gradients(self) -> None:
         """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
         if not self._keeps_gradients:
-            for tensor in self._tensors:
-                tensor.grad = None
+            self._grad.set_all(self._tensors, None)
+            self._exposed = None
         self._present.clear()
 
     def _loss_scaling(self) -> tuple[float, bool]:
@@ -314,9 +331,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensors = self._weight_tensors.get((shard, buffer))
             if tensors is None:
                 tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
-            for index, tensor in zip(self._of_shard[shard], tensors, strict=True):
-                self._tensors[index].data = tensor
-        self._versions = [parameter._version for parameter in self._tensors]
+            self._data.set(self._tensors_of_shard[shard], tensors)
+        if self._worker.steps <= 1:
+            self._versions = self._version_counter.get(self._tensors)  # what was written before the first step was allowed
 
     def _weights_of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""
@@ -328,10 +345,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         """
-        versions = [parameter._version for parameter in self._tensors]
-        if versions == self._versions or self._worker.steps == 0:
+        changed = self._version_counter.are(self._tensors, self._versions)
+        if changed < 0 or self._worker.steps == 0:
             return
-        changed = next(i for i, pair in enumerate(zip(versions, self._versions, strict=True)) if pair[0] != pair[1])
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
             " workers read the same memory; change weights before the first step only, and avoid layers that renormalize their"

@@ -280,24 +280,41 @@ static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
     return equal ? first : total / count;
 }
 
-static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
-                         const fps_push *pushes, int count, int64_t first, int64_t last) {
+/* What a sum of pushes does to one parameter: the same for all of its group that were pushed as often, by all. */
+typedef struct {
+    fps_coefficients by;
+    int same_scale, is_of_all;
+    int32_t group;
+    int64_t steps;
+} fps_sum;
+
+static fps_sum fps_sum_of(const fps_fold_job *job, const fps_segment *segment, const fps_push *pushes, int count) {
+    fps_sum sum = {.same_scale = 1, .is_of_all = count == job->n_pushes, .group = segment->group};
+    sum.steps = job->steps_in[segment->parameter];
+    for (int push = 1; push < count; push++) sum.same_scale &= pushes[push].scale == pushes[0].scale;
+    double rate = fps_mean_rate(pushes, count, segment->group) * job->rate_scale;
+    double scale = job->scale * (sum.same_scale ? pushes[0].scale : 1);
+    sum.by = fps_coefficients_of(job->rule, &pushes[0].hypers[segment->group], rate, scale, sum.steps);
+    return sum;
+}
+
+static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, const fps_segment *segment, int count) {
+    return sum->is_of_all && count == job->n_pushes && sum->group == segment->group
+           && sum->steps == job->steps_in[segment->parameter];
+}
+
+static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
+                         int count, int64_t first, int64_t last) {
     float total[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
-    const fps_hyper *hyper = &pushes[0].hypers[segment->group];
-    int same_scale = 1;
-    for (int push = 1; push < count; push++) same_scale &= pushes[push].scale == pushes[0].scale;
-    double rate = fps_mean_rate(pushes, count, segment->group) * job->rate_scale;
-    double scale = job->scale * (same_scale ? pushes[0].scale : 1);
-    fps_coefficients by = fps_coefficients_of(job->rule, hyper, rate, scale, job->steps_in[segment->parameter]);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
         const float *gradient = total;
         fps_place place = fps_begin_tile(job, stage, first, length);
         if (count == 1) gradient = pushes[0].gradient + first;
-        else if (same_scale) tile->sum(total, pushes, count, first, length);
+        else if (sum->same_scale) tile->sum(total, pushes, count, first, length);
         else tile->scaled_sum(total, pushes, count, first, length);
-        fps_apply(tile, job, &by, length, gradient, &place);
+        fps_apply(tile, job, &sum->by, length, gradient, &place);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -332,26 +349,31 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
 static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
     fps_push present[FPS_MAX_PUSHES];
     fps_coefficients by[FPS_MAX_PUSHES];
+    fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
         int64_t from = segment->offset > first ? segment->offset : first;
         int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
-        int count = 0;
+        int begins_here = segment->offset >= first && segment->offset < last, count = 0;
+        if (from >= to && !begins_here) continue;
         for (int push = 0; push < job->n_pushes; push++)
             if (fps_is_present(&job->pushes[push], segment->parameter)) {
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
                 present[count++] = job->pushes[push];
             }
-        if (segment->offset >= first && segment->offset < last)
+        if (begins_here)
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
         if (from >= to) continue;
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes)))
             fps_fold_each(tile, job, segment, by, from, to);
         else if (count == 0) fps_carry_range(tile, job, from, to);
-        else fps_fold_sum(tile, job, segment, present, count, from, to);
+        else {
+            if (!fps_sum_fits(&sum, job, segment, count)) sum = fps_sum_of(job, segment, present, count);
+            fps_fold_sum(tile, job, &sum, present, count, from, to);
+        }
     }
     if (job->streaming) FPS_DRAIN(); /* streamed stores obey no release until they are drained */
     return 0;

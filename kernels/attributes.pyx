@@ -1,0 +1,98 @@
+"""One attribute of many objects, in one compiled loop: what a step does to every tensor.
+
+Attributes that C types define are called through their descriptors' own functions, found once, which skips the look-up that
+the interpreter makes each time; others are looked up as usual, with the same effect. Refuses to know what the objects are.
+"""
+
+from cpython.object cimport PyObject, PyTypeObject
+
+cdef extern from "Python.h":
+    ctypedef object (*fps_getter)(object, void *)
+    ctypedef int (*fps_setter)(object, object, void *) except -1
+
+    ctypedef struct PyGetSetDef:
+        fps_getter get
+        fps_setter set
+        void *closure
+
+    ctypedef struct PyGetSetDescrObject:
+        PyGetSetDef *d_getset
+
+    PyTypeObject PyGetSetDescr_Type
+    PyTypeObject *Py_TYPE(object)
+
+
+cdef class Attribute:
+    """The attribute `name` of objects of one type.
+
+    >>> class Point:
+    ...     x = 0
+    >>> points = [Point(), Point()]
+    >>> Attribute("x", points).set(points, [1, 2])
+    >>> Attribute("x", points).are(points, [1, 3])
+    1
+    """
+
+    cdef object name
+    cdef PyTypeObject *type     # of the objects that `definition` is of
+    cdef PyGetSetDef *definition
+    cdef object keep            # the descriptor, which lives as long as its type
+
+    def __init__(self, str name not None, list objects not None):
+        self.name = name
+        self.definition = NULL
+        types = {type(each) for each in objects}
+        if len(types) != 1:
+            return
+        owner = next(iter(types))
+        found = next((base.__dict__[name] for base in owner.__mro__ if name in base.__dict__), None)
+        if found is None or Py_TYPE(found) != &PyGetSetDescr_Type or hasattr(owner, "__getattr__"):
+            return
+        self.keep = found
+        self.type = <PyTypeObject *> owner
+        self.definition = (<PyGetSetDescrObject *> <PyObject *> found).d_getset
+
+    cdef inline object _get(self, object each):
+        if self.definition != NULL and Py_TYPE(each) == self.type:
+            return self.definition.get(each, self.definition.closure)
+        return getattr(each, self.name)
+
+    cdef inline int _set(self, object each, object value) except -1:
+        if self.definition != NULL and Py_TYPE(each) == self.type and self.definition.set != NULL:
+            return self.definition.set(each, value, self.definition.closure)
+        setattr(each, self.name, value)
+        return 0
+
+    def set(self, list objects not None, list values not None):
+        """Give the i-th object the i-th value. Raises ValueError when there are not as many of both."""
+        cdef Py_ssize_t i
+        if len(objects) != len(values):
+            raise ValueError(f"expected {len(objects)} values, found {len(values)}")
+        for i in range(len(objects)):
+            self._set(objects[i], values[i])
+
+    def set_all(self, list objects not None, value):
+        """Give every object the same value."""
+        cdef Py_ssize_t i
+        for i in range(len(objects)):
+            self._set(objects[i], value)
+
+    def get(self, list objects not None):
+        """The values of all objects, as a list."""
+        cdef Py_ssize_t i
+        return [self._get(objects[i]) for i in range(len(objects))]
+
+    def are(self, list objects not None, list values not None):
+        """The index of the first object whose value is not the very value in the list (or equal to it), or -1 if all are."""
+        cdef Py_ssize_t i
+        cdef object found
+        if len(objects) != len(values):
+            raise ValueError(f"expected {len(objects)} values, found {len(values)}")
+        for i in range(len(objects)):
+            found = self._get(objects[i])
+            if found is not values[i] and not self._is_number(found, values[i]):
+                return i
+        return -1
+
+    cdef inline bint _is_number(self, object found, object value):
+        return type(found) is int and found == value
