@@ -2,8 +2,8 @@
 
 Says what is simulated and what came out; kernels/simulator.pyx plays it. Refuses to decide anything, and to show anything.
 
-The model: each worker computes, pushes its gradient to every shard's server, waits until the scheduler grants its next step, and
-gets the weights with the grant. A server's port (a leaf's in a tree, a worker's own under overlap) is shared evenly by the
+The model: each worker computes, pushes its gradient to every shard's server, waits until the scheduler grants its next step,
+and gets the weights with the grant. A server's port (a leaf's in a tree, a worker's own under overlap) is shared evenly by the
 transfers in progress, each direction by itself. In a tree a leaf sits beside the root, as it does on one node.
 """
 

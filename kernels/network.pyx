@@ -1,8 +1,9 @@
 """The simulated network: links shared by the transfers in progress, full duplex, with latency and rare large delays.
 
-A message goes over one link, whose two ports (towards the server, towards the workers) do not disturb each other. Each port is
-shared evenly by its transfers (links.h); when a message's last byte is through, it arrives after the link's latency, and a drawn
-share of the messages a fixed delay later. What it refuses to know: what messages mean, and who waits for them (simulator.pyx).
+A message goes over one link, whose two ports (towards the server, towards the workers) do not disturb each other. Each port
+is shared evenly by its transfers (links.h); when a message's last byte is through, it arrives after the link's latency, and a
+drawn share of the messages a fixed delay later.
+What it refuses to know: what messages mean, and who waits for them (simulator.pyx).
 """
 
 from libc.stdint cimport int32_t, int64_t, uint64_t

@@ -1,15 +1,15 @@
 """The simulator: N workers and K shards in virtual time, decided by the scheduler's own compiled functions.
 
-Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that the
-store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx), messages
-(network.pyx), and a worker's own loop (fastps/worker.py): which step it waits for, its slots, partial and overlapped pulls.
-Times are whole ns; one seed decides a run, bit by bit. What it refuses to know: gradients, disciplines' names, and the clock.
+Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
+the store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx),
+messages (network.pyx), and a worker's own loop (fastps/worker.py): which step it waits for, its slots, partial and overlapped
+pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
 
-A step: compute; push to every shard (in transfer, then one event of its scheduler); the shard's grant sends the weights back, or
-a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
+A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
+or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
 """
 
-from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
+from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.arena cimport FPS_GAP_BUCKETS, fps_bucket_time, fps_time_bucket
@@ -23,7 +23,6 @@ from fastps.kernels.network cimport (
     EVENT_TIMER,
     Network,
     fps_event,
-    fps_queue,
     fps_queue_free,
     fps_queue_pop,
     fps_queue_push,
@@ -34,7 +33,6 @@ from fastps.kernels.roster cimport (
     FOLD_IN_ORDER,
     GRANT_AT_ONCE,
     NEVER_NS,
-    policy_t,
     roster_begin,
     roster_bytes,
     roster_folds,
@@ -55,87 +53,10 @@ from fastps.kernels.scheduler cimport (
     scheduler_push,
 )
 
-cdef extern from "ledger.h" nogil:
-    ctypedef struct fps_record_line:
-        int64_t time_ns
-        int64_t version
-        int64_t detail
-        int32_t worker
-        int16_t shard
-        int16_t kind
-    ctypedef struct fps_trace:
-        fps_record_line *lines
-        int64_t length
-    int fps_trace_add(fps_trace *trace, fps_record_line line)
-    ctypedef struct fps_kept:
-        int64_t read_version
-        int32_t worker
-        int32_t next
-    ctypedef struct fps_kept_list:
-        int32_t first
-        int32_t last
-    ctypedef struct fps_kept_pool:
-        fps_kept *kept
-        int32_t first_free
-    int fps_kept_add(fps_kept_pool *pool, fps_kept_list *list, int32_t worker, int64_t read_version)
-    void fps_kept_move(fps_kept_pool *pool, fps_kept_list *onto, fps_kept_list *source)
-    void fps_kept_clear(fps_kept_pool *pool, fps_kept_list *list)
-
-# Kinds of a trace's lines, and what `version` and `detail` are in them.
-cdef enum:
-    LINE_BEGIN      # a worker begins to compute; newest version of any shard; its batch
-    LINE_COMPUTED   # its gradient is ready; the same; ns that it took
-    LINE_RECEIVE    # a shard receives a push; its timestamp; its samples
-    LINE_FOLD       # a push is folded; the version that it read; its staleness
-    LINE_DROP       # a push came too late; its timestamp; 0
-    LINE_GRANT      # a worker is granted a step; the shard's version; the step
-    LINE_TIMER      # a shard's timer fires; its version before; 0
-    LINE_LEAVE      # a worker leaves a shard; its version before; 0
-    LINE_PULL       # weights arrive at a worker in time for its step; their version; the step
-
 LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
 
 cdef enum:
     _MOST_STALENESS = 1 << 20
-
-cdef struct player_t:
-    int64_t steps           # steps pushed
-    int64_t computed_ns     # when its last gradient was ready
-    int64_t began_ns
-    int64_t compute_ns
-    int64_t wait_ns
-    int64_t grant_wait_ns   # from a shard's receipt of a push to its grant, summed over shards
-    int64_t timestamp       # newest version of any shard that it computes with
-    int64_t batch
-    int64_t granted_batch   # 0: none was tuned
-    int64_t resume_ns       # when it begins with what it has (partial pull), or -1
-    int64_t stale_blocks
-    int64_t ready_version   # overlap: newest weights that have arrived
-    int32_t fresh           # shards that have answered for its next step
-    int32_t sending         # overlap: shards that its last push has not reached yet
-    int32_t computing
-    int32_t blocked         # it could go on but for a slot
-    int32_t holding         # overlap: it holds a gradient until the last was delivered
-
-# One shard as one worker sees it.
-cdef struct view_t:
-    int64_t version         # of the weights that it computes with
-    int64_t step            # newest step that the shard has granted, and answered
-    int64_t kept_version    # FOLD_IN_ORDER: what its push that waits has read
-
-cdef struct server_t:
-    scheduler_t *state
-    int64_t due_ns          # its timer, as of its last event
-    int64_t armed_ns        # the time of its timer's event, or -1
-    int64_t last_update_ns  # or -1
-    int64_t updates
-    int64_t staleness_sum
-    double sigma_sum        # sum over the updates of <sigma>
-    int64_t pushes_of_update
-    int64_t staleness_of_update
-    int64_t gaps[FPS_GAP_BUCKETS]
-    fps_kept_list sum
-    fps_kept_list *leaves
 
 
 cdef class Simulator:
@@ -151,39 +72,6 @@ cdef class Simulator:
     Raises ValueError for values that do not fit.
     """
 
-    cdef readonly ComputeTimes compute
-    cdef readonly Network network
-    cdef readonly int32_t n_workers
-    cdef readonly int32_t n_shards
-    cdef readonly int64_t now_ns
-    cdef readonly int64_t ended_ns       # time of the last event of any scheduler
-    cdef readonly int64_t events
-    cdef readonly int64_t received       # pushes, over all shards
-    cdef readonly int64_t samples        # of those that shard 0 received
-    cdef readonly int64_t steps
-    cdef readonly bint leave
-    cdef policy_t policy
-    cdef fps_queue queue
-    cdef fps_trace lines
-    cdef fps_kept_pool pool
-    cdef player_t *players
-    cdef view_t *views
-    cdef server_t *servers
-    cdef int32_t *links
-    cdef int32_t *idle                   # overlap: workers without a pull in progress
-    cdef int32_t n_idle
-    cdef int64_t *staleness
-    cdef int64_t n_staleness
-    cdef double shard_bytes
-    cdef int64_t pull_timeout_ns
-    cdef int64_t slots
-    cdef int64_t batch
-    cdef int32_t needed
-    cdef bint overlap
-    cdef bint tracing
-    cdef bint no_memory
-    cdef bint begun
-
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
@@ -194,8 +82,8 @@ cdef class Simulator:
         if link_of.shape[0] != self.n_workers or self.n_workers < 1:
             raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
         if not 1 <= shards <= 64 or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
-            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative bytes, "
-                             f"found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
+            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
+                             f"bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
         for worker in range(self.n_workers):
             if not 0 <= link_of[worker] <= network.n_links - shards:
                 raise ValueError(f"expected links of 0 to {network.n_links - shards}, found {link_of[worker]}")
@@ -273,7 +161,7 @@ cdef class Simulator:
         """Whether all steps are done."""
         return self._is_over()
 
-    cdef inline bint _is_over(self) noexcept nogil:
+    cdef bint _is_over(self) noexcept nogil:
         if self.leave:
             return self.begun and self.queue.length == 0 and self.received == self.n_workers * self.steps * self.n_shards
         return self.received >= self.n_workers * self.steps * self.n_shards
@@ -310,7 +198,7 @@ cdef class Simulator:
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
-    cdef inline void _check(self, int outcome) noexcept nogil:
+    cdef void _check(self, int outcome) noexcept nogil:
         if outcome < 0:
             self.no_memory = True
 
@@ -441,7 +329,7 @@ cdef class Simulator:
 
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 
-    cdef inline int64_t _newest(self, int32_t worker) noexcept nogil:
+    cdef int64_t _newest(self, int32_t worker) noexcept nogil:
         if self.network.instant:
             return self.servers[0].state.version
         return self.players[worker].ready_version
@@ -554,7 +442,7 @@ cdef class Simulator:
         if self.players[worker].blocked:
             self._try_begin(worker)  # a slot of it may be free now
 
-    cdef inline int64_t _leaf_of(self, int32_t worker) noexcept nogil:
+    cdef int64_t _leaf_of(self, int32_t worker) noexcept nogil:
         return worker * self.policy.groups // self.n_workers
 
     cdef void _relay(self, server_t *server, int32_t worker) noexcept nogil:
