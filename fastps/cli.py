@@ -369,8 +369,8 @@ def top(
 
 @app.command(
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
-    " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32 --shards 32"
-    " --late-pull 0.0016:4s --json -"
+    " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
+    " --shards 32 --late-pull 0.0016:4s --json -"
 )
 def simulate(
     sync: Annotated[
