@@ -108,7 +108,7 @@ def simulate(
     >>> from fastps import SSP
     >>> row = simulate(SSP(3), Simulation(workers=2, steps=100, compute=ComputeModel(factors={0: 3.0}))).row
     >>> row["staleness_max"], round(row["steps_per_s"], 1)
-    (3, 67.3)
+    (3, 67.8)
     """
     simulator = build(policy, simulation, trace=trace)
     budget = simulation.workers * simulation.steps * simulator.n_shards

@@ -1,4 +1,4 @@
-"""Simulations in virtual time: small cases by hand, the oracles' decisions at the same times, and what the papers say of staleness."""
+"""Simulations in virtual time: small cases by hand, the oracles' decisions, and what the papers say of staleness."""
 
 import hashlib
 import json
