@@ -30,6 +30,7 @@ EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
     " Revisiting Distributed Synchronous SGD, Figure 5: 137.5e3 with N = 50, 76.2e3 with N = 100."
 )
+FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
 ITERATIONS_HELP = "Iterations that you measured for some N, used instead, on straight lines between them."
 
 app = typer.Typer(
@@ -364,6 +365,91 @@ def top(
         raise typer.Exit from None
     if json_file is not None:
         write_json("top", rows, json_file)
+
+
+@app.command(
+    epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
+    " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
+    " --shards 32 --late-pull 0.0016:4s --json -"
+)
+def simulate(
+    sync: Annotated[
+        str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
+    ] = "bsp,asp,ssp:3,dssp:3,15",
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 4,
+    steps: Annotated[
+        int, typer.Option(help="Steps of a worker; the run ends after workers x steps pushes, by whomever.")
+    ] = 1000,
+    leave: Annotated[bool, typer.Option("--leave", help="Each worker leaves after its own steps instead.")] = False,
+    compute: Annotated[
+        str,
+        typer.Option(
+            help="How long a step computes: constant:TIME, normal:MEAN,DEVIATION, lognormal:MEDIAN,SIGMA (of the logarithm),"
+            " pareto:LEAST,SHAPE, or replay:FILE (a line of times such as 10ms 12ms for all workers, or a line for each)."
+        ),
+    ] = "lognormal:10ms,0.3",
+    speed: Annotated[list[str], typer.Option(help="Workers that are FACTOR times as fast: " + FACTORS_HELP)] = [],  # noqa: B006
+    straggler: Annotated[list[str], typer.Option(help="Workers that compute FACTOR times as long: " + FACTORS_HELP)] = [],  # noqa: B006
+    burst: Annotated[
+        str | None,
+        typer.Option(metavar="EVERY:LENGTH:FACTOR", help="Each worker is slow now and then, such as 10s:500ms:3; mean times."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples of a worker's first batch.")] = 32,
+    model_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a push, and of a pull, such as 100MB.")] = "0",
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE", help="Of each server's port, each direction, such as 10Gbit; 0: without bound.")
+    ] = "0",
+    worker_bandwidth: Annotated[
+        str, typer.Option(metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound.")
+    ] = "0",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="From the last byte sent to its arrival, such as 50us.")] = "0s",
+    shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
+    slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
+    late_push: Annotated[
+        str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")
+    ] = None,
+    late_pull: Annotated[str | None, typer.Option(metavar="SHARE:TIME", help="The same for answers to workers.")] = None,
+    seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
+    json_file: Json = None,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+) -> None:
+    """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
+    from fastps import simulation_report as report
+    from fastps.report import write_json
+    from fastps.simulation_options import SimulationTexts, read_policies, read_simulation
+
+    texts = SimulationTexts(
+        compute=compute,
+        speed=speed,
+        straggler=straggler,
+        burst=burst,
+        model_bytes=model_bytes,
+        bandwidth=bandwidth,
+        worker_bandwidth=worker_bandwidth,
+        latency=latency,
+        slow_server=slow_server,
+        late_push=late_push,
+        late_pull=late_pull,
+    )
+    policies = read_policies(sync, shards)
+    simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, seed=seed)
+    if trace is not None and len(policies) > 1:
+        raise UsageError(f"--trace is of one run: expected one spec, found {len(policies)}")
+    console = _console(json_file)
+    outcomes = report.simulate_all(
+        policies, simulation, console, trace=trace is not None, progress=progress and console.is_terminal
+    )
+    rows = [outcome.row for outcome in outcomes]
+    console.print(report.simulation_table(rows, f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"))
+    console.print(report.simulation_footer(rows))
+    if trace is not None:
+        report.save_trace(outcomes[0], trace)
+    if plot is not None:
+        report.plot_staleness(rows, plot)
+    if json_file is not None:
+        write_json("simulate", rows, json_file)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def plot_accuracy(rows: "Sequence[Row]", file: Path) -> None:
         axes.set_xlabel("seconds")
         axes.set_ylabel("test accuracy, %")
 
-    _save(draw, file)
+    save_picture(draw, file)
 
 
 def plot_arrivals(rows: "Sequence[Arrival]", file: Path) -> None:
@@ -38,7 +38,7 @@ def plot_arrivals(rows: "Sequence[Arrival]", file: Path) -> None:
         axes.set_xlabel("ms from the version's beginning")
         axes.set_ylabel("versions whose k-th gradient has come, %")
 
-    _save(draw, file)
+    save_picture(draw, file)
 
 
 def shown_of(rows: "Sequence[Any]") -> list[Any]:
@@ -49,7 +49,8 @@ def shown_of(rows: "Sequence[Any]") -> list[Any]:
     return [rows[index] for index in sorted(chosen)]
 
 
-def _save(draw: "Callable[[Axes], None]", file: Path) -> None:
+def save_picture(draw: "Callable[[Axes], None]", file: Path) -> None:
+    """Draw into one pair of axes and write the picture. Raises UsageError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -72,7 +72,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
 
 
-@pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench"])
+@pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench", "simulate"])
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = _run(command, "--help")
     assert outcome.returncode == 0

@@ -1,0 +1,38 @@
+# How long each worker computes, for the simulator.
+
+from libc.stdint cimport int64_t, uint64_t
+
+cdef enum:
+    STREAMS = 4             # a worker's streams of random numbers
+    STREAM_COMPUTE = 0
+    STREAM_BURSTS = 1
+    STREAM_RESPONSES = 2
+
+cdef struct compute_worker_t:
+    double factor           # compute time is multiplied by it
+    uint64_t key            # of its streams
+    uint64_t burst_key
+    uint64_t drawn
+    uint64_t bursts_drawn
+    int64_t burst_from_ns   # the latest burst that was looked at
+    int64_t burst_until_ns
+    int64_t first           # replay: its times, and the next of them
+    int64_t last
+    int64_t next
+
+cdef class ComputeTimes:
+    cdef readonly int64_t n_workers
+    cdef readonly str kind
+    cdef int model
+    cdef double location_ns
+    cdef double spread
+    cdef double burst_every_ns
+    cdef double burst_length_ns
+    cdef double burst_factor
+    cdef compute_worker_t *workers
+    cdef int64_t[::1] times
+    cdef int _check(self, double[::1] factors) except -1
+    cdef int _set_replay(self, int64_t[::1] times, int64_t[::1] bounds) except -1
+    cdef double _plain_ns(self, compute_worker_t *worker) noexcept nogil
+    cdef double _burst(self, compute_worker_t *worker, int64_t now_ns) noexcept nogil
+    cdef int64_t draw_ns(self, int64_t worker, int64_t now_ns) noexcept nogil

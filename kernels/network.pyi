@@ -1,0 +1,17 @@
+import numpy as np
+import numpy.typing as npt
+
+class Network:
+    n_links: int
+    instant: bool
+    def __init__(
+        self,
+        bandwidth: npt.NDArray[np.float64],
+        latency_ns: npt.NDArray[np.int64],
+        *,
+        most: float = 0.0,
+        late_pushes: tuple[float, int] = (0.0, 0),
+        late_pulls: tuple[float, int] = (0.0, 0),
+        seed: int = 0,
+    ) -> None: ...
+    def use(self, port: int, duration_ns: int) -> dict[str, float]: ...

@@ -1,0 +1,48 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.kernels.compute_time import ComputeTimes
+from fastps.kernels.network import Network
+
+LINES: tuple[str, ...]
+
+class Simulator:
+    compute: ComputeTimes
+    network: Network
+    n_workers: int
+    n_shards: int
+    now_ns: int
+    ended_ns: int
+    events: int
+    received: int
+    samples: int
+    steps: int
+    leave: bool
+    def __init__(
+        self,
+        values: dict[str, Any],
+        compute: ComputeTimes,
+        network: Network,
+        link_of: npt.NDArray[np.int32],
+        *,
+        shards: int = 1,
+        shard_bytes: float = 0.0,
+        needed: int = 0,
+        pull_timeout_ns: int = -1,
+        slots: int = 2,
+        overlap: bool = False,
+        batch: int = 1,
+        steps: int = 1,
+        leave: bool = False,
+        trace: bool = False,
+    ) -> None: ...
+    def run(self, events: int) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+    def totals(self) -> dict[str, int]: ...
+    def worker_totals(self, worker: int) -> dict[str, int]: ...
+    def shard_totals(self, shard: int) -> dict[str, Any]: ...
+    def staleness_counts(self) -> list[tuple[int, int]]: ...
+    def trace(self) -> bytes: ...

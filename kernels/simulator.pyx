@@ -1,0 +1,615 @@
+"""The simulator: N workers and K shards in virtual time, decided by the scheduler's own compiled functions.
+
+Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
+the store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx),
+messages (network.pyx), and a worker's own loop (fastps/worker.py): which step it waits for, its slots, partial and overlapped
+pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
+
+A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
+or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
+"""
+
+from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdlib cimport calloc, free
+
+from fastps.kernels.arena cimport FPS_GAP_BUCKETS, fps_bucket_time, fps_time_bucket
+from fastps.kernels.compute_time cimport ComputeTimes
+from fastps.kernels.network cimport (
+    EVENT_COMPUTED,
+    EVENT_LINK,
+    EVENT_PULLED,
+    EVENT_PUSHED,
+    EVENT_RESUME,
+    EVENT_TIMER,
+    Network,
+    fps_event,
+    fps_queue_free,
+    fps_queue_pop,
+    fps_queue_push,
+    message_t,
+)
+from fastps.kernels.policy_words cimport policy_from_values
+from fastps.kernels.roster cimport (
+    FOLD_IN_ORDER,
+    GRANT_AT_ONCE,
+    NEVER_NS,
+    roster_begin,
+    roster_bytes,
+    roster_folds,
+    roster_initialise,
+    roster_touched,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.scheduler cimport (
+    ACTION_DROP,
+    ACTION_FOLD,
+    ACTION_FOLD_ALL,
+    ACTION_FOLD_LIST,
+    scheduler_due,
+    scheduler_fire,
+    scheduler_leave,
+    scheduler_push,
+)
+
+LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
+
+cdef enum:
+    _MOST_STALENESS = 1 << 20
+
+
+cdef class Simulator:
+    """A simulation, ready to run.
+
+    values: the policy's, as Policy.values gives them. compute, network: who computes how long, and the links; link_of:
+    int32[workers], each worker's first link, to which the shard is added. shard_bytes: of one push, or pull, of one shard.
+    needed: shards that a step waits for, and pull_timeout_ns how long for the rest (-1: a step waits for all). slots: gradients
+    that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
+    worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
+    and left. trace: write down every line.
+
+    Raises ValueError for values that do not fit.
+    """
+
+    def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
+                  int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
+                  int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
+                  bint leave=False, bint trace=False):
+        cdef int64_t worker
+        self.n_workers = <int32_t> compute.n_workers
+        self.n_shards = shards
+        if link_of.shape[0] != self.n_workers or self.n_workers < 1:
+            raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
+        if not 1 <= shards <= 64 or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
+            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
+                             f"bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
+        for worker in range(self.n_workers):
+            if not 0 <= link_of[worker] <= network.n_links - shards:
+                raise ValueError(f"expected links of 0 to {network.n_links - shards}, found {link_of[worker]}")
+        policy_from_values(&self.policy, values, self.n_workers)
+        self.compute, self.network = compute, network
+        self.shard_bytes, self.needed = shard_bytes, needed or shards
+        self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
+        self.batch, self.steps, self.leave, self.tracing = batch, steps, leave, trace
+        self._allocate(link_of)
+
+    cdef int _allocate(self, int32_t[::1] link_of) except -1:
+        cdef int64_t worker, shard, leaf, n = self.n_workers
+        self.pool.first_free = -1
+        self.n_staleness = min(<int64_t> _MOST_STALENESS, 4 * n + 1024)
+        self.players = <player_t *> calloc(n, sizeof(player_t))
+        self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
+        self.servers = <server_t *> calloc(self.n_shards, sizeof(server_t))
+        self.links = <int32_t *> calloc(n, sizeof(int32_t))
+        self.idle = <int32_t *> calloc(n, sizeof(int32_t))
+        self.staleness = <int64_t *> calloc(self.n_staleness, sizeof(int64_t))
+        if not (self.players and self.views and self.servers and self.links and self.idle and self.staleness):
+            raise MemoryError()
+        for worker in range(n):
+            self.links[worker] = link_of[worker]
+            self.players[worker].resume_ns = -1
+            self.idle[worker] = <int32_t> worker
+        self.n_idle = <int32_t> n
+        for shard in range(self.n_shards):
+            self.servers[shard].state = <scheduler_t *> calloc(1, roster_bytes(n))
+            self.servers[shard].leaves = <fps_kept_list *> calloc(self.policy.groups + 1, sizeof(fps_kept_list))
+            if not (self.servers[shard].state and self.servers[shard].leaves):
+                raise MemoryError()
+            roster_initialise(self.servers[shard].state, <int32_t> n, &self.policy)
+            self.servers[shard].due_ns = self.servers[shard].armed_ns = self.servers[shard].last_update_ns = -1
+            self.servers[shard].sum.first = self.servers[shard].sum.last = -1
+            for leaf in range(self.policy.groups + 1):
+                self.servers[shard].leaves[leaf].first = self.servers[shard].leaves[leaf].last = -1
+        return 0
+
+    def __dealloc__(self):
+        cdef int64_t shard
+        if self.servers:
+            for shard in range(self.n_shards):
+                free(self.servers[shard].state)
+                free(self.servers[shard].leaves)
+        free(self.servers)
+        free(self.players)
+        free(self.views)
+        free(self.links)
+        free(self.idle)
+        free(self.staleness)
+        free(self.pool.kept)
+        free(self.lines.lines)
+        fps_queue_free(&self.queue)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(self, int64_t events):
+        """Play up to so many events more; True while there is more to play. Releases the GIL.
+
+        Raises RuntimeError if everybody waits for ever, and MemoryError.
+        """
+        with nogil:
+            self._run(events)
+        if self.no_memory:
+            raise MemoryError("no memory for more events")
+        if self.finished:
+            return False
+        if self.queue.length == 0:
+            raise RuntimeError(f"after {self.received} pushes everybody waits, and no timer is set")
+        return True
+
+    @property
+    def finished(self):
+        """Whether all steps are done."""
+        return self._is_over()
+
+    cdef bint _is_over(self) noexcept nogil:
+        if self.leave:
+            return self.begun and self.queue.length == 0 and self.received == self.n_workers * self.steps * self.n_shards
+        return self.received >= self.n_workers * self.steps * self.n_shards
+
+    cdef void _run(self, int64_t events) noexcept nogil:
+        cdef int32_t worker
+        cdef int64_t last = self.events + events
+        if not self.begun:
+            self.begun = True
+            for worker in range(self.n_workers):
+                self.players[worker].fresh = self.n_shards
+                self._begin(worker)
+        while self.events < last and self.queue.length and not self.no_memory and not self._is_over():
+            self.events += 1
+            self._play(fps_queue_pop(&self.queue))
+
+    cdef void _play(self, fps_event event) noexcept nogil:
+        cdef server_t *server
+        self.now_ns = event.key
+        if event.kind == EVENT_COMPUTED:
+            self._computed(event.index)
+        elif event.kind == EVENT_PUSHED:
+            self._pushed(event.index)
+        elif event.kind == EVENT_PULLED:
+            self._pulled(event.index)
+        elif event.kind == EVENT_LINK:
+            self._check(self.network.run_link(&self.queue, self.now_ns, event.index))
+        elif event.kind == EVENT_TIMER:
+            server = &self.servers[event.index]
+            if server.armed_ns == self.now_ns:
+                server.armed_ns = -1
+                self._fire_due(event.index)
+                self._arm(event.index)
+        elif self.players[event.index].resume_ns == self.now_ns:
+            self._begin(event.index)
+
+    cdef void _check(self, int outcome) noexcept nogil:
+        if outcome < 0:
+            self.no_memory = True
+
+    cdef void _line(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil:
+        cdef fps_record_line line
+        line.time_ns, line.version, line.detail = self.now_ns, version, detail
+        line.worker, line.shard, line.kind = worker, <int16_t> shard, <int16_t> kind
+        self._check(fps_trace_add(&self.lines, line))
+
+    # -- a worker's own loop -----------------------------------------------------------------------
+
+    cdef void _try_begin(self, int32_t worker) noexcept nogil:
+        """Begin the next step if nothing is missing: enough shards' answers, and a slot for its gradient."""
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t shard
+        if player.computing or player.holding or (self.leave and player.steps == self.steps):
+            return
+        if self.overlap:
+            if self.policy.grant != GRANT_AT_ONCE and self.views[worker].step <= player.steps:
+                return
+        elif player.fresh < self.needed:
+            return
+        player.blocked = 0
+        for shard in range(self.n_shards):
+            if roster_workers(self.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+                player.blocked = 1
+                return
+        if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
+            # Also with no timeout at all: answers of this very instant come first.
+            if player.resume_ns < 0:
+                player.resume_ns = self.now_ns + self.pull_timeout_ns
+                self._check(fps_queue_push(&self.queue, player.resume_ns, EVENT_RESUME, worker))
+            return
+        self._begin(worker)
+
+    cdef void _begin(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        cdef view_t *view = &self.views[worker * self.n_shards]
+        cdef int32_t shard
+        cdef int64_t took_ns
+        if player.steps:
+            player.wait_ns += self.now_ns - player.computed_ns
+        if self.overlap:
+            view.version = self._newest(worker)
+        player.timestamp = 0
+        for shard in range(self.n_shards):
+            player.timestamp = max(player.timestamp, view[shard].version)
+        if not self.overlap:
+            player.stale_blocks += self.n_shards - player.fresh
+        player.fresh = 0
+        player.resume_ns = -1
+        player.batch = player.granted_batch if player.granted_batch > 0 else self.batch
+        took_ns = self.compute.draw_ns(worker, self.now_ns)
+        if player.batch != self.batch:
+            took_ns = max(<int64_t> 1, <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5))
+        player.computing = 1
+        player.began_ns = self.now_ns
+        self._check(fps_queue_push(&self.queue, self.now_ns + took_ns, EVENT_COMPUTED, worker))
+        if self.tracing:
+            self._line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+
+    cdef void _computed(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        player.computing = 0
+        player.computed_ns = self.now_ns
+        player.compute_ns += self.now_ns - player.began_ns
+        if self.tracing:
+            self._line(LINE_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
+        if player.sending:
+            player.holding = 1  # Rudra-adv*: the next gradient is never sent before the last was delivered
+            return
+        self._push(worker)
+
+    cdef void _push(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t shard, index
+        cdef message_t *message
+        player.steps += 1
+        if self.overlap:
+            player.sending = self.n_shards
+        if self.network.instant and self.n_shards == 1:
+            self._receive(worker, 0, player.timestamp, self.views[worker].version, player.batch)
+            return
+        for shard in range(self.n_shards):
+            index = self.network.allocate()
+            if index < 0:
+                self.no_memory = True
+                return
+            message = &self.network.messages[index]
+            message.kind, message.worker, message.shard = EVENT_PUSHED, worker, shard
+            message.version, message.samples = player.timestamp, player.batch
+            message.read_version = self.views[worker * self.n_shards + shard].version
+            message.bytes = self.shard_bytes
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        if self.overlap:
+            self._try_begin(worker)
+
+    cdef void _pushed(self, int32_t index) noexcept nogil:
+        cdef message_t message = self.network.messages[index]
+        self.network.release(index)
+        self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
+
+    cdef void _pulled(self, int32_t index) noexcept nogil:
+        cdef message_t message = self.network.messages[index]
+        self.network.release(index)
+        if not self.overlap:
+            self._arrive(message.worker, message.shard, message.step, message.version)
+            return
+        self.players[message.worker].ready_version = message.version
+        if message.version == self.servers[0].state.version:
+            self.idle[self.n_idle] = message.worker
+            self.n_idle += 1
+        else:
+            self._fetch(message.worker)
+
+    cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil:
+        """A shard's answer has come. One to an older step is of no use (PSP-SGD, Algorithm 1, worker, line 4)."""
+        cdef player_t *player = &self.players[worker]
+        cdef view_t *view = &self.views[worker * self.n_shards + shard]
+        if player.computing or step <= player.steps or view.step >= step:
+            return
+        view.version = version
+        view.step = step
+        player.fresh += 1
+        if self.tracing:
+            self._line(LINE_PULL, worker, shard, version, step)
+        self._try_begin(worker)
+
+    # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
+
+    cdef int64_t _newest(self, int32_t worker) noexcept nogil:
+        if self.network.instant:
+            return self.servers[0].state.version
+        return self.players[worker].ready_version
+
+    cdef void _fetch(self, int32_t worker) noexcept nogil:
+        """The worker's pull of the newest version begins."""
+        cdef int32_t index = self.network.allocate()
+        cdef message_t *message
+        if index < 0:
+            self.no_memory = True
+            return
+        message = &self.network.messages[index]
+        message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
+        message.version, message.bytes = self.servers[0].state.version, self.shard_bytes
+        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
+
+    cdef void _fetch_all(self) noexcept nogil:
+        """There is a new version: whoever has no pull in progress begins one."""
+        cdef int32_t i
+        for i in range(self.n_idle):
+            self._fetch(self.idle[i])
+        self.n_idle = 0
+
+    # -- a shard's events, each one call of the scheduler ---------------------------------------------
+
+    cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
+                       int64_t samples) noexcept nogil:
+        cdef server_t *server = &self.servers[shard]
+        cdef player_t *player = &self.players[worker]
+        cdef int64_t version
+        cdef int action
+        self._fire_due(shard)
+        version = server.state.version
+        roster_begin(server.state)
+        roster_workers(server.state)[worker].consumed += 1
+        self.received += 1
+        self.samples += samples if shard == 0 else 0
+        self.ended_ns = self.now_ns
+        if self.tracing:
+            self._line(LINE_RECEIVE, worker, shard, timestamp, samples)
+        action = scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
+        if self.overlap:
+            player.sending -= 1
+        self._keep(shard, worker, read_version, action)
+        self._follow(shard, action)
+        if self.leave and roster_workers(server.state)[worker].clock == self.steps:
+            self._leave(worker, shard)
+        self._arm(shard)
+        if self.overlap:
+            if server.state.version != version and not self.network.instant:
+                self._fetch_all()
+            if player.holding and not player.sending:
+                player.holding = 0
+                self._push(worker)
+            self._try_begin(worker)
+
+    cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
+        cdef server_t *server = &self.servers[shard]
+        cdef int action
+        roster_begin(server.state)
+        if self.tracing:
+            self._line(LINE_LEAVE, worker, shard, server.state.version, 0)
+        action = scheduler_leave(server.state, worker, self.now_ns)
+        self._relay(server, worker)
+        self._follow(shard, action)
+
+    cdef void _fire_due(self, int32_t shard) noexcept nogil:
+        """Every timer that is due by now, each stamped with its own deadline."""
+        cdef server_t *server = &self.servers[shard]
+        while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
+            roster_begin(server.state)
+            self.ended_ns = self.now_ns
+            if self.tracing:
+                self._line(LINE_TIMER, -1, shard, server.state.version, 0)
+            self._follow(shard, scheduler_fire(server.state))
+            server.due_ns = scheduler_due(server.state)
+
+    cdef void _arm(self, int32_t shard) noexcept nogil:
+        """After a shard's event: its timer's event comes in time."""
+        cdef server_t *server = &self.servers[shard]
+        server.due_ns = scheduler_due(server.state)
+        if server.due_ns == NEVER_NS or (0 <= server.armed_ns <= server.due_ns):
+            return
+        server.armed_ns = server.due_ns
+        self._check(fps_queue_push(&self.queue, server.due_ns, EVENT_TIMER, shard))
+
+    # -- what was decided ----------------------------------------------------------------------------
+
+    cdef void _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
+        """Write down where the push that was received now is: folded, dropped, or kept in a sum."""
+        cdef server_t *server = &self.servers[shard]
+        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef fps_kept_list *sum = &server.sum
+        if action == ACTION_DROP:
+            if w.cursor + 1 == w.consumed:
+                w.cursor = w.consumed
+            if self.tracing:
+                self._line(LINE_DROP, worker, shard, read_version, 0)
+        elif action == ACTION_FOLD:
+            w.cursor = w.consumed
+            self._fold(server, shard, worker, read_version, server.state.version - 1)
+            self._end_update(server)
+        elif self.policy.fold == FOLD_IN_ORDER:
+            self.views[worker * self.n_shards + shard].kept_version = read_version
+        else:
+            if self.policy.groups:
+                sum = &server.leaves[self._leaf_of(worker)]
+            self._check(fps_kept_add(&self.pool, sum, worker, read_version))
+            self._relay(server, worker)
+        if self.players[worker].blocked:
+            self._try_begin(worker)  # a slot of it may be free now
+
+    cdef int64_t _leaf_of(self, int32_t worker) noexcept nogil:
+        return worker * self.policy.groups // self.n_workers
+
+    cdef void _relay(self, server_t *server, int32_t worker) noexcept nogil:
+        """If the scheduler has passed the worker's leaf on to the root, its pushes are in the root's sum."""
+        cdef int64_t leaf
+        if not self.policy.groups:
+            return
+        leaf = self._leaf_of(worker)
+        if roster_workers(server.state)[(leaf * self.n_workers + self.policy.groups - 1) // self.policy.groups].leaf_kept == 0:
+            fps_kept_move(&self.pool, &server.sum, &server.leaves[leaf])
+
+    cdef void _follow(self, int32_t shard, int action) noexcept nogil:
+        """Count what an event has folded, and answer everyone whom it has granted a step."""
+        cdef server_t *server = &self.servers[shard]
+        cdef scheduler_t *state = server.state
+        cdef int32_t i, worker
+        if action == ACTION_FOLD_ALL:
+            self._fold_sum(server, shard)
+        elif action == ACTION_FOLD_LIST:
+            for i in range(state.n_folds):
+                worker = roster_folds(state)[i]
+                roster_workers(state)[worker].cursor += 1
+                self._fold(server, shard, worker, self.views[worker * self.n_shards + shard].kept_version,
+                           state.version - state.n_folds + i)
+                self._end_update(server)
+        for i in range(state.n_touched_workers):
+            worker = roster_touched(state)[i]
+            if roster_workers(state)[worker].granted_at == state.sequence:
+                self._answer(worker, shard)
+
+    cdef void _fold_sum(self, server_t *server, int32_t shard) noexcept nogil:
+        """All pushes of the sum; then whoever waited for one of these slots may go on."""
+        cdef int32_t node = server.sum.first
+        cdef worker_t *w
+        while node >= 0:
+            w = &roster_workers(server.state)[self.pool.kept[node].worker]
+            w.cursor = w.cursor + 1 if self.policy.groups else w.consumed
+            self._fold(server, shard, self.pool.kept[node].worker, self.pool.kept[node].read_version,
+                       server.state.version - 1)
+            node = self.pool.kept[node].next
+        self._end_update(server)
+        node = server.sum.first
+        while node >= 0:
+            if self.players[self.pool.kept[node].worker].blocked:
+                self._try_begin(self.pool.kept[node].worker)
+            node = self.pool.kept[node].next
+        fps_kept_clear(&self.pool, &server.sum)
+
+    cdef void _fold(self, server_t *server, int32_t shard, int32_t worker, int64_t read_version,
+                    int64_t version) noexcept nogil:
+        """Count a push that is folded, and its staleness: versions published between its read and `version`."""
+        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef int64_t staleness = version - read_version
+        w.folded += 1
+        w.staleness_sum += staleness
+        w.staleness_max = max(w.staleness_max, staleness)
+        server.staleness_of_update += staleness
+        server.pushes_of_update += 1
+        self.staleness[min(max(staleness, 0), self.n_staleness - 1)] += 1
+        if self.tracing:
+            self._line(LINE_FOLD, worker, shard, read_version, staleness)
+
+    cdef void _end_update(self, server_t *server) noexcept nogil:
+        """Count one version: its <sigma> (Rudra, equation 2), and the gaps between the updates that are its pushes."""
+        if server.pushes_of_update == 0:
+            return
+        if server.last_update_ns >= 0:
+            server.gaps[fps_time_bucket(server.state.folded_ns - server.last_update_ns)] += 1
+        server.gaps[0] += server.pushes_of_update - 1
+        server.updates += 1
+        server.sigma_sum += <double> server.staleness_of_update / <double> server.pushes_of_update
+        server.last_update_ns = server.state.folded_ns
+        server.pushes_of_update = server.staleness_of_update = 0
+
+    cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
+        """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
+        cdef server_t *server = &self.servers[shard]
+        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t index
+        cdef message_t *message
+        player.grant_wait_ns += self.now_ns - w.push_ns[0]
+        if w.batch > 0:
+            player.granted_batch = w.batch
+        if self.tracing:
+            self._line(LINE_GRANT, worker, shard, server.state.version, w.granted)
+        if self.leave and w.clock == self.steps:
+            return  # it is about to leave
+        if self.overlap:
+            self.views[worker].step = w.granted
+            self._try_begin(worker)
+            return
+        if self.network.instant and self.n_shards == 1:
+            self._arrive(worker, shard, w.granted, server.state.version)
+            return
+        index = self.network.allocate()
+        if index < 0:
+            self.no_memory = True
+            return
+        message = &self.network.messages[index]
+        message.kind, message.worker, message.shard = EVENT_PULLED, worker, shard
+        message.step, message.version = w.granted, server.state.version
+        # Rudra, section 3.2: a pull is skipped when the version has not changed.
+        message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
+        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def totals(self):
+        """What was counted so far, over all workers and shards: a dict of numbers; times in ns.
+
+        A worker's time since its last change counts as computing or waiting, whichever it is doing.
+        """
+        cdef int32_t worker, shard
+        cdef worker_t *w
+        cdef player_t *player
+        compute_ns = wait_ns = grant_wait_ns = stale_blocks = folded = dropped = staleness_sum = 0
+        cdef int64_t staleness_max = 0
+        for worker in range(self.n_workers):
+            player = &self.players[worker]
+            compute_ns += player.compute_ns
+            wait_ns += player.wait_ns
+            if player.computing:
+                compute_ns += max(0, self.ended_ns - player.began_ns)
+            elif player.steps and not (self.leave and player.steps == self.steps):
+                wait_ns += max(0, self.ended_ns - player.computed_ns)
+            grant_wait_ns += player.grant_wait_ns
+            stale_blocks += player.stale_blocks
+            for shard in range(self.n_shards):
+                w = &roster_workers(self.servers[shard].state)[worker]
+                folded += w.folded
+                dropped += w.dropped
+                staleness_sum += w.staleness_sum
+                staleness_max = max(staleness_max, w.staleness_max)
+        return {
+            "compute_ns": compute_ns, "wait_ns": wait_ns, "grant_wait_ns": grant_wait_ns, "stale_blocks": stale_blocks,
+            "folded": folded, "dropped": dropped, "staleness_sum": staleness_sum, "staleness_max": staleness_max,
+        }
+
+    def worker_totals(self, int32_t worker):
+        """Of one worker: steps pushed, and ns computed and waited for."""
+        if not 0 <= worker < self.n_workers:
+            raise IndexError(f"expected a worker of 0 to {self.n_workers - 1}, found {worker}")
+        cdef player_t *player = &self.players[worker]
+        return {"steps": player.steps, "compute_ns": player.compute_ns, "wait_ns": player.wait_ns}
+
+    def shard_totals(self, int32_t shard):
+        """Of one shard: its version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
+        if not 0 <= shard < self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        cdef server_t *server = &self.servers[shard]
+        cdef int bucket
+        return {
+            "version": server.state.version,
+            "updates": server.updates,
+            "sigma_mean": server.sigma_sum / max(1, server.updates),
+            "gaps_ns": [(fps_bucket_time(bucket), server.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                        if server.gaps[bucket]],
+        }
+
+    def staleness_counts(self):
+        """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
+        cdef int64_t index
+        return [(index, self.staleness[index]) for index in range(self.n_staleness) if self.staleness[index]]
+
+    def trace(self):
+        """The lines written so far, as bytes: 32 a line, int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
+        if self.lines.length == 0:
+            return b""
+        return (<char *> self.lines.lines)[:self.lines.length * sizeof(fps_record_line)]
