@@ -382,7 +382,10 @@ def bench(
     workers: Annotated[str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step.")] = "2,4",
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
     against: Annotated[
-        str, typer.Option(help="Peers of a step: limit, gloo, ddp, hogwild, handmade; mpi, rpc and ray are told to be missing.")
+        str,
+        typer.Option(
+            help="Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; who is missing is named with the reason."
+        ),
     ] = "limit,gloo,ddp,hogwild,handmade",
     json_file: Json = None,
 ) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 import fastps
-from fastps.bench.crew import Crew, CrewError
+from fastps.bench import mpi
+from fastps.bench.crew import CrewError, ForkedCrew
 from fastps.bench.measure import BenchOptions, Spread, WrongResultError, check, interleaved
+from fastps.bench.peers import Job
 from fastps.bench.scheduler import SPECS
 from fastps.errors import UsageError
 
@@ -32,7 +35,7 @@ def _bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    outcome = _bench("all", "--smoke", "--json", str(target), "--against", "limit,gloo,ddp,hogwild,handmade,mpi,ray")
+    outcome = _bench("all", "--smoke", "--json", str(target), "--against", "limit,gloo,ddp,hogwild,handmade,mpi,rpc,ray")
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(target.read_text())
     assert (document["command"], set(document)) == ("bench all", {"command", "version", "machine", "rows"})
@@ -46,8 +49,9 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     names = {bench: {row["name"] for row in rows if row["bench"] == bench} for bench in KEYS}
     assert names["kernels"] == {"sgd-momentum", "adam", "sum-4-sgd-momentum"}
     assert names["scheduler"] == set(SPECS)
-    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "ray"}
-    assert {row["name"] for row in rows if "missing" in row} >= {"mpi", "ray"}
+    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray"}
+    missing = {row["name"] for row in rows if "missing" in row and row["bench"] == "step"}
+    assert missing == {"ray"} | ({"mpi"} if mpi.missing_reason() else set())
     assert "missing: ray" in outcome.stdout
     assert document["machine"]["cpu"] in outcome.stdout
 
@@ -97,10 +101,33 @@ def test_a_crew_answers_and_names_the_member_that_fails() -> None:
 
         return answer
 
-    with Crew(2, begin) as crew:
+    with ForkedCrew(2, begin) as crew:
         assert crew.call(1) == [10, 11]
-    with pytest.raises(CrewError, match=r"member 1 .* three is too many"), Crew(2, begin) as crew:
+    with pytest.raises(CrewError, match=r"member 1 .* three is too many"), ForkedCrew(2, begin) as crew:
         crew.call(3)
+
+
+needs_mpi = pytest.mark.skipif(mpi.missing_reason() is not None, reason=str(mpi.missing_reason()))
+
+
+@needs_mpi
+def test_members_that_mpiexec_starts_obey_and_end_with_the_crew(tmp_path: Path) -> None:
+    with pytest.raises(CrewError, match=r"member . .* failed: TypeError"):
+        with mpi.LaunchedCrew(Job("mpi", 2, 100, str(tmp_path)), 100) as crew:
+            for began_ns, ended_ns in crew.call(2):
+                assert began_ns < ended_ns
+            lowest, highest = crew.call(0)[1]
+            assert lowest == highest == pytest.approx(1 - 0.01 * 1.5 * (1 + 1.9 + 2.71))
+            crew.call("two steps")
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "mpi" in name or "hydra" in name]
+
+
+@needs_mpi
+def test_an_mpi_job_that_cannot_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CrewError, match="of 2 members that mpiexec starts 0 connected"):
+        mpi.LaunchedCrew(Job("mpi", 2, 100, str(tmp_path)), 100)
 
 
 def test_exposed_gradients_are_the_slot_and_are_pushed() -> None:
