@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fastps.bench import mpi, peers, rpc
 from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved
-from fastps.bench.member import Member
+from fastps.bench.member import Member, load_torch
 from fastps.bench.peers import LEARNING_RATE, MOMENTUM, ForkedJob, Job
 
 CHECKED_STEPS = 8
@@ -127,16 +125,9 @@ def _weight_after(steps: int, gradient: float) -> float:
 
 def measure(options: BenchOptions) -> list[Row]:
     """A row a side, number of workers and number of parameters; peers that cannot be measured have one, too."""
-    _load_torch()
+    load_torch()
     pairs = [(workers, size) for size in options.parameters for workers in options.workers]
     return [row for workers, size in pairs for row in _rows(workers, size, options)]
-
-
-def _load_torch() -> None:
-    """Let torch import, before the crews are forked, what it imports at an optimizer's first step: seconds in each, else."""
-    parameter = torch.ones(1, requires_grad=True)
-    parameter.grad = torch.ones(1)
-    peers.fused_sgd([parameter]).step()
 
 
 def _rows(workers: int, size: int, options: BenchOptions) -> list[Row]:

@@ -25,6 +25,10 @@ SYNC_HELP = (
     f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
 )
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+AGAINST_HELP = (
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; of a training: ddp, hogwild. Who is missing here is"
+    " named with the reason."
+)
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
@@ -374,19 +378,19 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise UsageError(f"--{name}: expected whole numbers separated by commas, found {text!r}") from None
 
 
-@app.command(epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6")
+@app.command(
+    epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
+    "   |   fastps bench train -n 2"
+)
 def bench(
-    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step or all.")] = "all",
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step, train or all.")] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
-    workers: Annotated[str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step.")] = "2,4",
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
+    ] = "2,4",
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; who is missing is named with the reason."
-        ),
-    ] = "limit,gloo,ddp,hogwild,handmade",
+    against: Annotated[str, typer.Option(help=AGAINST_HELP)] = "limit,gloo,ddp,hogwild,handmade",
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""

@@ -25,6 +25,7 @@ KEYS = {
     "lane": {"name", "size", "backend", "ns_per_op", "limit_share"} | SECONDS,
     "scheduler": {"name", "size", "backend", "ns_per_op"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
+    "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }
 
 
@@ -59,7 +60,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, step, all; found 'nothing'"),
+        (["nothing"], "expected one of kernels, lane, scheduler, step, train, all; found 'nothing'"),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),
