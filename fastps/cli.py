@@ -411,6 +411,48 @@ def bench(
         write_json(f"bench {what}", rows, json_file)
 
 
+def _whole(name: str, text: str) -> int:
+    """One whole number, such as 25000000 or 25e6."""
+    numbers = _numbers(name, text)
+    if len(numbers) != 1:
+        raise UsageError(f"--{name}: expected one whole number, found {text!r}")
+    return numbers[0]
+
+
+@app.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+def doctor(
+    model_size: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
+    ] = None,
+    workers: Workers = 4,
+    optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
+    sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    json_file: Json = None,
+) -> None:
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    from dataclasses import asdict
+
+    from fastps import doctor as examination
+    from fastps.report import doctor_table, write_json
+
+    need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
+    console = _console(json_file)
+    findings = examination.examine()
+    console.print(doctor_table(findings, "this machine"))
+    rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
+    if need is not None:
+        lines = examination.need_findings(need)
+        title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
+        console.print(doctor_table(lines, title))
+        findings += lines
+        rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
+    if json_file is not None:
+        write_json("doctor", rows, json_file)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
     try:
