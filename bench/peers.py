@@ -63,6 +63,13 @@ def fused_sgd(tensors: list[torch.Tensor], learning_rate: float = LEARNING_RATE)
     return torch.optim.SGD(tensors, lr=learning_rate, momentum=MOMENTUM, fused=True)
 
 
+def averaging_sgd(flat: torch.Tensor, workers: int) -> torch.optim.SGD:
+    """The same on a sum of gradients: it divides in its own pass, as if to undo a loss' scale, and leaves the mean there."""
+    optimizer = fused_sgd([flat])
+    optimizer.grad_scale = torch.tensor(float(workers))  # type: ignore[attr-defined]
+    return optimizer
+
+
 class Limit:
     """One pass over memory, by as many processes as there are cores, which never wait for each other: no step can be faster.
 
@@ -144,7 +151,7 @@ class Fastps(Peer):
 
 
 class Gloo(Peer):
-    """torch.distributed: one flat tensor, all_reduce, mean, one fused step on it."""
+    """torch.distributed: one flat tensor, all_reduce, one fused step on it that makes the mean."""
 
     def __init__(self, job: Job, rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
@@ -156,12 +163,11 @@ class Gloo(Peer):
     def prepare(self, job: Job) -> None:
         """What is left to do once: the optimizer."""
         self.weights.grad = self.gradient
-        self.optimizer = fused_sgd([self.weights])
+        self.optimizer = averaging_sgd(self.weights, self.workers)
 
     def step(self) -> None:
         """The mean stays in the gradient, so that the next step's mean is the same."""
         dist.all_reduce(self.gradient)
-        self.gradient.div_(self.workers)
         self.optimizer.step()
 
     def close(self) -> None:
