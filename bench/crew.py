@@ -6,6 +6,8 @@ own (mpi.py) connects back. Refuses to time anything: what an order returns is e
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -13,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastps.errors import Error
+from fastps.launch import die_with_parent
 
 Order = Callable[[Any], Any]
 _context = multiprocessing.get_context("fork")
@@ -67,21 +70,43 @@ class Crew:
 class ForkedCrew(Crew):
     """`size` forked processes; each calls `begin(rank)` for the function that answers its orders.
 
-    If the function has an attribute `close`, it is called at the end.
+    If the function has an attribute `close`, it is called at the end. With `paused` the processes are stopped between orders:
+    for those with threads that poll all the time, which would take the cores from the sides whose turn it is.
     """
 
-    def __init__(self, size: int, begin: Callable[[int], Order]) -> None:
+    def __init__(self, size: int, begin: Callable[[int], Order], *, paused: bool = False) -> None:
+        die_with_crew = die_with_parent(os.getpid())
+
+        def live(rank: int, connection: "Connection[Any, Any]") -> None:
+            die_with_crew()  # also when it is stopped, or when another fork keeps its connection open
+            serve(rank, begin, connection)
+
+        self._paused = paused
         pipes = [_context.Pipe() for _ in range(size)]
         super().__init__([ours for ours, _ in pipes])
         self._processes = [
-            _context.Process(target=serve, args=(rank, begin, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
+            _context.Process(target=live, args=(rank, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
         for _, theirs in pipes:
             theirs.close()
 
+    def call(self, order: object) -> list[Any]:
+        """Give every member the order, and return what each answered. Raises CrewError."""
+        self._signal(signal.SIGCONT)
+        answers = super().call(order)
+        self._signal(signal.SIGSTOP)
+        return answers
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._paused:
+            for process in self._processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
     def _end(self, killed: bool) -> None:
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             if killed:
                 process.kill()

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastps.bench.crew import Crew, CrewError
 from fastps.bench.peers import Job
+from fastps.launch import die_with_parent
 
 _START_S = 60.0
 _END_S, _FAILED_END_S = 30.0, 3.0
@@ -57,6 +58,7 @@ class LaunchedCrew(Crew):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=messages,
+                preexec_fn=die_with_parent(os.getpid()),  # its members then end, too
             )
             try:
                 super().__init__(self._connected(listener, job.workers))

@@ -57,7 +57,10 @@ def _push(gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
 
 
 class Rpc(Peer):
-    """A worker: one call a step, which takes the gradient there and the new weights back."""
+    """A worker: one call a step, which takes the gradient there and the new weights back.
+
+    Its transport polls shared memory all the time, so a crew of these is to be paused between its turns.
+    """
 
     def __init__(self, job: Job, rank: int) -> None:
         if rank == 0:

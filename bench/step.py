@@ -25,12 +25,13 @@ CHECKED_STEPS = 8
 class Kind:
     """One side: what makes a worker's peer, or None where MPI's launcher starts the workers, and the shared memory it needs.
 
-    `rows` of the model's size, and one more for each worker where `row_a_worker` is set.
+    `rows` of the model's size, and one more for each worker where `row_a_worker` is set. `paused` as in ForkedCrew.
     """
 
     make: Callable[[ForkedJob, int], Any] | None
     rows: int = 0
     row_a_worker: bool = False
+    paused: bool = False
 
 
 OURS = {
@@ -47,7 +48,7 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
     "hogwild": {"hogwild": Kind(peers.Hogwild, 1)},
     "handmade": {"handmade": Kind(peers.Handmade, 2, row_a_worker=True)},
     "mpi": {"mpi": Kind(None)},
-    "rpc": {"rpc": Kind(rpc.Rpc)},
+    "rpc": {"rpc": Kind(rpc.Rpc, paused=True)},
 }
 
 
@@ -76,7 +77,7 @@ class Side:
         job = ForkedJob(name, workers, parameters, folder, kind.rows + workers * kind.row_a_worker)
         self.job, make = job, kind.make
         size = min(workers, len(os.sched_getaffinity(0))) if name.startswith("limit") else workers
-        self.crew = ForkedCrew(size, lambda rank: Member(job, lambda: make(job, rank)))
+        self.crew = ForkedCrew(size, lambda rank: Member(job, lambda: make(job, rank)), paused=kind.paused)
 
     def run(self, steps: int) -> float:
         """Seconds of one of so many steps."""

@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,27 +37,42 @@ def _bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
-    target = tmp_path / "rows.json"
-    outcome = _bench("all", "--smoke", "--json", str(target), "--against", "limit,gloo,ddp,hogwild,handmade,mpi,rpc,ray")
+def _checked_document(command: str, *arguments: str, target: Path) -> tuple[dict[str, Any], str]:
+    """The JSON and the text of a smoke run, after a look at the keys and values of each measured row."""
+    outcome = _bench(command, "--smoke", "--json", str(target), *arguments)
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(target.read_text())
-    assert (document["command"], set(document)) == ("bench all", {"command", "version", "machine", "rows"})
-    rows = document["rows"]
-    assert {row["bench"] for row in rows} == set(KEYS)
-    for row in rows:
+    assert (document["command"], set(document)) == (f"bench {command}", {"command", "version", "machine", "rows"})
+    for row in document["rows"]:
         if "missing" not in row:
             assert KEYS[row["bench"]] <= set(row), row
             assert row["checked"] is True
             assert 0 < row["seconds_min"] <= row["seconds_median"] <= row["seconds_max"]
+    return document, outcome.stdout
+
+
+def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
+    document, text = _checked_document("all", target=tmp_path / "rows.json")
+    rows = document["rows"]
     names = {bench: {row["name"] for row in rows if row["bench"] == bench} for bench in KEYS}
     assert names["kernels"] == {"sgd-momentum", "adam", "sum-4-sgd-momentum"}
     assert names["scheduler"] == set(SPECS)
-    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray"}
-    missing = {row["name"] for row in rows if "missing" in row and row["bench"] == "step"}
-    assert missing == {"ray"} | ({"mpi"} if mpi.missing_reason() else set())
-    assert "missing: ray" in outcome.stdout
-    assert document["machine"]["cpu"] in outcome.stdout
+    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade"}
+    assert names["train"] == {"fastps", "ddp", "hogwild", "single"}
+    trained = [row for row in rows if row["bench"] == "train"]
+    assert {row["model"] for row in trained} == {"cnn", "mlp"}
+    assert all(row["loss_last"] < row["loss_first"] for row in trained)
+    assert {row["sync"] for row in trained if row["name"] == "fastps"} == {"bsp", "dssp:3,15"}
+    assert document["machine"]["cpu"] in text
+
+
+def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
+    document, text = _checked_document("step", "--against", "mpi,rpc,ray", target=tmp_path / "rows.json")
+    assert {row["name"] for row in document["rows"]} == {"fastps", "mpi", "rpc", "ray"}
+    missing = {row["name"]: row["missing"] for row in document["rows"] if "missing" in row}
+    assert set(missing) == {"ray"} | ({"mpi"} if mpi.missing_reason() else set())
+    for name in missing:
+        assert f"missing: {name} (" in text
 
 
 @pytest.mark.parametrize(
@@ -106,6 +124,27 @@ def test_a_crew_answers_and_names_the_member_that_fails() -> None:
         assert crew.call(1) == [10, 11]
     with pytest.raises(CrewError, match=r"member 1 .* three is too many"), ForkedCrew(2, begin) as crew:
         crew.call(3)
+
+
+def test_a_paused_crew_uses_no_processor_between_orders() -> None:
+    def begin(rank: int) -> Callable[[str], float]:
+        threading.Thread(target=_spin, daemon=True).start()
+        return lambda order: time.process_time()
+
+    with ForkedCrew(2, begin, paused=True) as crew:
+        assert len(crew.call("look")) == 2
+        children = psutil.Process().children()
+        while {child.status() for child in children} != {psutil.STATUS_STOPPED}:
+            time.sleep(0.001)
+        before = [sum(child.cpu_times()[:2]) for child in children]
+        time.sleep(0.3)
+        assert [sum(child.cpu_times()[:2]) for child in children] == before
+        assert len(crew.call("look")) == 2
+
+
+def _spin() -> None:
+    while True:
+        pass
 
 
 needs_mpi = pytest.mark.skipif(mpi.missing_reason() is not None, reason=str(mpi.missing_reason()))
