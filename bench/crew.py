@@ -1,21 +1,26 @@
-"""A crew: forked processes that wait for orders between measurements, so that several sides can take turns.
+"""A crew: processes that wait for orders between measurements, so that several sides can take turns.
 
-Forked, because importing torch in each process would take longer than many a measurement. Refuses to time anything: what an
-order returns is each member's own.
+Most are forked, because importing torch in each process would take longer than many a measurement; who needs a launcher of its
+own (mpi.py) connects back. Refuses to time anything: what an order returns is each member's own.
 """
 
+import contextlib
 import multiprocessing
+import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from fastps.errors import Error
+from fastps.launch import die_with_parent
 
 Order = Callable[[Any], Any]
 _context = multiprocessing.get_context("fork")
 _ORDER_S = 120.0
+_END_S = 30.0
 _END = "end"
 
 
@@ -24,21 +29,10 @@ class CrewError(Error):
 
 
 class Crew:
-    """`size` processes; each calls `begin(rank)` for the function that answers its orders. Use as a context manager.
+    """Members behind connections. Use as a context manager, which ends them; subclasses say how they begin and end."""
 
-    If the function has an attribute `close`, it is called at the end.
-    """
-
-    def __init__(self, size: int, begin: Callable[[int], Order]) -> None:
-        pipes = [_context.Pipe() for _ in range(size)]
-        self._connections = [ours for ours, _ in pipes]
-        self._processes = [
-            _context.Process(target=_serve, args=(rank, begin, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-        for _, theirs in pipes:
-            theirs.close()
+    def __init__(self, connections: Sequence["Connection[Any, Any]"]) -> None:
+        self._connections = list(connections)
 
     def call(self, order: object) -> list[Any]:
         """Give every member the order, and return what each answered. Raises CrewError."""
@@ -58,25 +52,72 @@ class Crew:
                     answers[rank] = _answer_of(rank, connection)
         return [answers[rank] for rank in range(len(self._connections))]
 
-    def __enter__(self) -> "Crew":
+    def _end(self, killed: bool) -> None:
+        """Wait until the members have ended, as they were told; `killed`: one failed, and others may wait for it forever."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            if error is None and process.is_alive():
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
                 connection.send(_END)
-            elif error is not None:
+            connection.close()
+        self._end(killed=error is not None)
+
+
+class ForkedCrew(Crew):
+    """`size` forked processes; each calls `begin(rank)` for the function that answers its orders.
+
+    If the function has an attribute `close`, it is called at the end. With `paused` the processes are stopped between orders:
+    for those with threads that poll all the time, which would take the cores from the sides whose turn it is.
+    """
+
+    def __init__(self, size: int, begin: Callable[[int], Order], *, paused: bool = False) -> None:
+        die_with_crew = die_with_parent(os.getpid())
+
+        def live(rank: int, connection: "Connection[Any, Any]") -> None:
+            die_with_crew()  # also when it is stopped, or when another fork keeps its connection open
+            serve(rank, begin, connection)
+
+        self._paused = paused
+        pipes = [_context.Pipe() for _ in range(size)]
+        super().__init__([ours for ours, _ in pipes])
+        self._processes = [
+            _context.Process(target=live, args=(rank, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def call(self, order: object) -> list[Any]:
+        """Give every member the order, and return what each answered. Raises CrewError."""
+        self._signal(signal.SIGCONT)
+        answers = super().call(order)
+        self._signal(signal.SIGSTOP)
+        return answers
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._paused:
+            for process in self._processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+    def _end(self, killed: bool) -> None:
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            if killed:
                 process.kill()
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            process.join(30)
+            process.join(_END_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-            connection.close()
             process.close()
 
 
-def _answer_of(rank: int, connection: Connection) -> Any:
+def _answer_of(rank: int, connection: "Connection[Any, Any]") -> Any:
     try:
         failure, answer = connection.recv()
     except EOFError:
@@ -86,17 +127,18 @@ def _answer_of(rank: int, connection: Connection) -> Any:
     return answer
 
 
-def _serve(rank: int, begin: Callable[[int], Order], connection: Connection) -> None:
-    """A member's life."""
+def serve(rank: int, begin: Callable[[int], Order], connection: "Connection[Any, Any]") -> None:
+    """A member's life: answer orders until the end, or until whoever gives them is gone."""
     answer: Order | None = None
-    while (order := connection.recv()) != _END:
-        try:
-            if answer is None:
-                answer = begin(rank)
-            connection.send((None, answer(order)))
-        except Exception as error:
-            connection.send((f"{type(error).__name__}: {error} {traceback.format_exc(limit=-2)}", None))
-            return
-    close = getattr(answer, "close", None)
-    if close is not None:
-        close()
+    with contextlib.suppress(EOFError):
+        while (order := connection.recv()) != _END:
+            try:
+                if answer is None:
+                    answer = begin(rank)
+                connection.send((None, answer(order)))
+            except Exception as error:
+                connection.send((f"{type(error).__name__}: {error} {traceback.format_exc(limit=-2)}", None))
+                return
+        close = getattr(answer, "close", None)
+        if close is not None:
+            close()

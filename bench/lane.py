@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 
-from fastps.bench.crew import Crew
+from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
 from fastps.kernels import limit
 from fastps.kernels.lane import Ring
@@ -30,7 +30,7 @@ def measure(options: BenchOptions) -> list[Row]:
         works = _works(memory, first=rank == 0, count=count)
         return lambda name: elapsed(works[name], 1)
 
-    with Crew(2, begin) as crew:
+    with ForkedCrew(2, begin) as crew:
         for name in ("post-to-seen", "throughput", "limit"):
             crew.call(name)
         sides = {name: _side(crew, name, count) for name in ("post-to-seen", "throughput", "limit")}

@@ -6,7 +6,7 @@ Figures of one run are comparable with each other and with nothing else. Refuses
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class BenchOptions:
     workers: tuple[int, ...] = (2, 4)
     parameters: tuple[int, ...] = (25_000, 1_000_000, 25_000_000)
     against: tuple[str, ...] = ("limit", "gloo", "ddp", "hogwild", "handmade")
-    repeat_s: float = field(default=0.1)
+    repeat_s: float = 0.1
+    train_repeat_s: float = 0.5
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.against if name not in PEERS]
@@ -45,7 +46,7 @@ class BenchOptions:
                 raise UsageError(f"--{name}: expected at least 1, found {values}")
 
 
-SMOKE = BenchOptions(smoke=True, repeats=2, workers=(2,), parameters=(1_000,), repeat_s=0.001)
+SMOKE = BenchOptions(smoke=True, repeats=2, workers=(2,), parameters=(1_000,), repeat_s=0.001, train_repeat_s=0.02)
 
 
 @dataclass(frozen=True)

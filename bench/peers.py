@@ -5,13 +5,11 @@ by rank; 1 under asynchronous ones), so that the weights can be foretold. Refuse
 optimizers and the threads that are theirs. Refuses to time anything.
 """
 
-import importlib.util
 import itertools
 import math
 import mmap
+import multiprocessing
 import os
-import sys
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch
@@ -27,16 +25,13 @@ BUCKET_FLOATS, FIRST_BUCKET_FLOATS = 25 * 2**18, 2**18  # DDP's 25 MiB, and 1 Mi
 
 
 class Job:
-    """What the workers of one side share: memory made before the fork, and names."""
+    """What the workers of one side agree on: the size of the model, each worker's gradient, and a folder to meet in."""
 
-    def __init__(self, name: str, workers: int, parameters: int, rows: int, folder: str, barrier: Barrier) -> None:
+    def __init__(self, name: str, workers: int, parameters: int, folder: str) -> None:
         self.name = name
         self.workers = workers
         self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # a little more, so that tensors fill lines
         self.folder = folder
-        self.barrier = barrier
-        self.memory = mmap.mmap(-1, max(1, rows) * self.size * 4 + mmap.PAGESIZE)
-        self.shared = aligned(rows, self.size, self.memory)
         self.is_level = name not in ("fastps-asp", "hogwild")
 
     def gradient(self, rank: int) -> float:
@@ -53,9 +48,26 @@ class Job:
         return list(flat.view(TENSORS, -1).unbind())
 
 
+class ForkedJob(Job):
+    """A job whose workers are forked from the process that makes it: `shared`, float32[rows, size], and a barrier."""
+
+    def __init__(self, name: str, workers: int, parameters: int, folder: str, rows: int) -> None:
+        super().__init__(name, workers, parameters, folder)
+        self.barrier = multiprocessing.get_context("fork").Barrier(workers)
+        self.memory = mmap.mmap(-1, max(1, rows) * self.size * 4 + mmap.PAGESIZE)
+        self.shared = aligned(rows, self.size, self.memory)
+
+
 def fused_sgd(tensors: list[torch.Tensor], learning_rate: float = LEARNING_RATE) -> torch.optim.SGD:
     """The optimizer of every peer."""
     return torch.optim.SGD(tensors, lr=learning_rate, momentum=MOMENTUM, fused=True)
+
+
+def averaging_sgd(flat: torch.Tensor, workers: int) -> torch.optim.SGD:
+    """The same on a sum of gradients: it divides in its own pass, as if to undo a loss' scale, and leaves the mean there."""
+    optimizer = fused_sgd([flat])
+    optimizer.grad_scale = torch.tensor(float(workers))  # type: ignore[attr-defined]
+    return optimizer
 
 
 class Limit:
@@ -64,7 +76,7 @@ class Limit:
     Reads and writes the same buffers each time; rows of shared: gradients, weights, momentum, and both again to write.
     """
 
-    def __init__(self, job: Job, rank: int, streaming: bool) -> None:
+    def __init__(self, job: ForkedJob, rank: int, streaming: bool) -> None:
         count = job.workers
         rows = job.shared
         rows[rank] = job.gradient(rank)
@@ -139,7 +151,7 @@ class Fastps(Peer):
 
 
 class Gloo(Peer):
-    """torch.distributed: one flat tensor, all_reduce, mean, one fused step on it."""
+    """torch.distributed: one flat tensor, all_reduce, one fused step on it that makes the mean."""
 
     def __init__(self, job: Job, rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
@@ -151,12 +163,11 @@ class Gloo(Peer):
     def prepare(self, job: Job) -> None:
         """What is left to do once: the optimizer."""
         self.weights.grad = self.gradient
-        self.optimizer = fused_sgd([self.weights])
+        self.optimizer = averaging_sgd(self.weights, self.workers)
 
     def step(self) -> None:
         """The mean stays in the gradient, so that the next step's mean is the same."""
         dist.all_reduce(self.gradient)
-        self.gradient.div_(self.workers)
         self.optimizer.step()
 
     def close(self) -> None:
@@ -188,7 +199,7 @@ class Ddp(Gloo):
 class Hogwild(Peer):
     """Weights in shared memory, each worker's own fused step in place: no aggregation, no consistency. Row 0 of shared."""
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: ForkedJob, rank: int) -> None:
         if rank == 0:
             job.shared[0] = 1.0
         job.barrier.wait()
@@ -208,7 +219,7 @@ class Handmade(Peer):
     spins on counters (x86 only: other machines may reorder its plain stores); else it is multiprocessing's.
     """
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: ForkedJob, rank: int) -> None:
         self.barrier, self.rank, self.phase = job.barrier, rank, 0
         part = job.part(rank, job.workers)
         job.shared[1 + rank] = job.gradient(rank)
@@ -244,10 +255,3 @@ class Handmade(Peer):
             self.total.copy_(self.gradients[0])
         self.optimizer.step()
         self.meet()
-
-
-def missing_reason(name: str) -> str:
-    """Why a peer that is known by name is not measured."""
-    module = {"mpi": "mpi4py", "rpc": "torch.distributed.rpc", "ray": "ray"}[name]
-    found = module in sys.modules or importlib.util.find_spec(module) is not None
-    return f"{module} is {'installed' if found else 'not installed'}, and this benchmark does not drive it"

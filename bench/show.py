@@ -61,6 +61,19 @@ _TABLES: dict[str, tuple[str, Columns]] = {
             "time / fastps": lambda row: f"{row['ratio']:.2f}",
         },
     ),
+    "train": (
+        "one step of training; bound: none is known, but single is one process with all cores and the batches of all",
+        {
+            "side": lambda row: row["name"],
+            "sync": lambda row: row["sync"],
+            "model": lambda row: row["model"],
+            "workers": lambda row: str(row["workers"]),
+            "parameters": lambda row: f"{row['parameters']:,}",
+            **_TIMES,
+            "steps/s": lambda row: f"{row['steps_per_s']:.3g}",
+            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+        },
+    ),
 }
 
 

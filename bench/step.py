@@ -5,75 +5,79 @@ beginning to the last one's end. Rows give each side's ratio to fastps in the sa
 """
 
 import contextlib
-import multiprocessing
+import importlib.util
 import os
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from fastps.bench import peers
-from fastps.bench.crew import Crew
+from fastps.bench import mpi, peers, rpc
+from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved
-from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Job
+from fastps.bench.member import Member, load_torch
+from fastps.bench.peers import LEARNING_RATE, MOMENTUM, ForkedJob, Job
 
 CHECKED_STEPS = 8
-_SIDES: dict[
-    str, dict[str, int | None]
-] = {  # peer to sides: name and rows of shared memory beside one a worker, or None for no shared memory
-    "limit": {"limit": 4, "limit-streaming": 4},
-    "gloo": {"gloo": None},
-    "ddp": {"ddp": None},
-    "hogwild": {"hogwild": 1},
-    "handmade": {"handmade": 2},
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One side: what makes a worker's peer, or None where MPI's launcher starts the workers, and the shared memory it needs.
+
+    `rows` of the model's size, and one more for each worker where `row_a_worker` is set. `paused` as in ForkedCrew.
+    """
+
+    make: Callable[[ForkedJob, int], Any] | None
+    rows: int = 0
+    row_a_worker: bool = False
+    paused: bool = False
+
+
+OURS = {
+    "fastps": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp")),
+    "fastps-asp": Kind(lambda job, rank: peers.Fastps(job, rank, "asp")),
+}
+PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides that each stands for
+    "limit": {
+        "limit": Kind(lambda job, rank: peers.Limit(job, rank, streaming=False), 4, row_a_worker=True),
+        "limit-streaming": Kind(lambda job, rank: peers.Limit(job, rank, streaming=True), 4, row_a_worker=True),
+    },
+    "gloo": {"gloo": Kind(peers.Gloo)},
+    "ddp": {"ddp": Kind(peers.Ddp)},
+    "hogwild": {"hogwild": Kind(peers.Hogwild, 1)},
+    "handmade": {"handmade": Kind(peers.Handmade, 2, row_a_worker=True)},
+    "mpi": {"mpi": Kind(None)},
+    "rpc": {"rpc": Kind(rpc.Rpc, paused=True)},
 }
 
 
-class Member:
-    """A worker process of one side, and the orders that it answers."""
-
-    def __init__(self, job: Job, rank: int) -> None:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.workers))
-        makers: dict[str, Callable[[], Any]] = {
-            "fastps": lambda: peers.Fastps(job, rank, "bsp"),
-            "fastps-asp": lambda: peers.Fastps(job, rank, "asp"),
-            "limit": lambda: peers.Limit(job, rank, streaming=False),
-            "limit-streaming": lambda: peers.Limit(job, rank, streaming=True),
-            "gloo": lambda: peers.Gloo(job, rank),
-            "ddp": lambda: peers.Ddp(job, rank),
-            "hogwild": lambda: peers.Hogwild(job, rank),
-            "handmade": lambda: peers.Handmade(job, rank),
-        }
-        self.peer = makers[job.name]()
-
-    def __call__(self, order: int) -> tuple[Any, Any]:
-        """So many steps, after one that brings all together: (begin, end) in ns. Order 0: lowest and highest weight."""
-        if order == 0:
-            weights = self.peer.weights.detach()
-            return float(weights.min()), float(weights.max())
-        self.peer.run(1)
-        began_ns = time.monotonic_ns()
-        self.peer.run(order)
-        return began_ns, time.monotonic_ns()
-
-    def close(self) -> None:
-        """The end of this process' part."""
-        close = getattr(self.peer, "close", None)
-        if close is not None:
-            close()
+def missing_reason(name: str) -> str | None:
+    """Why a peer cannot be measured here, or None."""
+    if name == "mpi":
+        return mpi.missing_reason()
+    if name == "rpc":
+        return rpc.missing_reason()
+    if name in PEERS:
+        return None
+    found = importlib.util.find_spec(name) is not None
+    return f"{name} is {'installed' if found else 'not installed'}, and this benchmark does not drive it"
 
 
 class Side:
     """One side: its crew, and the steps that each of its workers has taken."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        size = min(job.workers, len(os.sched_getaffinity(0))) if job.name.startswith("limit") else job.workers
-        self.crew = Crew(size, lambda rank: Member(job, rank))
+    def __init__(self, name: str, kind: Kind, workers: int, parameters: int, folder: str) -> None:
         self.steps = 0
         self.steps_a_repeat = 1
+        if kind.make is None:
+            self.job = Job(name, workers, parameters, folder)
+            self.crew: Crew = mpi.LaunchedCrew(self.job, parameters)
+            return
+        job = ForkedJob(name, workers, parameters, folder, kind.rows + workers * kind.row_a_worker)
+        self.job, make = job, kind.make
+        size = min(workers, len(os.sched_getaffinity(0))) if name.startswith("limit") else workers
+        self.crew = ForkedCrew(size, lambda rank: Member(job, lambda: make(job, rank)), paused=kind.paused)
 
     def run(self, steps: int) -> float:
         """Seconds of one of so many steps."""
@@ -122,25 +126,18 @@ def _weight_after(steps: int, gradient: float) -> float:
 
 def measure(options: BenchOptions) -> list[Row]:
     """A row a side, number of workers and number of parameters; peers that cannot be measured have one, too."""
-    _load_torch()
+    load_torch()
     pairs = [(workers, size) for size in options.parameters for workers in options.workers]
     return [row for workers, size in pairs for row in _rows(workers, size, options)]
 
 
-def _load_torch() -> None:
-    """Let torch import, before the crews are forked, what it imports at an optimizer's first step: seconds in each, else."""
-    parameter = torch.ones(1, requires_grad=True)
-    parameter.grad = torch.ones(1)
-    peers.fused_sgd([parameter]).step()
-
-
 def _rows(workers: int, size: int, options: BenchOptions) -> list[Row]:
+    missing = {name: reason for name in options.against if (reason := missing_reason(name)) is not None}
+    kinds = OURS | {name: kind for peer in options.against if peer not in missing for name, kind in PEERS[peer].items()}
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
-        sides = {}
-        for name, rows in {"fastps": None, "fastps-asp": None, **_wanted(options)}.items():
-            barrier = multiprocessing.get_context("fork").Barrier(workers)
-            shared = 0 if rows is None else rows + (0 if name == "hogwild" else workers)
-            sides[name] = Side(Job(name, workers, size, shared, folder, barrier))
+        sides: dict[str, Side] = {}
+        for name, kind in kinds.items():
+            sides[name] = Side(name, kind, workers, size, folder)
             stack.enter_context(sides[name].crew)
         for side in sides.values():
             side.prepare(options.repeat_s)
@@ -148,13 +145,8 @@ def _rows(workers: int, size: int, options: BenchOptions) -> list[Row]:
         spreads = interleaved(turns, options.repeats)
         for side in sides.values():
             side.check(tolerance=0.05)
-    missing = [name for name in options.against if name not in _SIDES]
     rows_of_sides = [_row(name, workers, size, spread, spreads) for name, spread in _with_better_limit(spreads).items()]
-    return rows_of_sides + [_missing_row(name, workers, size) for name in missing]
-
-
-def _wanted(options: BenchOptions) -> dict[str, int | None]:
-    return {name: rows for peer in options.against if peer in _SIDES for name, rows in _SIDES[peer].items()}
+    return rows_of_sides + [_missing_row(name, workers, size, reason) for name, reason in missing.items()]
 
 
 def _turn(side: Side) -> Callable[[], float]:
@@ -185,6 +177,6 @@ def _row(name: str, workers: int, size: int, spread: Spread, spreads: dict[str, 
     }
 
 
-def _missing_row(name: str, workers: int, size: int) -> Row:
+def _missing_row(name: str, workers: int, size: int, reason: str) -> Row:
     keys: Row = {"bench": "step", "name": name, "sync": "bsp", "workers": workers, "parameters": size}
-    return {**keys, "missing": peers.missing_reason(name), "checked": False}
+    return {**keys, "missing": reason, "checked": False}

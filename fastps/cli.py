@@ -25,6 +25,10 @@ SYNC_HELP = (
     f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
 )
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+AGAINST_HELP = (
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; of a training: ddp, hogwild. Who is missing here is"
+    " named with the reason."
+)
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
@@ -460,16 +464,19 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise UsageError(f"--{name}: expected whole numbers separated by commas, found {text!r}") from None
 
 
-@app.command(epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6")
+@app.command(
+    epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
+    "   |   fastps bench train -n 2"
+)
 def bench(
-    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step or all.")] = "all",
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step, train or all.")] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
-    workers: Annotated[str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step.")] = "2,4",
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
+    ] = "2,4",
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
-    against: Annotated[
-        str, typer.Option(help="Peers of a step: limit, gloo, ddp, hogwild, handmade; mpi, rpc and ray are told to be missing.")
-    ] = "limit,gloo,ddp,hogwild,handmade",
+    against: Annotated[str, typer.Option(help=AGAINST_HELP)] = "limit,gloo,ddp,hogwild,handmade",
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
@@ -488,6 +495,48 @@ def bench(
     show(rows, _console(json_file))
     if json_file is not None:
         write_json(f"bench {what}", rows, json_file)
+
+
+def _whole(name: str, text: str) -> int:
+    """One whole number, such as 25000000 or 25e6."""
+    numbers = _numbers(name, text)
+    if len(numbers) != 1:
+        raise UsageError(f"--{name}: expected one whole number, found {text!r}")
+    return numbers[0]
+
+
+@app.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+def doctor(
+    model_size: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
+    ] = None,
+    workers: Workers = 4,
+    optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
+    sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    json_file: Json = None,
+) -> None:
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    from dataclasses import asdict
+
+    from fastps import doctor as examination
+    from fastps.report import doctor_table, write_json
+
+    need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
+    console = _console(json_file)
+    findings = examination.examine()
+    console.print(doctor_table(findings, "this machine"))
+    rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
+    if need is not None:
+        lines = examination.need_findings(need)
+        title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
+        console.print(doctor_table(lines, title))
+        findings += lines
+        rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
+    if json_file is not None:
+        write_json("doctor", rows, json_file)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
 
 
 def main() -> None:

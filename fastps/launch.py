@@ -174,7 +174,7 @@ class Launcher:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
             worker = LaunchedWorker(rank, process)
             self._workers.append(worker)
@@ -255,8 +255,8 @@ class Launcher:
                 cast("IO[bytes]", key.fileobj).close()
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What a new worker does first: ask to be killed with its launcher, and check that this has not happened already."""
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """What a new process does first: ask to be killed with its parent, and check that this has not happened already."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def ask() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.console import Console, Group
@@ -22,6 +22,9 @@ from fastps.launch import Outcome
 from fastps.statistics import WorkerStatistics
 from fastps.stragglers import Arrival, Split
 from fastps.version import __version__
+
+if TYPE_CHECKING:
+    from fastps.doctor import Finding
 
 Row = dict[str, Any]
 
@@ -78,6 +81,16 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
         if baseline is not None:
             cells.append(f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x")
         table.add_row(*cells)
+    return table
+
+
+def doctor_table(findings: "Sequence[Finding]", title: str) -> Table:
+    """A line a finding; what does not work is marked."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "what", "found"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row("ok" if finding.ok else "!!", finding.name, finding.shown, style=None if finding.ok else "red")
     return table
 
 

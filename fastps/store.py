@@ -111,7 +111,7 @@ class Store:
     ) -> "Store":
         """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it."""
         values = layout.policy.values(layout.workers)
-        header, size = _plan(layout)
+        header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
         descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.workers} workers")
         try:
@@ -310,7 +310,8 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
         clock.sleep_ns(10_000_000)
 
 
-def _plan(layout: Layout) -> tuple[bytes, int]:
+def plan(layout: Layout) -> tuple[bytes, int]:
+    """The header of a layout's arena, and the bytes that it takes in all. Raises UsageError for a layout without parameters."""
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
     return words.plan(

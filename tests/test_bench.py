@@ -3,16 +3,22 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 import fastps
-from fastps.bench.crew import Crew, CrewError
+from fastps.bench import mpi
+from fastps.bench.crew import CrewError, ForkedCrew
 from fastps.bench.measure import BenchOptions, Spread, WrongResultError, check, interleaved
+from fastps.bench.peers import Job
 from fastps.bench.scheduler import SPECS
 from fastps.errors import UsageError
 
@@ -22,6 +28,7 @@ KEYS = {
     "lane": {"name", "size", "backend", "ns_per_op", "limit_share"} | SECONDS,
     "scheduler": {"name", "size", "backend", "ns_per_op"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
+    "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }
 
 
@@ -30,32 +37,48 @@ def _bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
-    target = tmp_path / "rows.json"
-    outcome = _bench("all", "--smoke", "--json", str(target), "--against", "limit,gloo,ddp,hogwild,handmade,mpi,ray")
+def _checked_document(command: str, *arguments: str, target: Path) -> tuple[dict[str, Any], str]:
+    """The JSON and the text of a smoke run, after a look at the keys and values of each measured row."""
+    outcome = _bench(command, "--smoke", "--json", str(target), *arguments)
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(target.read_text())
-    assert (document["command"], set(document)) == ("bench all", {"command", "version", "machine", "rows"})
-    rows = document["rows"]
-    assert {row["bench"] for row in rows} == set(KEYS)
-    for row in rows:
+    assert (document["command"], set(document)) == (f"bench {command}", {"command", "version", "machine", "rows"})
+    for row in document["rows"]:
         if "missing" not in row:
             assert KEYS[row["bench"]] <= set(row), row
             assert row["checked"] is True
             assert 0 < row["seconds_min"] <= row["seconds_median"] <= row["seconds_max"]
+    return document, outcome.stdout
+
+
+def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
+    document, text = _checked_document("all", target=tmp_path / "rows.json")
+    rows = document["rows"]
     names = {bench: {row["name"] for row in rows if row["bench"] == bench} for bench in KEYS}
     assert names["kernels"] == {"sgd-momentum", "adam", "sum-4-sgd-momentum"}
     assert names["scheduler"] == set(SPECS)
-    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "ray"}
-    assert {row["name"] for row in rows if "missing" in row} >= {"mpi", "ray"}
-    assert "missing: ray" in outcome.stdout
-    assert document["machine"]["cpu"] in outcome.stdout
+    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade"}
+    assert names["train"] == {"fastps", "ddp", "hogwild", "single"}
+    trained = [row for row in rows if row["bench"] == "train"]
+    assert {row["model"] for row in trained} == {"cnn", "mlp"}
+    assert all(row["loss_last"] < row["loss_first"] for row in trained)
+    assert {row["sync"] for row in trained if row["name"] == "fastps"} == {"bsp", "dssp:3,15"}
+    assert document["machine"]["cpu"] in text
+
+
+def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
+    document, text = _checked_document("step", "--against", "mpi,rpc,ray", target=tmp_path / "rows.json")
+    assert {row["name"] for row in document["rows"]} == {"fastps", "mpi", "rpc", "ray"}
+    missing = {row["name"]: row["missing"] for row in document["rows"] if "missing" in row}
+    assert set(missing) == {"ray"} | ({"mpi"} if mpi.missing_reason() else set())
+    for name in missing:
+        assert f"missing: {name} (" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, step, all; found 'nothing'"),
+        (["nothing"], "expected one of kernels, lane, scheduler, step, train, all; found 'nothing'"),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),
@@ -97,10 +120,54 @@ def test_a_crew_answers_and_names_the_member_that_fails() -> None:
 
         return answer
 
-    with Crew(2, begin) as crew:
+    with ForkedCrew(2, begin) as crew:
         assert crew.call(1) == [10, 11]
-    with pytest.raises(CrewError, match=r"member 1 .* three is too many"), Crew(2, begin) as crew:
+    with pytest.raises(CrewError, match=r"member 1 .* three is too many"), ForkedCrew(2, begin) as crew:
         crew.call(3)
+
+
+def test_a_paused_crew_uses_no_processor_between_orders() -> None:
+    def begin(rank: int) -> Callable[[str], float]:
+        threading.Thread(target=_spin, daemon=True).start()
+        return lambda order: time.process_time()
+
+    with ForkedCrew(2, begin, paused=True) as crew:
+        assert len(crew.call("look")) == 2
+        children = psutil.Process().children()
+        while {child.status() for child in children} != {psutil.STATUS_STOPPED}:
+            time.sleep(0.001)
+        before = [sum(child.cpu_times()[:2]) for child in children]
+        time.sleep(0.3)
+        assert [sum(child.cpu_times()[:2]) for child in children] == before
+        assert len(crew.call("look")) == 2
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+needs_mpi = pytest.mark.skipif(mpi.missing_reason() is not None, reason=str(mpi.missing_reason()))
+
+
+@needs_mpi
+def test_members_that_mpiexec_starts_obey_and_end_with_the_crew(tmp_path: Path) -> None:
+    with pytest.raises(CrewError, match=r"member . .* failed: TypeError"):
+        with mpi.LaunchedCrew(Job("mpi", 2, 100, str(tmp_path)), 100) as crew:
+            for began_ns, ended_ns in crew.call(2):
+                assert began_ns < ended_ns
+            lowest, highest = crew.call(0)[1]
+            assert lowest == highest == pytest.approx(1 - 0.01 * 1.5 * (1 + 1.9 + 2.71))
+            crew.call("two steps")
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert not [name for name in names if "mpi" in name or "hydra" in name]
+
+
+@needs_mpi
+def test_an_mpi_job_that_cannot_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CrewError, match="of 2 members that mpiexec starts 0 connected"):
+        mpi.LaunchedCrew(Job("mpi", 2, 100, str(tmp_path)), 100)
 
 
 def test_exposed_gradients_are_the_slot_and_are_pushed() -> None:

@@ -1,0 +1,96 @@
+"""MPI as a side of the benchmark: mpiexec of the package mpich starts the members (mpi_member.py), which connect back.
+
+Between orders a member sleeps on its connection, not in MPI, so the other sides have the cores. Refuses to import MPI, which
+belongs to the members, and to use an MPI other than that package's: another build would be another figure.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fastps.bench.crew import Crew, CrewError
+from fastps.bench.peers import Job
+from fastps.launch import die_with_parent
+
+_START_S = 60.0
+_END_S, _FAILED_END_S = 30.0, 3.0
+
+
+def missing_reason() -> str | None:
+    """Why MPI cannot be measured here, or None."""
+    for name, is_found in (("mpi4py", importlib.util.find_spec("mpi4py") is not None), ("mpich", _file("mpiexec") is not None)):
+        if not is_found:
+            return f"the package {name} is not installed: pip install 'fastps[peers]'"
+    return None
+
+
+def _file(name: str) -> Path | None:
+    """A file of the package mpich, by its last name."""
+    try:
+        files = importlib.metadata.files("mpich") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())).resolve() for file in files if file.name == name), None)
+
+
+class LaunchedCrew(Crew):
+    """The workers of an MPI job. Raises CrewError when they do not all connect."""
+
+    def __init__(self, job: Job, parameters: int) -> None:
+        address = Path(job.folder) / "mpi"
+        self._messages = Path(job.folder) / "mpi.stderr"
+        library = _file("libmpi.so.12")
+        arguments = [str(job.workers), str(parameters), job.folder, str(address)]
+        with self._messages.open("wb") as messages, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+            listener.listen(job.workers)
+            listener.settimeout(0.1)
+            self._process = subprocess.Popen(
+                [str(_file("mpiexec")), "-n", str(job.workers), sys.executable, "-m", "fastps.bench.mpi_member", *arguments],
+                env=os.environ | ({"MPI4PY_LIBMPI": str(library)} if library is not None else {}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                preexec_fn=die_with_parent(os.getpid()),  # its members then end, too
+            )
+            try:
+                super().__init__(self._connected(listener, job.workers))
+            except BaseException:
+                self._end(killed=True)
+                raise
+
+    def _connected(self, listener: socket.socket, size: int) -> "list[Connection[Any, Any]]":
+        """Every member's connection, by its rank, which is the first thing that it says."""
+        found: dict[int, Connection[Any, Any]] = {}
+        deadline_s = time.perf_counter() + _START_S
+        while len(found) < size:
+            try:
+                accepted, _ = listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None or time.perf_counter() > deadline_s:
+                    said = self._messages.read_text(errors="replace")[-500:].strip()
+                    raise CrewError(f"of {size} members that mpiexec starts {len(found)} connected; it said: {said}") from None
+                continue
+            accepted.setblocking(True)
+            connection: Connection[Any, Any] = Connection(accepted.detach())
+            found[connection.recv()] = connection
+        return [found[rank] for rank in range(size)]
+
+    def _end(self, killed: bool) -> None:
+        """Also after a failure members may end by themselves first, for a killed MPI leaves its shared memory behind."""
+        try:
+            self._process.wait(_FAILED_END_S if killed else _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()  # mpiexec then ends its members
+            try:
+                self._process.wait(_FAILED_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
