@@ -120,7 +120,7 @@ class Peer:
 
 
 class Fastps(Peer):
-    """fastps: zero_grad, gradients in the slot, step() with its swap of 60 tensors."""
+    """fastps: gradients in the slot, step() with its swap of 60 tensors."""
 
     def __init__(self, job: Job, rank: int, sync: str) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
@@ -131,7 +131,6 @@ class Fastps(Peer):
 
     def step(self) -> None:
         """As a training script's, less the backward: the first steps write the slots, which then stay as they are."""
-        self.optimizer.zero_grad()
         self.optimizer.expose_gradients()
         if self.unwritten:
             self.unwritten -= 1

@@ -24,6 +24,7 @@ from fastps.kernels.arena cimport (
 )
 from fastps.kernels.fold cimport (
     FPS_MAX_PUSHES,
+    FPS_RULE_USER,
     FPS_TILE,
     fps_fold,
     fps_hyper,
@@ -52,6 +53,8 @@ cdef enum:
     SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
     CHUNK_LEAST = 1 << 17
     ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
+    # Of floats written, where stores past the caches begin to pay: 128 MiB; below they cost up to a third (docs/performance.md).
+    STREAMED_LEAST = 1 << 25
     # Looks at the helpers before the caller is told to look whether they live.
     SPINS = 4000
     YIELDS = 1000
@@ -95,6 +98,9 @@ cdef class SharedFold:
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
         cdef uint64_t chunks, ticket
+        self.work.streaming = (
+            (self.domain.last - self.domain.first) * (1 + self.arena.header.state_planes) >= STREAMED_LEAST
+            and self.arena.header.rule != FPS_RULE_USER)
         if not self._read():
             return FOLD_REFUSED
         chunks = self._cut()
