@@ -1,0 +1,6 @@
+from fastps.kernels.scheduler import Scheduler
+
+class Arrivals:
+    scheduler: Scheduler
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None: ...
+    def play(self, events: int) -> int: ...
