@@ -1,7 +1,8 @@
 """Nanoseconds of one decision of the scheduler: a push comes in, what is folded and who may go on comes out.
 
-Pushes arrive in random order and are played by compiled code, so that no Python call is timed; choosing the next worker and
-firing the timers (under r2sp one a push) is in the time of a decision. Refuses to measure folds and to be a pass or a failure.
+A decision is the answer to one event: a push, or under r2sp and stagger a timer, which gives about two a push. Pushes arrive
+in random order and are played by compiled code, so that no Python call is timed; choosing the next worker is in the time.
+Refuses to measure folds and to be a pass or a failure.
 """
 
 from collections.abc import Callable
@@ -44,21 +45,21 @@ class Play:
         self.workers = workers
         self.scheduler = Scheduler(workers, **self.policy.values(workers))
         self.arrivals = Arrivals(self.scheduler)
-        self.events = 0
+        self.pushes = 0
 
     def run(self, times: int) -> None:
-        """Play so many events."""
+        """Play so many pushes."""
         self.arrivals.play(times)
-        self.events += times
+        self.pushes += times
 
     def check(self) -> None:
-        """Every event is one push of some worker, and folds are as many as the fold's kind makes of them."""
+        """Every push was some worker's, and folds are as many as the fold's kind makes of them."""
         clocks = sum(self.scheduler.clock(worker) for worker in range(self.workers))
-        check(clocks == self.events, f"{self.events} pushes", clocks)
+        check(clocks == self.pushes, f"{self.pushes} pushes", clocks)
         needed = {"all": self.workers, "each": 1, "in-order": 1, "count": max(1, self.workers // max(1, self.policy.divisor))}
         fold = self.policy.fold
         if fold in needed:
-            expected = self.events // needed[fold]
+            expected = self.pushes // needed[fold]
             slack = self.workers if self.policy.groups or fold == "in-order" else 0  # pushes that wait for others'
             check(abs(self.scheduler.version - expected) <= slack, f"{expected} folds under {fold}", self.scheduler.version)
 
@@ -82,13 +83,22 @@ def _size_rows(workers: int, options: BenchOptions) -> list[Row]:
     plays = {spec: Play(spec, workers) for spec in SPECS}
     for play in plays.values():
         play.run(3 * workers)
-    sides: dict[str, Callable[[], float]] = {
-        spec: repeated(play.run, min(options.repeat_s, 0.03)) for spec, play in plays.items()
-    }
-    spreads = interleaved(sides, options.repeats)
+    spreads = interleaved({spec: _side(play, options.repeat_s) for spec, play in plays.items()}, options.repeats)
     for play in plays.values():
         play.check()
     return [_row(plays[spec], spec, spread) for spec, spread in spreads.items()]
+
+
+def _side(play: Play, repeat_s: float) -> Callable[[], float]:
+    """Seconds of a decision, from seconds of a push and how many decisions there were."""
+    seconds_per_push = repeated(play.run, repeat_s)
+
+    def measure() -> float:
+        pushes, decisions = play.pushes, play.arrivals.decisions
+        seconds = seconds_per_push()
+        return seconds * (play.pushes - pushes) / (play.arrivals.decisions - decisions)
+
+    return measure
 
 
 def _row(play: Play, spec: str, spread: Spread) -> Row:
@@ -99,6 +109,7 @@ def _row(play: Play, spec: str, spread: Spread) -> Row:
         "backend": f"{play.policy.fold}/{play.policy.grant}",
         **spread.row(),
         "ns_per_op": spread.median * 1e9,
+        "decisions_per_push": play.arrivals.decisions / play.pushes,
         "bound_ns": bound_ns(play.workers),
         "checked": True,
     }

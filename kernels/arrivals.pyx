@@ -10,6 +10,7 @@ from libc.stdlib cimport calloc, free
 
 from fastps.kernels.roster cimport (
     NEVER_NS,
+    prefetch,
     roster_begin,
     roster_touched,
     roster_workers,
@@ -22,7 +23,8 @@ cdef enum:
     STEP_NS = 1000   # from push to push
     SAMPLES = 32     # of a push whose grant carried no batch
     LINE = 8         # pushes that stand in line, a power of two
-    SOON = 4         # of these, pushes whose workers' neighbours are fetched, too
+    DRAWN = 4        # numbers drawn before they are used, so that no time of this file's own memory is in a decision
+    SOON = 4         # of the line, pushes whose workers' neighbours are fetched, too
 
 # A worker that may push, and the version of its last grant: the timestamp of its push, as a store's worker would send it.
 cdef struct ready_t:
@@ -48,7 +50,10 @@ cdef class Arrivals:
     cdef uint32_t line_begin
     cdef uint32_t line_end
     cdef uint64_t random
+    cdef uint64_t drawn[DRAWN]
+    cdef uint32_t n_drawn
     cdef int64_t now_ns
+    cdef readonly int64_t decisions  # events answered so far: pushes and timers
 
     def __cinit__(self, Scheduler scheduler not None, uint64_t seed=0):
         cdef int32_t i
@@ -57,6 +62,8 @@ cdef class Arrivals:
         self.ready = <ready_t *> calloc(scheduler.state.n_workers, sizeof(ready_t))
         if self.ready == NULL:
             raise MemoryError("expected memory for the workers that may push, found none")
+        for i in range(DRAWN):
+            self.drawn[i] = self._draw()
         for i in range(scheduler.state.n_workers):
             if roster_workers(scheduler.state)[i].live and not roster_workers(scheduler.state)[i].waiting:
                 self.ready[self.n_ready].worker = i
@@ -99,6 +106,7 @@ cdef class Arrivals:
         if state.policy.tune_batches and w.batch > 0:
             samples = w.batch
         scheduler_push(state, chosen.worker, self.now_ns, chosen.read_version, samples)
+        self.decisions += 1
         self._note_grants(state)
         return True
 
@@ -109,28 +117,37 @@ cdef class Arrivals:
             self.now_ns = max(self.now_ns, due_ns)
             roster_begin(state)
             scheduler_fire(state)
+            self.decisions += 1
             self._note_grants(state)
             due_ns = scheduler_due(state)
 
     cdef inline void _fill_line(self, const scheduler_t *state) noexcept nogil:
         cdef int32_t index
         while self.n_ready > 0 and self.line_end - self.line_begin < LINE:
-            index = self._draw(self.n_ready)
+            index = self._choose()
             self.line[self.line_end % LINE] = self.ready[index]
             scheduler_expect(state, self.ready[index].worker, False)
             self.line_end += 1
             self.n_ready -= 1
             self.ready[index] = self.ready[self.n_ready]
 
-    cdef inline int32_t _draw(self, int32_t n) noexcept nogil:
-        """A number of 0 to n - 1 (splitmix64)."""
+    cdef inline uint64_t _draw(self) noexcept nogil:
+        """A number below 2^32 (splitmix64)."""
         cdef uint64_t bits
         self.random += <uint64_t> 0x9E3779B97F4A7C15
         bits = self.random
         bits = (bits ^ (bits >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
         bits = (bits ^ (bits >> 27)) * <uint64_t> 0x94D049BB133111EB
-        bits ^= bits >> 31
-        return <int32_t> (((bits >> 32) * <uint64_t> n) >> 32)
+        return (bits ^ (bits >> 31)) >> 32
+
+    cdef inline int32_t _choose(self) noexcept nogil:
+        """The place of a worker that may push, any of them; what will be chosen a few calls later is fetched."""
+        cdef uint64_t *drawn = &self.drawn[self.n_drawn % DRAWN]
+        cdef int32_t place = <int32_t> ((drawn[0] * <uint64_t> self.n_ready) >> 32)
+        drawn[0] = self._draw()
+        self.n_drawn += 1
+        prefetch(&self.ready[(drawn[0] * <uint64_t> self.n_ready) >> 32])
+        return place
 
     cdef inline void _note_grants(self, const scheduler_t *state) noexcept nogil:
         """Whoever was granted by this event reads the newest version, and may push."""

@@ -8,12 +8,12 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from fastps.kernels.roster cimport (
     RELEASE_NEXT_PUSH,
+    WAITS_FOR_ALL,
     policy_t,
     roster_fastest_clock,
     roster_grant,
     roster_grant_waiting,
     roster_grant_within,
-    roster_links,
     roster_slowest,
     roster_slowest_clock,
     roster_stop_waiting,
@@ -110,8 +110,7 @@ cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
     to wait is not released by its own push.
     """
     cdef int64_t reach = _reach(&state.policy)
-    cdef bint keeps_pusher = (
-        pusher >= 0 and roster_workers(state)[pusher].waiting and roster_links(state)[pusher].waits_in < 0)
+    cdef bint keeps_pusher = pusher >= 0 and roster_workers(state)[pusher].waiting == WAITS_FOR_ALL
     if keeps_pusher:
         roster_stop_waiting(state, pusher)
     roster_grant_waiting(state)

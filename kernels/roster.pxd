@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
-from fastps.kernels.tournament cimport tournament_t
+from fastps.kernels.tournament cimport tournament_begin, tournament_t
 
 cdef enum:
     FOLD_EACH = 0       # every push is folded when it is received
@@ -26,6 +26,11 @@ cdef enum:
     SCALE_DIVISOR = 4       # mean, with the learning rate divided by `divisor`
     SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
     SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
+
+    WAITS_FOR_ALL = 1       # in the list of all who wait
+    WAITS_IN_BUCKET = 2     # in the list of its bucket
+
+    MOSTLY = 8              # where more than one of so many is meant, reading all in order is cheaper than a list
 
     NEVER_NS = -1           # no timer
     NO_BATCH = 0            # the size of the batch was never told
@@ -59,7 +64,7 @@ cdef struct worker_t:
     int32_t kept            # pushes of it that wait to be folded, or in a tree to be passed on by its leaf
     int8_t history          # pushes that push_ns holds: 0, 1 or 2
     int8_t live
-    int8_t waiting
+    int8_t waiting          # WAITS_FOR_ALL or WAITS_IN_BUCKET; 0: it does not wait
     int8_t measured         # iteration_ns holds an iteration
 
     int64_t cursor          # descriptors of its lane that are done with
@@ -73,6 +78,7 @@ cdef struct worker_t:
     int32_t leaf_first      # of a leader: the first of them, or -1
     int32_t leaf_kept       # of a leader: pushes that the leaf holds
     int32_t leaf_live       # of a leader: live workers of the leaf
+    int32_t leaf_end        # of a leader: behind the last worker of the leaf
 
     int64_t relayed         # pushes of it that its leaf has passed on to the root
     int64_t folded
@@ -84,7 +90,9 @@ cdef struct worker_t:
     int64_t batch           # batch that its last grant carried
 
     double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
-    int64_t unused[3]
+    double line_constant    # a and k
+    double line_slope
+    int64_t unused
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
@@ -94,7 +102,7 @@ cdef struct link_t:
     int32_t previous
     int32_t next_waiting    # what follows is meant only while the worker waits
     int32_t previous_waiting
-    int32_t waits_in        # the bucket in whose list it waits, or -1: in the list of all
+    int32_t unused
 
 # All workers of one clock. Buckets form a list in order of their clocks, so that the slowest and the fastest are at its ends.
 cdef struct bucket_t:
@@ -106,6 +114,8 @@ cdef struct bucket_t:
     int32_t previous
     int32_t first_waiting   # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
     int32_t last_waiting
+    int32_t n_waiting
+    int32_t unused
 
 cdef struct scheduler_t:
     policy_t policy
@@ -136,6 +146,7 @@ cdef struct scheduler_t:
     int32_t frontier        # GRANT_BOUNDED: the last bucket whose waiting workers were released by its clock, or -1
     int32_t first_waiting
     int32_t last_waiting
+    int32_t n_waiting       # length of that list
     int32_t n_touched_workers
     int32_t n_touched_links
     int32_t n_touched_buckets
@@ -144,7 +155,6 @@ cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil
 cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
 cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil
 cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil
-cdef void roster_begin(scheduler_t *state) noexcept nogil
 
 cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
@@ -191,6 +201,17 @@ cdef inline int32_t *roster_touched(const scheduler_t *state) noexcept nogil:
 cdef inline int32_t *roster_folds(const scheduler_t *state) noexcept nogil:
     """The list that goes with ACTION_FOLD_LIST. An answer, not state: it is not copied."""
     return roster_touched(state) + state.n_workers
+
+
+cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
+    """Begin the changes of a new commit: nothing is touched yet."""
+    state.sequence += 1
+    state.n_touched_workers = 0
+    state.n_touched_links = 0
+    state.n_touched_buckets = 0
+    if state.policy.grant == GRANT_ROUND_ROBIN:
+        tournament_begin(roster_iterations(state))
+        tournament_begin(roster_equal_times(state))
 
 
 cdef inline void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil:

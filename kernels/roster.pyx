@@ -10,11 +10,10 @@ It passes no bucket twice, and a push makes at most one. So no decision grows wi
 What it refuses to know: why somebody waits or is granted (scheduler.pyx decides).
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.tournament cimport (
-    tournament_begin,
     tournament_bytes,
     tournament_catch_up,
     tournament_initialise,
@@ -97,17 +96,6 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
         tournament_catch_up(roster_equal_times(target), roster_equal_times(source))
 
 
-cdef void roster_begin(scheduler_t *state) noexcept nogil:
-    """Begin the changes of a new commit: nothing is touched yet."""
-    state.sequence += 1
-    state.n_touched_workers = 0
-    state.n_touched_links = 0
-    state.n_touched_buckets = 0
-    if state.policy.grant == GRANT_ROUND_ROBIN:
-        tournament_begin(roster_iterations(state))
-        tournament_begin(roster_equal_times(state))
-
-
 cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil:
     """All workers live, at clock 0, and granted their first step."""
     cdef int32_t i
@@ -147,6 +135,7 @@ cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
         # Leaves hold workers in runs of equal length, as far as the numbers allow.
         w.leader = <int32_t> ((worker * groups // state.n_workers * state.n_workers + groups - 1) // groups)
         roster_workers(state)[w.leader].leaf_live += 1
+        roster_workers(state)[w.leader].leaf_end = worker + 1
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -269,18 +258,17 @@ cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil:
 # -- waiting and grants ----------------------------------------------------------------------------
 
 cdef inline void _enqueue(
-        scheduler_t *state, int32_t *first, int32_t *last, int32_t worker, int32_t waits_in) noexcept nogil:
+        scheduler_t *state, int32_t *first, int32_t *last, int32_t worker, int8_t waits) noexcept nogil:
     cdef link_t *link = &roster_links(state)[worker]
     link.next_waiting = -1
     link.previous_waiting = last[0]
-    link.waits_in = waits_in
     if last[0] >= 0:
         roster_links(state)[last[0]].next_waiting = worker
         _touch_link(state, last[0])
     else:
         first[0] = worker
     last[0] = worker
-    roster_workers(state)[worker].waiting = 1
+    roster_workers(state)[worker].waiting = waits
     _touch_link(state, worker)
     roster_touch(state, worker)
 
@@ -288,14 +276,16 @@ cdef inline void _enqueue(
 cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil:
     """Wait in the list of all."""
     if not roster_workers(state)[worker].waiting:
-        _enqueue(state, &state.first_waiting, &state.last_waiting, worker, -1)
+        _enqueue(state, &state.first_waiting, &state.last_waiting, worker, WAITS_FOR_ALL)
+        state.n_waiting += 1
 
 
 cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil:
     """Wait, behind the frontier, until the slowest clock brings it to the worker's bucket."""
     cdef int32_t bucket = roster_links(state)[worker].bucket
     cdef bucket_t *b = &roster_buckets(state)[bucket]
-    _enqueue(state, &b.first_waiting, &b.last_waiting, worker, bucket)
+    b.n_waiting += 1
+    _enqueue(state, &b.first_waiting, &b.last_waiting, worker, WAITS_IN_BUCKET)
     _touch_bucket(state, bucket)
 
 
@@ -306,12 +296,15 @@ cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
     cdef int32_t *last = &state.last_waiting
     if not w.waiting:
         return
+    if w.waiting == WAITS_IN_BUCKET:
+        first = &roster_buckets(state)[link.bucket].first_waiting
+        last = &roster_buckets(state)[link.bucket].last_waiting
+        roster_buckets(state)[link.bucket].n_waiting -= 1
+        _touch_bucket(state, link.bucket)
+    else:
+        state.n_waiting -= 1
     w.waiting = 0
     roster_touch(state, worker)
-    if link.waits_in >= 0:
-        first = &roster_buckets(state)[link.waits_in].first_waiting
-        last = &roster_buckets(state)[link.waits_in].last_waiting
-        _touch_bucket(state, link.waits_in)
     if link.previous_waiting >= 0:
         roster_links(state)[link.previous_waiting].next_waiting = link.next_waiting
         _touch_link(state, link.previous_waiting)
@@ -339,24 +332,36 @@ cdef void roster_grant(scheduler_t *state, int32_t worker) noexcept nogil:
     _grant(state, worker)
 
 
-cdef inline void _grant_list(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Grant all of a list that is given up; its links mean nothing from then on."""
-    cdef int32_t following
-    while worker >= 0:
-        following = roster_links(state)[worker].next_waiting
-        if following >= 0:
-            prefetch(&roster_links(state)[following])
-            prefetch(&roster_workers(state)[following])
-        roster_workers(state)[worker].waiting = 0
-        _grant(state, worker)
-        worker = following
+cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8_t waits, int64_t clock) noexcept nogil:
+    """Grant all of a list that is given up; its links mean nothing from then on.
+
+    `waits` and `clock` (-1: any) tell who is in it: where most of all workers are, they are granted in order of memory, which
+    is fetched ahead, instead of in order of arrival, where each must be read to find the next.
+    """
+    cdef int32_t worker = first, following
+    cdef worker_t *w
+    if n_waiting * <int64_t> MOSTLY < state.n_workers:
+        while worker >= 0:
+            following = roster_links(state)[worker].next_waiting
+            if following >= 0:
+                prefetch(&roster_links(state)[following])
+                prefetch(&roster_workers(state)[following])
+            roster_workers(state)[worker].waiting = 0
+            _grant(state, worker)
+            worker = following
+        return
+    for worker in range(state.n_workers):
+        w = &roster_workers(state)[worker]
+        if w.waiting == waits and (clock < 0 or w.clock == clock):
+            w.waiting = 0
+            _grant(state, worker)
 
 
 cdef void roster_grant_waiting(scheduler_t *state) noexcept nogil:
     """Grant all who wait in the list of all."""
-    cdef int32_t first = state.first_waiting
+    _grant_list(state, state.first_waiting, state.n_waiting, WAITS_FOR_ALL, -1)
     state.first_waiting = state.last_waiting = -1
-    _grant_list(state, first)
+    state.n_waiting = 0
 
 
 cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
@@ -369,7 +374,8 @@ cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
             return
         state.frontier = bucket
         b = &roster_buckets(state)[bucket]
-        if b.first_waiting >= 0:
-            _grant_list(state, b.first_waiting)
+        if b.n_waiting:
+            _grant_list(state, b.first_waiting, b.n_waiting, WAITS_IN_BUCKET, b.clock)
             b.first_waiting = b.last_waiting = -1
+            b.n_waiting = 0
             _touch_bucket(state, bucket)

@@ -22,6 +22,7 @@ from fastps.kernels.roster cimport (
     GRANT_BOUNDED,
     GRANT_NEXT_VERSION,
     GRANT_ROUND_ROBIN,
+    MOSTLY,
     NEVER_NS,
     link_t,
     policy_t,
@@ -46,6 +47,7 @@ from fastps.kernels.roster cimport (
 )
 from fastps.kernels.round_robin cimport (
     round_robin_due,
+    round_robin_expect,
     round_robin_grant,
     round_robin_measure,
     round_robin_space,
@@ -116,21 +118,28 @@ cdef void _list_fold(scheduler_t *state, int32_t worker) noexcept nogil:
 
 # -- a tree of servers (Rudra-adv, section 3.3) ------------------------------------------------------
 
+cdef inline void _pass_on(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef worker_t *w = &roster_workers(state)[worker]
+    w.relayed += w.kept
+    w.kept = 0
+    roster_touch(state, worker)
+
+
 cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
     """A leaf that holds a push for each of its live workers passes all on to the root."""
     cdef worker_t *leaf = &roster_workers(state)[leader]
-    cdef worker_t *w
-    cdef int32_t worker = leaf.leaf_first
+    cdef int32_t worker = leaf.leaf_first, following
     if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live:
         return
-    while worker >= 0:
-        w = &roster_workers(state)[worker]
-        w.relayed += w.kept
-        w.kept = 0
-        roster_touch(state, worker)
-        worker = w.next_kept
-        if worker >= 0:
-            prefetch(&roster_workers(state)[worker])
+    if leaf.leaf_kept * <int64_t> MOSTLY < leaf.leaf_end - leader:
+        while worker >= 0:
+            following = roster_workers(state)[worker].next_kept
+            _pass_on(state, worker)
+            worker = following
+    else:
+        for worker in range(leader, leaf.leaf_end):
+            if roster_workers(state)[worker].kept:
+                _pass_on(state, worker)
     state.n_kept += leaf.leaf_kept
     leaf.leaf_kept = 0
     leaf.leaf_first = -1
@@ -235,7 +244,10 @@ cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) 
         return
     prefetch(link)
     prefetch(&roster_workers(state)[worker])
-    prefetch(&roster_workers(state)[worker].cursor)
+    if state.policy.grant == GRANT_ROUND_ROBIN:
+        round_robin_expect(state, worker)
+    elif state.policy.fold != FOLD_EACH:
+        prefetch(&roster_workers(state)[worker].cursor)
 
 
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil:

@@ -21,6 +21,25 @@ cdef struct tournament_t:
 
 cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil
 cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil
-cdef void tournament_begin(tournament_t *tournament) noexcept nogil
 cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value) noexcept nogil
 cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) noexcept nogil
+
+
+cdef inline int64_t tournament_padded(int64_t size) noexcept nogil:
+    """To whole cache lines."""
+    return (size + 63) & ~<int64_t> 63
+
+
+cdef inline match_t *tournament_matches(const tournament_t *tournament) noexcept nogil:
+    return <match_t *> (<char *> tournament + tournament_padded(sizeof(tournament_t)))
+
+
+cdef inline match_t *tournament_match(const tournament_t *tournament, int32_t entry) noexcept nogil:
+    """The first match of a number."""
+    return &tournament_matches(tournament)[entry // TOURNAMENT_FAN]
+
+
+cdef inline void tournament_begin(tournament_t *tournament) noexcept nogil:
+    """Begin the changes of a new commit: nothing is touched yet."""
+    tournament.sequence += 1
+    tournament.n_touched = 0

@@ -11,16 +11,8 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 
-cdef inline int64_t _padded(int64_t size) noexcept nogil:
-    return (size + 63) & ~<int64_t>63
-
-
-cdef inline match_t *_matches(const tournament_t *tournament) noexcept nogil:
-    return <match_t *> (<char *> tournament + _padded(sizeof(tournament_t)))
-
-
 cdef inline int32_t *_touched(const tournament_t *tournament) noexcept nogil:
-    return <int32_t *> (_matches(tournament) + tournament.n_matches)
+    return <int32_t *> (tournament_matches(tournament) + tournament.n_matches)
 
 
 cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
@@ -30,7 +22,7 @@ cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
         n_matches += n_entries
         if n_entries <= 1:
             break
-    return _padded(sizeof(tournament_t)) + _padded(n_matches * <int64_t> (sizeof(match_t) + sizeof(int32_t)))
+    return tournament_padded(sizeof(tournament_t)) + tournament_padded(n_matches * <int64_t> (sizeof(match_t) + sizeof(int32_t)))
 
 
 cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil:
@@ -44,12 +36,6 @@ cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noe
         tournament.n_matches += <int32_t> n_entries
         if n_entries <= 1:
             break
-
-
-cdef void tournament_begin(tournament_t *tournament) noexcept nogil:
-    """Begin the changes of a new commit: nothing is touched yet."""
-    tournament.sequence += 1
-    tournament.n_touched = 0
 
 
 cdef inline int64_t _winner(const match_t *match) noexcept nogil:
@@ -67,7 +53,7 @@ cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value)
     cdef int64_t before, winner
     for level in range(tournament.n_levels):
         index = tournament.begins[level] + entry // TOURNAMENT_FAN
-        match = &_matches(tournament)[index]
+        match = &tournament_matches(tournament)[index]
         before = match.values[entry % TOURNAMENT_FAN]
         if before == value:
             return
@@ -79,7 +65,7 @@ cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value)
         entry = entry // TOURNAMENT_FAN
         winner = tournament.most
         if level + 1 < tournament.n_levels:
-            winner = _matches(tournament)[tournament.begins[level + 1] + entry // TOURNAMENT_FAN].values[entry % TOURNAMENT_FAN]
+            winner = tournament_matches(tournament)[tournament.begins[level + 1] + entry // TOURNAMENT_FAN].values[entry % TOURNAMENT_FAN]
         if value < winner:
             if before < winner:
                 return
@@ -93,4 +79,4 @@ cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) 
     memcpy(target, source, sizeof(tournament_t))
     for i in range(source.n_touched):
         index = _touched(source)[i]
-        _matches(target)[index] = _matches(source)[index]
+        tournament_matches(target)[index] = tournament_matches(source)[index]
