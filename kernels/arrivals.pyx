@@ -2,7 +2,8 @@
 
 Any worker that may push is as likely to be next as any other, so that clocks come apart and memory is met in no order that a
 processor could guess. A few that have arrived stand in line, as descriptors do that are posted and not yet drained; the
-scheduler is told of them, and fetches what they need meanwhile. What it refuses to be: a simulator (no time passes but a fixed one from push to push), or fair to speeds.
+scheduler is told of them, and fetches what they need meanwhile. What it refuses to be: a simulator (no time passes but a fixed
+one from push to push), or fair to speeds.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -57,6 +58,8 @@ cdef class Arrivals:
 
     def __cinit__(self, Scheduler scheduler not None, uint64_t seed=0):
         cdef int32_t i
+        if scheduler.other != NULL:
+            raise ValueError("expected a scheduler with one record, found one whose commits alternate")
         self.scheduler = scheduler
         self.random = seed
         self.ready = <ready_t *> calloc(scheduler.state.n_workers, sizeof(ready_t))

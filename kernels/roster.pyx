@@ -24,8 +24,8 @@ cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
 
 
-# -- layout: the struct, worker_t[n], link_t[n], bucket_t[n + 1], two tournaments, and int32 lists: touched workers[n], folds[n],
-# -- touched links[n], touched buckets[n + 1]
+# -- layout: the struct, worker_t[n], link_t[n], bucket_t[n + 1], two tournaments, and lists of int32:
+# -- touched workers[n], folds[n], touched links[n], touched buckets[n + 1]
 
 cdef inline int64_t _padded(int64_t size) noexcept nogil:
     return (size + 63) & ~<int64_t>63

@@ -3,6 +3,7 @@ class Scheduler:
         self,
         workers: int,
         *,
+        alternate: bool = False,
         fold: str,
         grant: str,
         scale: str = ...,

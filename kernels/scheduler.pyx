@@ -30,6 +30,8 @@ from fastps.kernels.roster cimport (
     roster_advance,
     roster_begin,
     roster_bytes,
+    roster_catch_up,
+    roster_copy,
     roster_folds,
     roster_grant,
     roster_grant_waiting,
@@ -303,8 +305,15 @@ cdef int scheduler_fire(scheduler_t *state) noexcept nogil:
 
 # -- the same functions for Python: tests, and whoever wants to look -------------------------------
 
+cdef scheduler_t *_on_cache_lines(bytearray memory):
+    return <scheduler_t *> ((<uintptr_t> <char *> memory + 63) & ~<uintptr_t> 63)
+
+
 cdef class Scheduler:
     """The scheduler with a memory of its own, one commit an event. Values as in fastps.Policy; times in nanoseconds.
+
+    With `alternate` the commits alternate between two records, of which each follows the other by what that one's commit has
+    touched, as in the arena: slower, and for tests.
 
     >>> ssp = Scheduler(2, fold="each", grant="bounded", low=1, high=1, release="printed")
     >>> ssp.push(0, 10)  # worker 0 is one ahead: within the bound
@@ -315,15 +324,26 @@ cdef class Scheduler:
     ([1], [0, 1])
     """
 
-    def __cinit__(self, int workers, **values):
+    def __cinit__(self, int workers, *, bint alternate=False, **values):
         cdef policy_t policy
         if workers < 1:
             raise ValueError(f"expected at least 1 worker, found {workers}")
         policy_from_values(&policy, values, workers)
         self.dropped_since = {}
         self.memory = bytearray(roster_bytes(workers) + 63)
-        self.state = <scheduler_t *> ((<uintptr_t> <char *> self.memory + 63) & ~<uintptr_t> 63)  # on cache lines
+        self.state = _on_cache_lines(self.memory)
         roster_initialise(self.state, workers, &policy)
+        if alternate:
+            self.other_memory = bytearray(roster_bytes(workers) + 63)
+            self.other = _on_cache_lines(self.other_memory)
+            roster_copy(self.other, self.state)
+
+    cdef void _begin(self) noexcept:
+        """Begin an event's commit, in the other record where there is one."""
+        if self.other != NULL:
+            roster_catch_up(self.other, self.state)
+            self.state, self.other = self.other, self.state
+        roster_begin(self.state)
 
     cdef worker_t *_worker(self, int worker) except NULL:
         if not 0 <= worker < self.state.n_workers:
@@ -342,6 +362,7 @@ cdef class Scheduler:
         if action == ACTION_FOLD:
             folded.append(worker)
             self._worker(worker).cursor = self._worker(worker).consumed
+            roster_touch(self.state, worker)
         elif action == ACTION_DROP:
             self.dropped_since[worker] = self.dropped_since.get(worker, 0) + 1
         elif action == ACTION_FOLD_ALL:
@@ -351,6 +372,7 @@ cdef class Scheduler:
                 folded.extend([index] * (ready - self.dropped_since.pop(index, 0)))
                 w.cursor += ready
                 w.relayed = 0
+                roster_touch(self.state, index)
         elif action == ACTION_FOLD_LIST:
             for i in range(self.state.n_folds):
                 folded.append(roster_folds(self.state)[i])
@@ -364,7 +386,8 @@ cdef class Scheduler:
         cdef worker_t *w = self._worker(worker)
         if not w.live or (w.waiting and not self.state.policy.repeats):
             raise ValueError(f"worker {worker} may not push: it {'waits' if w.live else 'has left'}")
-        roster_begin(self.state)
+        self._begin()
+        w = self._worker(worker)
         w.consumed += 1
         return self._outcome(scheduler_push(
             self.state, worker, now_ns, self.state.version if timestamp is None else timestamp, samples), worker)
@@ -372,7 +395,7 @@ cdef class Scheduler:
     def leave(self, int worker, int64_t now_ns):
         """`worker` leaves in good order; returns the same as push."""
         self._worker(worker)
-        roster_begin(self.state)
+        self._begin()
         return self._outcome(scheduler_leave(self.state, worker, now_ns), worker)
 
     def due_ns(self):
@@ -384,7 +407,7 @@ cdef class Scheduler:
         """The event of the timer that is due at `due_ns`; returns the same as push."""
         if scheduler_due(self.state) == NEVER_NS:
             raise ValueError("no timer is set")
-        roster_begin(self.state)
+        self._begin()
         return self._outcome(scheduler_fire(self.state), 0)
 
     def clock(self, int worker):

@@ -22,7 +22,8 @@ cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
         n_matches += n_entries
         if n_entries <= 1:
             break
-    return tournament_padded(sizeof(tournament_t)) + tournament_padded(n_matches * <int64_t> (sizeof(match_t) + sizeof(int32_t)))
+    n_matches *= sizeof(match_t) + sizeof(int32_t)
+    return tournament_padded(sizeof(tournament_t)) + tournament_padded(n_matches)
 
 
 cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil:
@@ -49,6 +50,7 @@ cdef inline int64_t _winner(const match_t *match) noexcept nogil:
 cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value) noexcept nogil:
     """Change one number, and every winner that this changes."""
     cdef match_t *match
+    cdef const match_t *match_above
     cdef int32_t level, index
     cdef int64_t before, winner
     for level in range(tournament.n_levels):
@@ -65,7 +67,8 @@ cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value)
         entry = entry // TOURNAMENT_FAN
         winner = tournament.most
         if level + 1 < tournament.n_levels:
-            winner = tournament_matches(tournament)[tournament.begins[level + 1] + entry // TOURNAMENT_FAN].values[entry % TOURNAMENT_FAN]
+            match_above = &tournament_matches(tournament)[tournament.begins[level + 1] + entry // TOURNAMENT_FAN]
+            winner = match_above.values[entry % TOURNAMENT_FAN]
         if value < winner:
             if before < winner:
                 return
