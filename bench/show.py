@@ -42,12 +42,13 @@ _TABLES: dict[str, tuple[str, Columns]] = {
         {"figure": lambda row: row["name"], **_TIMES, **_SHARE},
     ),
     "scheduler": (
-        "one decision of the scheduler; bound: none is known, so compare sizes",
+        "one decision of the scheduler; pushes in random order; bound: what was promised",
         {
             "sync": lambda row: row["name"],
             "fold/grant": lambda row: row["backend"],
             "workers": lambda row: f"{row['size']:,}",
             **_TIMES,
+            "bound": lambda row: f"{row['bound_ns']} ns",
         },
     ),
     "step": (

@@ -4,16 +4,21 @@ DSSP is Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training fo
 special case without room between the bounds. What it refuses to know: what is folded.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from fastps.kernels.roster cimport (
     RELEASE_NEXT_PUSH,
+    WAITS_FOR_ALL,
     policy_t,
     roster_fastest_clock,
     roster_grant,
+    roster_grant_waiting,
+    roster_grant_within,
     roster_slowest,
     roster_slowest_clock,
+    roster_stop_waiting,
     roster_wait,
+    roster_wait_in_bucket,
     roster_workers,
     scheduler_t,
     worker_t,
@@ -68,7 +73,7 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
             p.credit -= 1
             roster_grant(state, worker)
         else:
-            roster_wait(state, worker)
+            _wait(state, worker, gap)
         return
     if gap <= policy.low:
         roster_grant(state, worker)
@@ -80,20 +85,36 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
         if p.credit > 0:
             roster_grant(state, worker)
             return
-    roster_wait(state, worker)
+    _wait(state, worker, gap)
 
 
-cdef void bounded_release(scheduler_t *state, int32_t pusher, bint slowest_moved) noexcept nogil:
-    """DSSP, Algorithm 1, line 17, in the policy's reading of it."""
-    cdef const policy_t *policy = &state.policy
-    cdef int64_t slowest_clock = roster_slowest_clock(state)
-    cdef int32_t worker = state.first_waiting, following
-    cdef int64_t gap
-    cdef bint by_push
-    while worker >= 0:
-        following = roster_workers(state)[worker].next_waiting
-        gap = roster_workers(state)[worker].clock - slowest_clock
-        by_push = policy.release == RELEASE_NEXT_PUSH and slowest_moved and worker != pusher
-        if gap <= policy.low or (by_push and (not policy.hard_bound or gap <= policy.high)):
-            roster_grant(state, worker)
-        worker = following
+cdef inline int64_t _reach(const policy_t *policy) noexcept nogil:
+    """How far ahead of the slowest a worker may be to be released when the slowest moves: line 17, in the policy's reading."""
+    if policy.release != RELEASE_NEXT_PUSH:
+        return policy.low
+    return policy.high if policy.hard_bound else INT64_MAX
+
+
+cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept nogil:
+    if gap <= _reach(&state.policy):
+        roster_wait(state, worker)
+    else:
+        roster_wait_in_bucket(state, worker)
+
+
+cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
+    """DSSP, Algorithm 1, line 17, in the policy's reading of it; `pusher`, the slowest, has pushed, or left (-1).
+
+    Nobody is released at other times: the slowest clock changes at no other time, and whoever waits is further ahead than
+    `low`, so that only the next push of the slowest, or a higher clock of it, can release him. A pusher that has just begun
+    to wait is not released by its own push.
+    """
+    cdef int64_t reach = _reach(&state.policy)
+    cdef bint keeps_pusher = pusher >= 0 and roster_workers(state)[pusher].waiting == WAITS_FOR_ALL
+    if keeps_pusher:
+        roster_stop_waiting(state, pusher)
+    roster_grant_waiting(state)
+    if keeps_pusher:
+        roster_wait(state, pusher)
+    if reach < INT64_MAX:
+        roster_grant_within(state, roster_slowest_clock(state) + reach)

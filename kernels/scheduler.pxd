@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.roster cimport policy_t, scheduler_t
+from fastps.kernels.roster cimport policy_t, scheduler_t, worker_t
 
 cdef enum:
     ACTION_KEEP = 0       # the push waits for others
@@ -14,6 +14,19 @@ cdef enum:
 
 cdef int scheduler_push(
     scheduler_t *state, int32_t worker, int64_t now_ns, int64_t timestamp, int64_t samples) noexcept nogil
+cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil
 cdef int64_t scheduler_due(const scheduler_t *state) noexcept nogil
 cdef int scheduler_fire(scheduler_t *state) noexcept nogil
+
+
+cdef class Scheduler:
+    cdef scheduler_t *state
+    cdef scheduler_t *other  # the record that the next commit is made in, or NULL: there is one record
+    cdef bytearray memory
+    cdef bytearray other_memory
+    cdef dict dropped_since  # worker to pushes dropped behind one that is kept
+
+    cdef void _begin(self) noexcept
+    cdef worker_t *_worker(self, int worker) except NULL
+    cdef tuple _outcome(self, int action, int worker)

@@ -8,7 +8,7 @@ An event is a push, a leave, or a timer. Its answer is an action (what is folded
 roster. Whoever brings events fires every timer that is due at or before an event's time before that event.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from fastps.kernels.bounded cimport bounded_decide, bounded_release
 from fastps.kernels.policy_words cimport policy_from_values
@@ -22,14 +22,21 @@ from fastps.kernels.roster cimport (
     GRANT_BOUNDED,
     GRANT_NEXT_VERSION,
     GRANT_ROUND_ROBIN,
+    MOSTLY,
     NEVER_NS,
+    link_t,
     policy_t,
+    prefetch,
     roster_advance,
     roster_begin,
     roster_bytes,
+    roster_catch_up,
+    roster_copy,
     roster_folds,
     roster_grant,
+    roster_grant_waiting,
     roster_initialise,
+    roster_links,
     roster_remove,
     roster_slowest,
     roster_stop_waiting,
@@ -41,10 +48,11 @@ from fastps.kernels.roster cimport (
     worker_t,
 )
 from fastps.kernels.round_robin cimport (
-    round_robin_after,
     round_robin_due,
+    round_robin_expect,
     round_robin_grant,
     round_robin_measure,
+    round_robin_space,
 )
 
 cdef extern from "atomics.h" nogil:
@@ -61,8 +69,7 @@ cdef int _fold_all(scheduler_t *state) noexcept nogil:
     state.quorum_due_ns = NEVER_NS
     state.folded_ns = state.now_ns
     if state.policy.grant == GRANT_NEXT_VERSION:
-        while state.first_waiting >= 0:
-            roster_grant(state, state.first_waiting)
+        roster_grant_waiting(state)
     return ACTION_FOLD_ALL
 
 
@@ -92,12 +99,11 @@ cdef int _fold_in_order(scheduler_t *state) noexcept nogil:
     """Fold, one after the other, the pushes whose turn it is: R2SP's fixed order of updates (section III-C)."""
     cdef worker_t *w
     while state.n_live > 0:
-        state.fold_next = round_robin_after(state, state.fold_next)
         w = &roster_workers(state)[state.fold_next]
         if w.kept == 0:
             break
         _list_fold(state, state.fold_next)
-        state.fold_next = state.fold_next + 1 if state.fold_next + 1 < state.n_workers else 0
+        state.fold_next = w.next_live
     return ACTION_FOLD_LIST if state.n_folds else ACTION_KEEP
 
 
@@ -114,44 +120,48 @@ cdef void _list_fold(scheduler_t *state, int32_t worker) noexcept nogil:
 
 # -- a tree of servers (Rudra-adv, section 3.3) ------------------------------------------------------
 
-cdef inline int64_t _leaf_of(const scheduler_t *state, int64_t worker) noexcept nogil:
-    """Leaves hold workers in runs of equal length, as far as the numbers allow."""
-    return worker * state.policy.groups // state.n_workers
+cdef inline void _pass_on(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef worker_t *w = &roster_workers(state)[worker]
+    w.relayed += w.kept
+    w.kept = 0
+    roster_touch(state, worker)
 
 
-cdef inline int32_t _leaf_begin(const scheduler_t *state, int64_t leaf) noexcept nogil:
-    """The first worker of a leaf."""
-    return <int32_t> ((leaf * state.n_workers + state.policy.groups - 1) // state.policy.groups)
-
-
-cdef void _relay(scheduler_t *state, int64_t leaf) noexcept nogil:
+cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
     """A leaf that holds a push for each of its live workers passes all on to the root."""
-    cdef int32_t first = _leaf_begin(state, leaf), last = _leaf_begin(state, leaf + 1)
-    cdef int32_t i, live = 0
-    cdef worker_t *leader = &roster_workers(state)[first]
-    for i in range(first, last):
-        live += roster_workers(state)[i].live
-    if leader.leaf_kept == 0 or leader.leaf_kept < live:
+    cdef worker_t *leaf = &roster_workers(state)[leader]
+    cdef int32_t worker = leaf.leaf_first, following
+    if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live:
         return
-    for i in range(first, last):
-        roster_workers(state)[i].relayed += roster_workers(state)[i].kept
-        roster_workers(state)[i].kept = 0
-        roster_touch(state, i)
-    state.n_kept += leader.leaf_kept
-    leader.leaf_kept = 0
+    if leaf.leaf_kept * <int64_t> MOSTLY < leaf.leaf_end - leader:
+        while worker >= 0:
+            following = roster_workers(state)[worker].next_kept
+            _pass_on(state, worker)
+            worker = following
+    else:
+        for worker in range(leader, leaf.leaf_end):
+            if roster_workers(state)[worker].kept:
+                _pass_on(state, worker)
+    state.n_kept += leaf.leaf_kept
+    leaf.leaf_kept = 0
+    leaf.leaf_first = -1
+    roster_touch(state, leader)
 
 
 cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
     """FOLD_COUNT: the push joins the sum, or in a tree its leaf's."""
-    cdef worker_t *leader
+    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *leaf = &roster_workers(state)[w.leader]
     if state.policy.groups == 0:
         state.n_kept += 1
         return
-    roster_workers(state)[worker].kept += 1
-    leader = &roster_workers(state)[_leaf_begin(state, _leaf_of(state, worker))]
-    leader.leaf_kept += 1
-    roster_touch(state, _leaf_begin(state, _leaf_of(state, worker)))
-    _relay(state, _leaf_of(state, worker))
+    if w.kept == 0:
+        w.next_kept = leaf.leaf_first
+        leaf.leaf_first = worker
+    w.kept += 1
+    leaf.leaf_kept += 1
+    roster_touch(state, w.leader)
+    _relay(state, w.leader)
 
 
 cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcept nogil:
@@ -195,10 +205,13 @@ cdef int scheduler_push(
     cdef worker_t *w = &roster_workers(state)[worker]
     cdef bint was_slowest = roster_slowest(state) == worker
     cdef int action
+    prefetch(&roster_links(state)[worker])
     FPS_ASSERT(w.live)
     _set_time(state, now_ns)
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_measure(state, worker, samples)
+    elif state.policy.grant == GRANT_BOUNDED:
+        roster_stop_waiting(state, worker)  # granted by another shard alone; it waits by its clock, which rises
     w.push_ns[1] = w.push_ns[0]
     w.push_ns[0] = state.now_ns
     w.history = min(2, w.history + 1)
@@ -211,11 +224,32 @@ cdef int scheduler_push(
     elif state.policy.grant == GRANT_BOUNDED:
         bounded_decide(state, worker)
         if was_slowest:
-            bounded_release(state, worker, True)
+            bounded_release(state, worker)
     elif state.policy.grant == GRANT_ROUND_ROBIN:
         roster_wait(state, worker)
         round_robin_grant(state)
     return action
+
+
+cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil:
+    """Begin to fetch what a push of `worker` will read. It decides nothing.
+
+    Among 100,000 workers nearly every decision waits for memory. Whoever knows the next pushes says so some decisions before,
+    and again when a push comes `soon`, for who stands beside its worker in a bucket is known only from the worker's links.
+    """
+    cdef const link_t *link = &roster_links(state)[worker]
+    if soon:
+        if link.previous >= 0:
+            prefetch(&roster_links(state)[link.previous])
+        if link.next >= 0:
+            prefetch(&roster_links(state)[link.next])
+        return
+    prefetch(link)
+    prefetch(&roster_workers(state)[worker])
+    if state.policy.grant == GRANT_ROUND_ROBIN:
+        round_robin_expect(state, worker)
+    elif state.policy.fold != FOLD_EACH:
+        prefetch(&roster_workers(state)[worker].cursor)
 
 
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil:
@@ -232,24 +266,23 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
     _set_time(state, now_ns)
     roster_stop_waiting(state, worker)
     roster_remove(state, worker)
-    w.live = 0
     w.credit = 0
-    state.n_live -= 1
     if state.policy.fold == FOLD_IN_ORDER:
         if w.kept:
             _list_fold(state, worker)
         action = _fold_in_order(state)
     elif state.policy.fold == FOLD_COUNT:
         if state.policy.groups:
-            _relay(state, _leaf_of(state, worker))
+            _relay(state, w.leader)
         action = _close_sum(state)
     elif state.policy.fold != FOLD_EACH:
         if w.kept and w.kept_version == state.version:
             state.n_arrived -= 1
         action = _close_sum(state)
-    if state.policy.grant == GRANT_BOUNDED and state.n_live > 0:
-        bounded_release(state, -1, was_slowest)
+    if state.policy.grant == GRANT_BOUNDED and state.n_live > 0 and was_slowest:
+        bounded_release(state, -1)
     elif state.policy.grant == GRANT_ROUND_ROBIN:
+        round_robin_space(state)
         round_robin_grant(state)
     return action
 
@@ -272,8 +305,15 @@ cdef int scheduler_fire(scheduler_t *state) noexcept nogil:
 
 # -- the same functions for Python: tests, and whoever wants to look -------------------------------
 
+cdef scheduler_t *_on_cache_lines(bytearray memory):
+    return <scheduler_t *> ((<uintptr_t> <char *> memory + 63) & ~<uintptr_t> 63)
+
+
 cdef class Scheduler:
     """The scheduler with a memory of its own, one commit an event. Values as in fastps.Policy; times in nanoseconds.
+
+    With `alternate` the commits alternate between two records, of which each follows the other by what that one's commit has
+    touched, as in the arena: slower, and for tests.
 
     >>> ssp = Scheduler(2, fold="each", grant="bounded", low=1, high=1, release="printed")
     >>> ssp.push(0, 10)  # worker 0 is one ahead: within the bound
@@ -284,22 +324,26 @@ cdef class Scheduler:
     ([1], [0, 1])
     """
 
-    cdef scheduler_t *state
-    cdef bytearray memory
-    cdef dict dropped_since  # worker to pushes dropped behind one that is kept
-    cdef int32_t turn        # play: whose turn it is, whether it has had one, and the time
-    cdef bint again
-    cdef int64_t played_ns
-
-    def __cinit__(self, int workers, **values):
+    def __cinit__(self, int workers, *, bint alternate=False, **values):
         cdef policy_t policy
         if workers < 1:
             raise ValueError(f"expected at least 1 worker, found {workers}")
         policy_from_values(&policy, values, workers)
         self.dropped_since = {}
-        self.memory = bytearray(roster_bytes(workers))
-        self.state = <scheduler_t *> <char *> self.memory
+        self.memory = bytearray(roster_bytes(workers) + 63)
+        self.state = _on_cache_lines(self.memory)
         roster_initialise(self.state, workers, &policy)
+        if alternate:
+            self.other_memory = bytearray(roster_bytes(workers) + 63)
+            self.other = _on_cache_lines(self.other_memory)
+            roster_copy(self.other, self.state)
+
+    cdef void _begin(self) noexcept:
+        """Begin an event's commit, in the other record where there is one."""
+        if self.other != NULL:
+            roster_catch_up(self.other, self.state)
+            self.state, self.other = self.other, self.state
+        roster_begin(self.state)
 
     cdef worker_t *_worker(self, int worker) except NULL:
         if not 0 <= worker < self.state.n_workers:
@@ -318,6 +362,7 @@ cdef class Scheduler:
         if action == ACTION_FOLD:
             folded.append(worker)
             self._worker(worker).cursor = self._worker(worker).consumed
+            roster_touch(self.state, worker)
         elif action == ACTION_DROP:
             self.dropped_since[worker] = self.dropped_since.get(worker, 0) + 1
         elif action == ACTION_FOLD_ALL:
@@ -327,6 +372,7 @@ cdef class Scheduler:
                 folded.extend([index] * (ready - self.dropped_since.pop(index, 0)))
                 w.cursor += ready
                 w.relayed = 0
+                roster_touch(self.state, index)
         elif action == ACTION_FOLD_LIST:
             for i in range(self.state.n_folds):
                 folded.append(roster_folds(self.state)[i])
@@ -340,7 +386,8 @@ cdef class Scheduler:
         cdef worker_t *w = self._worker(worker)
         if not w.live or (w.waiting and not self.state.policy.repeats):
             raise ValueError(f"worker {worker} may not push: it {'waits' if w.live else 'has left'}")
-        roster_begin(self.state)
+        self._begin()
+        w = self._worker(worker)
         w.consumed += 1
         return self._outcome(scheduler_push(
             self.state, worker, now_ns, self.state.version if timestamp is None else timestamp, samples), worker)
@@ -348,7 +395,7 @@ cdef class Scheduler:
     def leave(self, int worker, int64_t now_ns):
         """`worker` leaves in good order; returns the same as push."""
         self._worker(worker)
-        roster_begin(self.state)
+        self._begin()
         return self._outcome(scheduler_leave(self.state, worker, now_ns), worker)
 
     def due_ns(self):
@@ -360,74 +407,8 @@ cdef class Scheduler:
         """The event of the timer that is due at `due_ns`; returns the same as push."""
         if scheduler_due(self.state) == NEVER_NS:
             raise ValueError("no timer is set")
-        roster_begin(self.state)
+        self._begin()
         return self._outcome(scheduler_fire(self.state), 0)
-
-    def play(self, int64_t events, int64_t[::1] read_versions not None):
-        """Play `events` pushes without Python in between: every worker in turn that may push, worker 0 twice a turn.
-
-        Timers that are due, or for which all wait, are fired. `read_versions` (int64[workers], zeros at first) is where the
-        version of each worker's last grant is kept: the timestamp of its push, as a store's worker would send it. What is
-        folded is not told, so do not mix this with `push` and `leave`. Returns the folds; raises RuntimeError if nobody may
-        push and no timer is set.
-        """
-        cdef int64_t played = 0, version = self.state.version
-        if read_versions.shape[0] != self.state.n_workers:
-            raise ValueError(f"expected {self.state.n_workers} versions, found {read_versions.shape[0]}")
-        with nogil:
-            while played < events and self._play_next(&read_versions[0]):
-                played += 1
-        if played < events:
-            raise RuntimeError(f"after {played} events nobody may push, and no timer is set")
-        return self.state.version - version
-
-    cdef bint _play_next(self, int64_t *read_versions) noexcept nogil:
-        """One push by the next worker that may; False when there is none."""
-        cdef scheduler_t *state = self.state
-        cdef worker_t *w
-        cdef int32_t looked = 0
-        while True:
-            w = &roster_workers(state)[self.turn]
-            if w.live and not w.waiting:
-                break
-            self._pass_turn()
-            looked += 1
-            if looked > state.n_workers:
-                if scheduler_due(state) == NEVER_NS:
-                    return False
-                self.played_ns = max(self.played_ns, scheduler_due(state))
-                self._play_timer(read_versions)
-                looked = 0
-        self.played_ns += 1000
-        while scheduler_due(state) != NEVER_NS and scheduler_due(state) <= self.played_ns:
-            self._play_timer(read_versions)
-        roster_begin(state)
-        w.consumed += 1
-        scheduler_push(state, self.turn, self.played_ns, read_versions[self.turn], 1)
-        self._note_grants(read_versions)
-        self._pass_turn()
-        return True
-
-    cdef void _pass_turn(self) noexcept nogil:
-        """To the next worker; worker 0 has two turns."""
-        if self.turn == 0 and not self.again:
-            self.again = True
-            return
-        self.again = False
-        self.turn = self.turn + 1 if self.turn + 1 < self.state.n_workers else 0
-
-    cdef void _play_timer(self, int64_t *read_versions) noexcept nogil:
-        roster_begin(self.state)
-        scheduler_fire(self.state)
-        self._note_grants(read_versions)
-
-    cdef void _note_grants(self, int64_t *read_versions) noexcept nogil:
-        """Whoever was granted by this event reads the newest version."""
-        cdef int32_t i, index
-        for i in range(self.state.n_touched_workers):
-            index = roster_touched(self.state)[i]
-            if roster_workers(self.state)[index].granted_at == self.state.sequence:
-                read_versions[index] = self.state.version
 
     def clock(self, int worker):
         """Pushes received from `worker`."""

@@ -26,7 +26,7 @@ SECONDS = {"seconds_median", "seconds_min", "seconds_max", "repeats"}
 KEYS = {
     "kernels": {"name", "size", "backend", "bytes_per_s", "limit_share"} | SECONDS,
     "lane": {"name", "size", "backend", "ns_per_op", "limit_share"} | SECONDS,
-    "scheduler": {"name", "size", "backend", "ns_per_op"} | SECONDS,
+    "scheduler": {"name", "size", "backend", "ns_per_op", "bound_ns"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }

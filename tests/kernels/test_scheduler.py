@@ -44,7 +44,8 @@ class Discipline:
     events: int
 
     def scheduler(self, workers: int) -> Scheduler:
-        return Scheduler(workers, **self.options)
+        # The records alternate as in the arena, so that a change which the other record was not told of shows as well.
+        return Scheduler(workers, alternate=True, **self.options)
 
 
 def ssp(s: int) -> Discipline:

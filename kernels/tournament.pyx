@@ -1,0 +1,85 @@
+"""A tournament: the greatest of many numbers of at least 0, kept while single ones change.
+
+Numbers meet in matches of seven, the winners meet again, and so on: six matches for 100,000 numbers. A change goes up only as
+far as it changes a winner, which is rarely further than one match. The block of memory has no pointers and remembers the
+matches that changed in a commit, so that a copy can follow without reading the rest.
+
+What it refuses to know: what the numbers mean.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memset
+
+
+cdef inline int32_t *_touched(const tournament_t *tournament) noexcept nogil:
+    return <int32_t *> (tournament_matches(tournament) + tournament.n_matches)
+
+
+cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil:
+    cdef int64_t n_matches = 0
+    while True:
+        n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
+        n_matches += n_entries
+        if n_entries <= 1:
+            break
+    n_matches *= sizeof(match_t) + sizeof(int32_t)
+    return tournament_padded(sizeof(tournament_t)) + tournament_padded(n_matches)
+
+
+cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil:
+    """All numbers are 0."""
+    memset(tournament, 0, tournament_bytes(n_entries))
+    tournament.sequence = 1
+    while True:
+        n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
+        tournament.begins[tournament.n_levels] = tournament.n_matches
+        tournament.n_levels += 1
+        tournament.n_matches += <int32_t> n_entries
+        if n_entries <= 1:
+            break
+
+
+cdef inline int64_t _winner(const match_t *match) noexcept nogil:
+    cdef int64_t most = match.values[0]
+    cdef int32_t i
+    for i in range(1, TOURNAMENT_FAN):
+        most = max(most, match.values[i])
+    return most
+
+
+cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value) noexcept nogil:
+    """Change one number, and every winner that this changes."""
+    cdef match_t *match
+    cdef const match_t *match_above
+    cdef int32_t level, index
+    cdef int64_t before, winner
+    for level in range(tournament.n_levels):
+        index = tournament.begins[level] + entry // TOURNAMENT_FAN
+        match = &tournament_matches(tournament)[index]
+        before = match.values[entry % TOURNAMENT_FAN]
+        if before == value:
+            return
+        if match.touched_at != tournament.sequence:
+            match.touched_at = tournament.sequence
+            _touched(tournament)[tournament.n_touched] = index
+            tournament.n_touched += 1
+        match.values[entry % TOURNAMENT_FAN] = value
+        entry = entry // TOURNAMENT_FAN
+        winner = tournament.most
+        if level + 1 < tournament.n_levels:
+            match_above = &tournament_matches(tournament)[tournament.begins[level + 1] + entry // TOURNAMENT_FAN]
+            winner = match_above.values[entry % TOURNAMENT_FAN]
+        if value < winner:
+            if before < winner:
+                return
+            value = _winner(match)
+    tournament.most = value
+
+
+cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) noexcept nogil:
+    """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
+    cdef int32_t i, index
+    memcpy(target, source, sizeof(tournament_t))
+    for i in range(source.n_touched):
+        index = _touched(source)[i]
+        tournament_matches(target)[index] = tournament_matches(source)[index]
