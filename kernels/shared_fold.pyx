@@ -53,7 +53,7 @@ cdef enum:
     SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
     CHUNK_LEAST = 1 << 17
     ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
-    # Of floats written, where stores past the caches begin to pay: 128 MiB; below they cost up to a third (docs/performance.md).
+    # Floats written, 128 MiB, from which stores past the caches pay; below they cost up to a third (docs/performance.md).
     STREAMED_LEAST = 1 << 25
     # Looks at the helpers before the caller is told to look whether they live.
     SPINS = 4000
