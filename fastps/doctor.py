@@ -196,7 +196,7 @@ def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") ->
 
     >>> need = need_of(1_000_000, 4, "momentum")
     >>> need.weights_buffers, need.slots_per_worker
-    (6, 2)
+    (6, 1)
     >>> need.rule_state_bytes // 1_000_000  # two buffers of one plane of 4 bytes
     8
 

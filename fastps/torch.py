@@ -15,6 +15,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from fastps import environment, exits
+from fastps.allocator import keep_freed_memory
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.kernels.attributes import Attribute
@@ -123,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._clip = policy.clip
         self._take_weights()
         _limit_threads(layout.workers)
+        keep_freed_memory(4 * layout.buffer_floats)
         exits.register(self._worker, self.close)
 
     # -- joining -----------------------------------------------------------------------------------

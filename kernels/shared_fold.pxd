@@ -22,6 +22,7 @@ cdef class SharedFold:
     # Scratch, allocated once.
     cdef fps_push *pushes
     cdef fps_fold_job job
+    cdef int64_t helped             # chunks that this lane has folded for others
     cdef uint64_t own               # chunks that this lane has folded as the holder
 
     cdef void turn_to(self, uint32_t shard) noexcept nogil

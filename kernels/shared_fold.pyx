@@ -204,6 +204,7 @@ cdef class SharedFold:
             is_read = is_read or self._read()
             if is_read and self._fold(fps_ticket_next(ticket)) == 0:
                 fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
+                self.helped += 1
         fps_help_set(&mine.helping, 0)
         return helped
 

@@ -130,6 +130,11 @@ cdef class Lane:
         for holder in self.holders:
             holder.fold.helpers = helpers
 
+    @property
+    def helped(self):
+        """Chunks of others' folds that this lane has folded."""
+        return self.helper.helped
+
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
         cdef uint64_t size = self.arena.header.presence_words * sizeof(uint64_t)

@@ -1,0 +1,184 @@
+"""Folds that several processes share: the same bits whoever folds what, and whoever of them is stopped or killed meanwhile."""
+
+import mmap
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fastps.kernels import fold, turn
+from fastps.kernels.arena import Arena, format_memory, plan
+from fastps.kernels.turn import Lane
+
+from .. import processes
+
+FLOATS = 1 << 20
+SLICE_NS = 1_000_000
+
+
+class Job:
+    """Two lanes under asp, one parameter, SGD with momentum, in memory that forked processes share."""
+
+    def __init__(self) -> None:
+        measures = {"lanes": 2, "slots": 1, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": FLOATS}
+        header, size = plan(**measures, rule=fold.RULE_SGD, state_planes=1, extra_bytes=0, buffers=4)
+        self.memory = mmap.mmap(-1, size)
+        format_memory(self.memory, header, [(0, FLOATS, 0)], fold="each", grant="at-once")
+        self.arena = Arena(self.memory)
+        self.lanes = [Lane(self.arena, index) for index in range(2)]
+        for lane in self.lanes:
+            lane.share_folds(1)
+        self.gradients = np.random.default_rng(0).standard_normal((4, FLOATS)).astype(np.float32)
+
+    def post(self, lane: int, step: int) -> None:
+        """The step's gradient: one of four, in turn."""
+        slot = np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(lane, 0))
+        slot[:] = self.gradients[step % 4]
+        self.lanes[lane].set_hyper(0, 0, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.lanes[lane].set_presence(0, (1).to_bytes(8, "little"))
+        self.lanes[lane].set_versions(0)
+        assert self.lanes[lane].post(turn.KIND_PUSH, step, 0, self.arena.version, step + 1)
+
+    def push(self, lane: int, step: int) -> int:
+        """Post and take the turn, which nobody else takes here."""
+        self.post(lane, step)
+        return self.lanes[lane].try_turn()
+
+    def weights(self) -> npt.NDArray[np.float32]:
+        _, buffer, _ = self.arena.committed()
+        return np.frombuffer(self.memory, np.float32, FLOATS, self.arena.weights_offset(buffer))
+
+    def help_for_ever(self) -> None:
+        """A helper's life: it waits for what never comes."""
+        while True:
+            self.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[bytes]:
+    """The bits of the first versions' last floats and of all, folded alone."""
+    job = Job()
+    found = []
+    for step in range(40):
+        found.append(_bits(job.weights()))
+        assert job.push(0, step) == turn.DONE
+    return found
+
+
+def _bits(weights: npt.NDArray[np.float32]) -> bytes:
+    return np.add.reduce(weights.view(np.uint32).reshape(-1, 64).astype(np.uint64), axis=0).tobytes()
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def _helper(job: Job) -> processes.Child:
+    return processes.start(job.help_for_ever)
+
+
+def _end(child: processes.Child) -> None:
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 10)
+
+
+def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[bytes]) -> None:
+    def help_until_the_end() -> int:
+        while job.arena.version < 30:
+            job.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
+        return job.lanes[1].helped
+
+    child = processes.start(help_until_the_end)
+    for step in range(30):
+        outcome = job.push(0, step)
+        while outcome == turn.AWAITING:  # on a busy machine a helper may be away for long
+            outcome = job.lanes[0].try_turn()
+        assert outcome == turn.DONE
+        assert _bits(job.weights()) == expected[step + 1]
+    processes.finish([child], 30)
+    assert child.exit_code == 0
+    assert child.outcome > 0, "nothing was shared"
+
+
+def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
+    job.lanes[0].share_folds(0)
+    child = _helper(job)
+    for step in range(5):
+        assert job.push(0, step) == turn.DONE
+    _end(child)
+    assert job.arena.version == 5
+
+
+def _resolved(job: Job, outcome: int) -> int:
+    """What a worker does whose fold is in the hands of lane 1, which was proved dead."""
+    if outcome == turn.AWAITING:
+        job.lanes[0].break_turn(1)
+        outcome = job.lanes[0].try_turn()
+    return outcome
+
+
+def test_what_a_killed_helper_left_undone_is_folded_again(job: Job, expected: list[bytes]) -> None:
+    rng = random.Random(1)
+    step = 0
+    for _ in range(12):
+        child = _helper(job)
+        kill_at = time.monotonic() + 0.002 + 0.01 * rng.random()
+        while step < 38 and time.monotonic() < kill_at:
+            outcome = job.push(0, step)
+            while outcome == turn.AWAITING:
+                outcome = job.lanes[0].try_turn()
+            assert outcome == turn.DONE
+            step += 1
+        _end(child)
+        if step < 39:
+            assert _resolved(job, job.push(0, step)) == turn.DONE
+            step += 1
+        assert _bits(job.weights()) == expected[step]
+        job.lanes[0].break_turn(1)  # its `helping` is taken back, whatever it was doing
+    assert job.arena.version == step
+
+
+def test_a_stopped_helper_is_waited_for_and_then_goes_on(job: Job, expected: list[bytes]) -> None:
+    child = _helper(job)
+    try:
+        for step in range(39):
+            os.kill(child.process_id, signal.SIGSTOP)
+            outcome = job.push(0, step)
+            if outcome == turn.AWAITING:
+                assert job.lanes[0].try_turn() == turn.AWAITING, "a helper that lives may still write"
+                assert job.arena.version == step
+            os.kill(child.process_id, signal.SIGCONT)
+            while outcome == turn.AWAITING:
+                outcome = job.lanes[0].try_turn()
+            assert outcome == turn.DONE
+            assert _bits(job.weights()) == expected[step + 1]
+            time.sleep(0.001)
+    finally:
+        _end(child)
+
+
+def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(expected: list[bytes]) -> None:
+    rng = random.Random(2)
+    for _ in range(12):
+        job = Job()
+
+        def push_for_ever(job: Job = job) -> None:
+            for step in range(38):
+                job.push(0, step)
+
+        child = processes.start(push_for_ever)
+        kill_at = time.monotonic() + 0.002 + 0.05 * rng.random()
+        while time.monotonic() < kill_at:
+            job.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
+        _end(child)
+        job.lanes[1].break_turn(0)
+        step = job.arena.version
+        assert _bits(job.weights()) == expected[step]
+        if job.arena.counters(0)["posted"] == job.arena.counters(0)["done"]:
+            assert job.push(1, step) == turn.DONE
+            assert _bits(job.weights()) == expected[step + 1]
