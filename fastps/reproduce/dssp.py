@@ -139,10 +139,12 @@ ROWS = (
     Row(
         id="dssp/figure-3-with-fully-connected",
         source="section V.B.1",
-        claim="Downsized AlexNet, 4 equal servers: ASP has the largest throughput, DSSP and SSP nearly the same, BSP the least.",
+        claim="Downsized AlexNet, 4 equal servers: ASP has the largest throughput, DSSP and SSP nearly the same, BSP the"
+        " least.",
         measure=lambda effort: _four_servers(effort, 10e6, 50),
         expect=(InOrder(("bsp", "mean of ssp:3 to 15")), InOrder(("mean of ssp:3 to 15", "dssp:3,15", "asp"), slack=0.01)),
-        assumed="10 MB of parameters and 50 ms of computing, for the paper gives neither; tried, the order is the same with 1 and 100 MB."
+        assumed="10 MB of parameters and 50 ms of computing, for the paper gives neither; tried, the order is the same"
+        " with 1 and 100 MB."
         " 100 Gbit/s is of section V.A.1. Times vary by 5 %.",
     ),
     Row(
@@ -153,7 +155,8 @@ ROWS = (
         expect=(InOrder(("asp", "dssp:3,15", "mean of ssp:3 to 15", "bsp")),),
         assumed="7 MB (ResNet-110) and 500 ms of computing, for the paper gives no times; 100 Gbit/s.",
         why_not="Waiting for the slowest in each step cannot be quicker than not waiting while a server's own work costs"
-        " nothing, as in virtual time. In the paper each push may have cost MXNet's server an update of its own, where BSP has one a"
+        " nothing, as in virtual time. In the paper each push may have cost MXNet's server an update of its own, where"
+        " BSP has one a"
         " step; its section V.C gives no times from which that could be taken.",
     ),
     Row(

@@ -89,7 +89,8 @@ ROWS = (
         expect=(Near(RATIOS, 0.06),),
         assumed=CLUSTER
         + " is c = 28, 90 %'s (section 4.4: with it 'the training time can be almost the same as the case with no delayed"
-        " messages at all', and synchronous SGD loses 'nearly 30%', here taken of its own time). Of two readings of that sentence this is the one that agrees with the table; the next row has"
+        " messages at all', and synchronous SGD loses 'nearly 30%', here taken of its own time). Of two readings of that"
+        " sentence this is the one that agrees with the table; the next row has"
         " the other.",
     ),
     Row(
