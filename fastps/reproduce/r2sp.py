@@ -138,14 +138,19 @@ def _most_at_once(lines: npt.NDArray[np.void], begins: str, ends: str) -> int:
 
 
 def _tuned_training(effort: Effort) -> dict[str, float]:
-    """Time to 95 % of the test images with tuned batches over that without."""
+    """Time to 90 and 95 % of the test images with tuned batches over that without."""
     slowest = SPEEDS["g2.2x"]
     factors = {worker: slowest / SPEEDS[kind] for worker, kind in enumerate(CLUSTER_B)}
     simulation = Simulation(workers=8, steps=120, batch=16, compute=lognormal(SECOND, SPREAD, factors=factors))
     seeds = range(effort.choose(4, 1))
-    training = {"learning_rate": 0.02, "momentum": 0.5, "looks": 120}
-    times = [time_to(learn(sync, simulation, "digits", seeds, **training), 0.95) for sync in ("r2sp:0.8,tune=true", "r2sp:0.8")]
-    return {"tuned / not tuned": times[0] / times[1]}
+    found: dict[str, float] = {}
+    for accuracy, momentum in ((0.9, 0.0), (0.95, 0.5)):
+        tuned, plain = (
+            time_to(learn(sync, simulation, "digits", seeds, learning_rate=0.02, momentum=momentum, looks=120), accuracy)
+            for sync in ("r2sp:0.8,tune=true", "r2sp:0.8")
+        )
+        found[f"tuned / not tuned, to {accuracy:.0%}"] = tuned / plain
+    return found
 
 
 def _zero_gaps(effort: Effort) -> dict[str, float]:
@@ -289,9 +294,10 @@ ROWS = (
         source="Figure 10",
         claim="Batch size tuning makes R2SP converge around 40 % sooner in cluster-B (real gradients).",
         measure=_tuned_training,
-        expect=(Near({"tuned / not tuned": 0.6}, 0.15),),
-        assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits to 95 %, batches of 16 at first and a"
-        " rate of 0.02 with momentum 0.5: at 0.05 the tuned run, whose rate rises with its batches, does not learn.",
+        expect=(Near({f"tuned / not tuned, to {accuracy}": 0.6 for accuracy in ("90%", "95%")}, 0.15),),
+        assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, to 90 % without momentum and to 95 %"
+        " with 0.5,"
+        " batches of 16 at first, a rate of 0.02: at 0.05 the tuned run, whose rate rises with its batches, does not learn.",
         why_not="Tuned batches bring 1.9 times the samples a second here, too; but on so small a problem a larger batch"
         " at a larger rate"
         " saves fewer updates than with ResNet32.",
