@@ -1,5 +1,10 @@
 """Real gradients in virtual time: the weights are those that a plain loop would have, and that each worker would have read."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -147,3 +152,12 @@ def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None
     replay.run(None)
     assert set(replay._shards[0]._kept) == {replay._shards[0].version}
     assert np.isfinite(replay._shards[0].weights).all()
+
+
+def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "fastps.cli", "simulate", "--train", "--sync", "bsp,asp", "-n", "3", "--steps", "30"]
+    found = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0 and "accuracy" in found.stdout, found.stderr
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["accuracy_over_time"][-1][1] == row["test_accuracy"] > 0.5

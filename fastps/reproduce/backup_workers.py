@@ -1,4 +1,7 @@
-"""Rows of "Revisiting Distributed Synchronous SGD" (Chen, Pan, Monga, Bengio and Jozefowicz): backup workers."""
+"""Rows of "Revisiting Distributed Synchronous SGD" (Chen, Pan, Monga, Bengio and Jozefowicz): backup workers.
+
+Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+"""
 
 import heapq
 from functools import cache
@@ -28,10 +31,9 @@ LATE_SHARE = 1 - 0.3 ** (1 / MACHINES)
 SHAPE = float(np.log(76.2e3 * MACHINES * LATE_SHARE) / np.log(310 / 2))
 RESPONSES = (
     f"response times that have section 3.1's figures: a lognormal body (median {MEDIAN_S:.2f} s, sigma {SIGMA:.3f}) from"
-    f" 'most mean"
-    f" times fall between 1.4s and 1.8s', and a share of {LATE_SHARE:.4f} beyond 2 s from '30% of the final gradient',"
-    f" with a Pareto"
-    f" tail of shape {SHAPE:.2f} from 'maximum observed time is 310s'; machines are alike, and draws independent."
+    f" 'most mean times fall between 1.4s and 1.8s', and a share of {LATE_SHARE:.4f} beyond 2 s from '30% of the final"
+    f" gradient', with a Pareto tail of shape {SHAPE:.2f} from 'maximum observed time is 310s'; machines are alike, and draws"
+    " independent."
 )
 MNIST = "fastps train's small CNN on 5,000 of MNIST's images in place of all 70,000"
 LAYERS = 18
@@ -170,11 +172,9 @@ ROWS = (
             InOrder(("error, staleness 0", "error, staleness 20", "error, staleness 50")),
             Near({"mean staleness, 20 wanted": 20, "mean staleness, 50 wanted": 50}, 0.1, relative=True),
         ),
-        assumed=f"{MNIST}; 2,000 updates of 16 at a rate of 0.005 for all three: with appendix A.1's 0.1, and with 0.04"
-        f" and 0.02, the"
-        " order is the same, but staleness of 50 does not learn at all, which the paper met with lower rates and a slow"
-        " beginning"
-        " of the staleness.",
+        assumed=f"{MNIST}; 2,000 updates of 16 at a rate of 0.005 for all three: with appendix A.1's 0.1, and with 0.04 and"
+        " 0.02, the order is the same, but staleness of 50 does not learn at all, which the paper met with lower rates and a"
+        " slow beginning of the staleness.",
     ),
     Row(
         id="backup-workers/table-1",
@@ -186,10 +186,8 @@ ROWS = (
             InOrder(("mean staleness, layer 12", "mean staleness, layer 11", "mean staleness, layer 0")),
             InOrder(("mean staleness, layer 18", "mean staleness, layer 11")),
         ),
-        assumed="all layers compute equally long, backward takes twice as long as forward, and times vary by 10 %, for"
-        " the paper"
-        " gives none of these; no transfers, so that the top layers are less stale than in the paper: their order with"
-        " the bottom"
-        " only.",
+        assumed="all layers compute equally long, backward takes twice as long as forward, and times vary by 10 %, for the"
+        " paper gives none of these; no transfers, so that the top layers are less stale than in the paper: their order with"
+        " the bottom only.",
     ),
 )

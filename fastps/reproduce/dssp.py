@@ -1,4 +1,7 @@
-"""Rows of "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning" (Zhao et al., ICDCS 2019)."""
+"""Rows of "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning" (Zhao, An, Liu and Chen): DSSP.
+
+Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+"""
 
 from functools import cache
 from statistics import fmean
@@ -13,8 +16,8 @@ from fastps.specs import parse_policy
 # Peak single-precision rates of the two cards of section V.A.1: 11.34 and 4.37 TFLOP/s.
 RATIO = 11.34 / 4.37
 CARDS = (
-    f"the 1060 takes {RATIO:.2f} times as long as the 1080 Ti, the ratio of their peak rates, for the paper gives no times; "
-    "times vary by 5 % (section III.B: 'very similar'); no transfers, for both cards are in one machine."
+    f"the 1060 takes {RATIO:.2f} times as long as the 1080 Ti, the ratio of their peak rates, for the paper gives no times;"
+    " times vary by 5 % (section III.B: 'very similar'); no transfers, for both cards are in one machine."
 )
 # Table I, seconds to reach 0.67, over those of ASP.
 TABLE_1 = {"bsp": 6159.2, "ssp:3": 5678.2, "ssp:6": 5703.8, "ssp:15": 5564.9, "dssp:3,15": 3016.4}
@@ -114,17 +117,15 @@ ROWS = (
     Row(
         id="dssp/table-1-as-printed",
         source="Table I, Algorithm 1, line 17",
-        claim="DSSP takes 1.008 times ASP's time; line 17 read to the letter, as 'printed'. The other two readings are"
-        " shown only.",
+        claim="DSSP takes 1.008 times ASP's time; line 17 read to the letter, as 'printed'. The other two readings are shown"
+        " only.",
         measure=_readings,
         expect=(Near({"printed": TABLE_1["dssp:3,15"] / ASP_SECONDS}, 0.15, relative=True),),
         assumed=CARDS,
-        why_not="As printed a worker without credit waits until it is within s_L of the slowest again, so with steady speeds it"
-        " goes at the slowest's pace as under SSP: Table I cannot have been measured so. Released at the slowest's next"
-        " push, the"
-        " instant that the controller reckons with, it has Table I's speed. Bounded by s_U, as Theorem 2 needs, it cannot"
-        " have it,"
-        " whatever the controller does.",
+        why_not="As printed a worker without credit waits until it is within s_L of the slowest again, so with steady speeds"
+        " it goes at the slowest's pace as under SSP: Table I cannot have been measured so. Released at the slowest's next"
+        " push, the instant that the controller reckons with, it has Table I's speed. Bounded by s_U, as Theorem 2 needs, it"
+        " cannot have it, whatever the controller does.",
     ),
     Row(
         id="dssp/theorem-2",
@@ -141,9 +142,8 @@ ROWS = (
         " least.",
         measure=lambda effort: _four_servers(effort, 10e6, 50),
         expect=(InOrder(("bsp", "mean of ssp:3 to 15")), InOrder(("mean of ssp:3 to 15", "dssp:3,15", "asp"), slack=0.01)),
-        assumed="10 MB of parameters and 50 ms of computing, for the paper gives neither; tried, the order is the same"
-        " with 1 and 100 MB."
-        " 100 Gbit/s is of section V.A.1. Times vary by 5 %.",
+        assumed="10 MB of parameters and 50 ms of computing, for the paper gives neither; tried, the order is the same with 1"
+        " and 100 MB. 100 Gbit/s is of section V.A.1. Times vary by 5 %.",
     ),
     Row(
         id="dssp/figure-3-without-fully-connected",
@@ -153,9 +153,8 @@ ROWS = (
         expect=(InOrder(("asp", "dssp:3,15", "mean of ssp:3 to 15", "bsp")),),
         assumed="7 MB (ResNet-110) and 500 ms of computing, for the paper gives no times; 100 Gbit/s.",
         why_not="Waiting for the slowest in each step cannot be quicker than not waiting while a server's own work costs"
-        " nothing, as in virtual time. In the paper each push may have cost MXNet's server an update of its own, where"
-        " BSP has one a"
-        " step; its section V.C gives no times from which that could be taken.",
+        " nothing, as in virtual time. In the paper each push may have cost MXNet's server an update of its own, where BSP"
+        " has one a step; its section V.C gives no times from which that could be taken.",
     ),
     Row(
         id="dssp/figure-2",
@@ -173,14 +172,14 @@ ROWS = (
         expect=(
             Between({"dssp:3,15": (0.7, 1.3), **{f"ssp:{s}": (1.4, 2.4) for s in (3, 6, 15)}, "bsp": (1.4, float("inf"))}),
         ),
-        assumed=CARDS + " A perceptron on 8 x 8 digits to 95 %, in place of ResNet-110 on CIFAR-100 to 67 %; BSP takes the mean"
-        " of two gradients once where the others step twice, at the same rate.",
+        assumed=CARDS + " A perceptron on 8 x 8 digits to 95 %, in place of ResNet-110 on CIFAR-100 to 67 %; BSP takes the"
+        " mean of two gradients once where the others step twice, at the same rate.",
     ),
     Row(
         id="dssp/average-ssp",
         source="Figures 3 and 4",
-        claim="DSSP [3, 15] reaches a high accuracy sooner than SSP does on the average of 3 to 15, and ends no lower"
-        " (real gradients).",
+        claim="DSSP [3, 15] reaches a high accuracy sooner than SSP does on the average of 3 to 15, and ends no lower (real"
+        " gradients).",
         measure=_average_ssp,
         expect=(
             Between(

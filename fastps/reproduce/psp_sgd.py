@@ -1,4 +1,7 @@
-"""Rows of "Partially Synchronous Parallelism SGD" (ICLR 2018 submission): partial push and partial pull."""
+"""Rows of "Partially Synchronous Parallelism SGD" (ICLR 2018 submission): partial push and partial pull.
+
+Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -21,8 +24,8 @@ SPECS = {
 }
 ITERATIONS = 90 * 50_000 / (160 * WORKERS)  # 90 epochs of CIFAR-10, section 4.2
 CLUSTER = (
-    "94 MB (ResNet-50) over 1 Gbit/s; computing times vary by 5 %, for the paper gives no spread; their median is such that an"
-    " iteration of synchronous SGD without injected delays"
+    "94 MB (ResNet-50) over 1 Gbit/s; computing times vary by 5 %, for the paper gives no spread; their median is such that"
+    " an iteration of synchronous SGD without injected delays"
 )
 RATIOS = {name: minutes / MINUTES["c=32, 100%"] for name, minutes in MINUTES.items()}
 

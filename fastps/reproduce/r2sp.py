@@ -1,4 +1,7 @@
-"""Rows of "Round-Robin Synchronization" (Chen, Wang and Li, INFOCOM 2019): R2SP."""
+"""Rows of "Round-Robin Synchronization: Mitigating Communication Bottlenecks in Parameter Servers": R2SP.
+
+Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+"""
 
 import heapq
 from dataclasses import dataclass, replace
@@ -51,9 +54,9 @@ FASTER = {f"{name}, r2sp:0.8": 0.7 for name in ("vgg16", "alexnet")}
 CONTENTION = (
     "the contention model: the servers' ports are shared evenly, each direction by itself, and are as wide as makes a BSP"
     " iteration's transfers take what Table I says (cluster-A has twice its workers and servers); a worker alone is as much"
-    " faster as Figure 2's text says, 25 % for ResNet32 and 60 % for VGG16, the least and the most of the four, and"
-    " between them"
-    " in proportion to Table I's overhead. Computing times vary by 5 % (section V: 'slightly'). Faster by 60 % is taken as "
+    " faster as Figure 2's text says, 25 % for ResNet32 and 60 % for VGG16, the least and the most of the four, and between"
+    " them in proportion to Table I's overhead. Computing times vary by 5 % (section V: 'slightly'). Faster by 60 % is taken"
+    " as "
 )
 
 
@@ -249,9 +252,8 @@ ROWS = (
         claim="R2SP's iterations are around 30 % shorter than BSP's with the network-intensive VGG16 and AlexNet.",
         measure=_both_readings,
         expect=(Near(FASTER, 0.1),),
-        assumed=CONTENTION + "a rate 1.6 times as large. Taken as a time 60 % shorter ('other reading'), R2SP would use"
-        " the ports"
-        " fully in both directions and halve BSP's time: that does not agree with the figure, and is shown only.",
+        assumed=CONTENTION + "a rate 1.6 times as large. Taken as a time 60 % shorter ('other reading'), R2SP would use the"
+        " ports fully in both directions and halve BSP's time: that does not agree with the figure, and is shown only.",
     ),
     Row(
         id="r2sp/figure-7a-order",
@@ -263,16 +265,15 @@ ROWS = (
             Between({f"{name}, {sync}": (0, 1) for name in MODELS for sync in ("asp", "ssp:5")}),
         ),
         assumed=CONTENTION + "a rate 1.6 times as large.",
-        why_not="With AlexNet and VGG16 it holds. With the smaller ResNet32 and Inception-v3 the workers' own transfers,"
-        " not the"
-        " shared ports, bound an iteration here; then ASP has no contention to suffer from, and R2SP's order costs it 2"
+        why_not="With AlexNet and VGG16 it holds. With the smaller ResNet32 and Inception-v3 the workers' own transfers, not"
+        " the shared ports, bound an iteration here; then ASP has no contention to suffer from, and R2SP's order costs it 2"
         " or 3 %.",
     ),
     Row(
         id="r2sp/figure-1",
         source="Figure 1",
-        claim="Under BSP each direction of a server's port is idle more than half of the time, although the network is"
-        " the bottleneck.",
+        claim="Under BSP each direction of a server's port is idle more than half of the time, although the network is the"
+        " bottleneck.",
         measure=_port_use,
         expect=(
             Between({"bsp, push": (0, 0.5), "bsp, pull": (0, 0.5)}),
@@ -296,11 +297,10 @@ ROWS = (
         measure=_tuned_training,
         expect=(Near({f"tuned / not tuned, to {accuracy}": 0.6 for accuracy in ("90%", "95%")}, 0.15),),
         assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, to 90 % without momentum and to 95 %"
-        " with 0.5,"
-        " batches of 16 at first, a rate of 0.02: at 0.05 the tuned run, whose rate rises with its batches, does not learn.",
-        why_not="Tuned batches bring 1.9 times the samples a second here, too; but on so small a problem a larger batch"
-        " at a larger rate"
-        " saves fewer updates than with ResNet32.",
+        " with 0.5, batches of 16 at first, a rate of 0.02: at 0.05 the tuned run, whose rate rises with its batches, does"
+        " not learn.",
+        why_not="Tuned batches bring 1.9 times the samples a second here, too; but on so small a problem a larger batch at a"
+        " larger rate saves fewer updates than with ResNet32.",
     ),
     Row(
         id="r2sp/figure-8-bsp-r2sp",
@@ -318,10 +318,8 @@ ROWS = (
         expect=(Near({"asp": 0.75, "ssp:5": 0.83}, 0.1),),
         assumed="a gap is zero below 1 % of the mean iteration; " + CONTENTION + "a rate 1.6 times as large.",
         why_not="Transfers that share a port evenly keep workers together, but less than in the paper, which says neither"
-        " what gap"
-        " it takes as zero nor how its times vary; the shares fall as the times vary more. Bound 5 is hardly ever reached"
-        " here, so"
-        " SSP is ASP.",
+        " what gap it takes as zero nor how its times vary; the shares fall as the times vary more. Bound 5 is hardly ever"
+        " reached here, so SSP is ASP.",
     ),
     Row(
         id="r2sp/worst-staleness",
@@ -354,9 +352,8 @@ ROWS = (
         claim="Batches tuned so that all take as long as the slowest: 512, 901 and 1264.",
         measure=_tuned_batches,
         expect=(Near(TUNED, 0.02, relative=True),),
-        assumed="an iteration takes a fixed time and a time per sample; both are Table II's (speeds, and seconds blocked"
-        " with 512"
-        " samples each), but for the slowest's fixed time, 0.3 s, on which the batches do not depend.",
+        assumed="an iteration takes a fixed time and a time per sample; both are Table II's (speeds, and seconds blocked with"
+        " 512 samples each), but for the slowest's fixed time, 0.3 s, on which the batches do not depend.",
     ),
     Row(
         id="r2sp/figure-11",
@@ -367,9 +364,8 @@ ROWS = (
             InOrder(tuple(f"{name}, {gigabits} Gbit/s" for gigabits in ("10", "5", "2.5"))) for name in ("alexnet", "vgg16")
         ),
         assumed=CONTENTION + "a rate 1.6 times as large. The figure's bandwidths are not in the text: 10, 5 and 2.5 Gbit/s.",
-        why_not="It grows up to 2, where R2SP uses the ports fully in both directions and BSP one after the other, and"
-        " cannot grow"
-        " beyond that.",
+        why_not="It grows up to 2, where R2SP uses the ports fully in both directions and BSP one after the other, and cannot"
+        " grow beyond that.",
     ),
     Row(
         id="r2sp/figure-12-best",
@@ -378,9 +374,8 @@ ROWS = (
         measure=_best_relaxation,
         expect=(Near({"best r": 0.8}, 0.1),),
         assumed=CONTENTION + "a rate 1.6 times as large; factors in steps of 0.1.",
-        why_not="Between 0.4 and 0.9 an iteration takes the same within 1 or 2 % here, so the best of them is a matter of"
-        " how the"
-        " times vary, of which the paper gives no figure.",
+        why_not="Between 0.4 and 0.9 an iteration takes the same within 1 or 2 % here, so the best of them is a matter of how"
+        " the times vary, of which the paper gives no figure.",
     ),
     Row(
         id="r2sp/figure-12-shape",

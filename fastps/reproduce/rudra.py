@@ -1,4 +1,7 @@
-"""Rows of "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning" (Gupta, Zhang and Milthorpe): Rudra."""
+"""Rows of "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning" (Gupta, Zhang and Milthorpe): Rudra.
+
+Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+"""
 
 from statistics import fmean
 
@@ -18,8 +21,8 @@ PORT = 16 * 300e6
 STEP_S = 125 * 60 * 54 * 4 / 1.2e6
 TREE = (
     f"a port of {PORT / 1e9:g} GB/s (section 3.3: 16 pushes of 300 MB take 'over a second'), {STEP_S:.2f} s of computing"
-    f" (Table 4's"
-    " adv* run, which overlaps everything), 8 leaves: a node's 32 cores hold 8 learners of 4 threads. Times vary by 5 %."
+    " (Table 4's adv* run, which overlaps everything), 8 leaves: a node's 32 cores hold 8 learners of 4 threads. Times vary"
+    " by 5 %."
 )
 OVERLAPS = {"base": 0.1152, "adv": 0.5675, "adv*": 0.9956}
 # Seconds that a step computes: 22392 s of 140 epochs for a learner of 128 (section 5.4), and of 30 learners of 4 (Table 2).
@@ -133,8 +136,7 @@ ROWS = (
         id="rudra/figure-5",
         source="Figure 5",
         claim="30-softsync does not learn with alpha_0 (90 % error) and does with alpha_0 / n; 4-softsync errs less with"
-        " alpha_0 / n"
-        " (real gradients).",
+        " alpha_0 / n (real gradients).",
         measure=_modulation,
         expect=(
             Between({"n=30, alpha_0": (0.85, 0.95), "n=30, alpha_0 / n": (0, 0.3)}),
@@ -157,9 +159,9 @@ ROWS = (
         measure=_overlaps,
         expect=(Near(OVERLAPS, 0.1),),
         assumed=TREE,
-        why_not="In virtual time a port works in both directions at once, a server's sum takes no time, and leaves sit"
-        " beside the"
-        " root. Rudra's server handled one message after the other and summed 300 MB each time; the paper has no times for it.",
+        why_not="In virtual time a port works in both directions at once, a server's sum takes no time, and leaves sit beside"
+        " the root. Rudra's server handled one message after the other and summed 300 MB each time; the paper has no times"
+        " for it.",
     ),
     Row(
         id="rudra/table-2",
@@ -171,21 +173,19 @@ ROWS = (
             Between({f"largest - smallest, mu lambda = {product}": (0, 0.02) for product in (128, 512)}),
             InOrder(("mean error, mu lambda = 128", "mean error, mu lambda = 512")),
         ),
-        assumed=f"scaled: 40 epochs of 1,437 digits in place of 140 of 50,000 images, alpha_0 = {RATE}. {DIGITS} In the"
-        f" paper errors"
-        " of one product differ by 1 to 2 points.",
+        assumed=f"scaled: 40 epochs of 1,437 digits in place of 140 of 50,000 images, alpha_0 = {RATE}. {DIGITS} In the paper"
+        " errors of one product differ by 1 to 2 points.",
     ),
     Row(
         id="rudra/table-4",
         source="Table 4, Figure 9",
-        claim="ImageNet, minutes an epoch: 330 with base-hardsync, 270 with base-softsync, 212 with adv, 125 with adv*:"
-        " the order.",
+        claim="ImageNet, minutes an epoch: 330 with base-hardsync, 270 with base-softsync, 212 with adv, 125 with adv*: the"
+        " order.",
         measure=_table_4,
         expect=(InOrder(("adv*-softsync", "adv-softsync", "base-softsync", "base-hardsync")),),
-        assumed="289 MB; a learner of 16 samples computes 16/256 of what section 5.5's 54 hours an epoch give 256, for"
-        " the paper"
-        f" has no time for 16; one of 4 computes {STEP_S:.2f} s, which is adv*'s own minutes; port and leaves as in Table"
-        f" 1's row.",
+        assumed="289 MB; a learner of 16 samples computes 16/256 of what section 5.5's 54 hours an epoch give 256, for the"
+        f" paper has no time for 16; one of 4 computes {STEP_S:.2f} s, which is adv*'s own minutes; port and leaves as in"
+        " Table 1's row.",
     ),
     Row(
         id="rudra/figure-8-mu-128",
@@ -210,9 +210,8 @@ ROWS = (
             Near({"1-softsync / lambda-softsync": 2073 / 1573}, 0.15, relative=True),
         ),
         assumed=SERVER + "Table 2's 1573 s with 30 learners say.",
-        why_not="hardsync is last, but the two softsyncs are alike: what subdues lambda-softsync in the paper is the"
-        " server's work"
-        " on each update, which takes no time here; 1-softsync skips few pulls, for each learner sees about one version a"
-        " step.",
+        why_not="hardsync is last, but the two softsyncs are alike: what subdues lambda-softsync in the paper is the server's"
+        " work on each update, which takes no time here; 1-softsync skips few pulls, for each learner sees about one version"
+        " a step.",
     ),
 )
