@@ -48,6 +48,7 @@ lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kernels
 	@mkdir -p $(PACKAGE_TREE)/fastps
 	@ln -sfn ../../../kernels $(PACKAGE_TREE)/fastps/kernels && ln -sfn ../../../bench $(PACKAGE_TREE)/fastps/bench
+	@ln -sfn ../../../fastps/reproduce $(PACKAGE_TREE)/fastps/reproduce
 	@for file in fastps/*.py fastps/py.typed; do ln -sf "../../../$$file" $(PACKAGE_TREE)/fastps/; done
 	$(BIN)/mypy --cache-dir build/mypy $(PACKAGE_TREE)/fastps
 

@@ -414,6 +414,10 @@ def simulate(
     ] = None,
     late_pull: Annotated[str | None, typer.Option(metavar="SHARE:TIME", help="The same for answers to workers.")] = None,
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
+    train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
+    data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
+    lr: LearningRate = 0.05,
+    momentum: Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
     json_file: Json = None,
@@ -442,8 +446,14 @@ def simulate(
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace is of one run: expected one spec, found {len(policies)}")
     console = _console(json_file)
+    training = None
+    if train:
+        from fastps.data import load
+        from fastps.virtual_training import VirtualTraining
+
+        training = VirtualTraining(data=load(data), learning_rate=lr, momentum=momentum)
     outcomes = report.simulate_all(
-        policies, simulation, console, trace=trace is not None, progress=progress and console.is_terminal
+        policies, simulation, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
     )
     rows = [outcome.row for outcome in outcomes]
     console.print(report.simulation_table(rows, f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"))
@@ -454,6 +464,43 @@ def simulate(
         report.plot_staleness(rows, plot)
     if json_file is not None:
         write_json("simulate", rows, json_file)
+
+
+@app.command(
+    epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -"
+)
+def reproduce(
+    ids: Annotated[
+        list[str], typer.Argument(metavar="[ID]...", help="Papers or rows, as --list shows them; default: all.")
+    ] = [],  # noqa: B006
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps and seeds, on the same expectations.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="Show the rows and measure nothing.")] = False,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a document.")] = None,
+    json_file: Json = None,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+) -> None:
+    """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
+    from fastps.report import write_json
+    from fastps.reproduce import Effort, choose, show
+
+    rows = choose(ids)
+    console = _console(json_file)
+    if list_only:
+        console.print(show.list_table(rows))
+        if json_file is not None:
+            write_json(
+                "reproduce --list", [{"id": row.id, "source": row.source, "claim": row.claim} for row in rows], json_file
+            )
+        return
+    effort = Effort(quick)
+    verdicts = show.reproduce_watched(rows, effort, console, progress=progress and console.is_terminal)
+    console.print(show.verdict_table(verdicts, effort))
+    console.print(show.notes(verdicts), markup=False, highlight=False)
+    if markdown is not None:
+        command = " ".join(["fastps reproduce", *ids, *(["--quick"] if quick else [])])
+        show.write_markdown(verdicts, command, markdown)
+    if json_file is not None:
+        write_json("reproduce", [verdict.as_json() for verdict in verdicts], json_file)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

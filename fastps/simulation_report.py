@@ -1,6 +1,6 @@
 """What `fastps simulate` shows: a bar while it plays, a table of the rows. Refuses to simulate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,24 @@ from fastps.simulate import Outcome, Simulation, build, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from fastps.virtual_training import VirtualTraining
+
 Row = dict[str, Any]
 
 
 def simulate_all(
-    policies: Sequence[Policy], simulation: Simulation, console: Console, *, trace: bool = False, progress: bool = True
+    policies: Sequence[Policy],
+    simulation: Simulation,
+    console: Console,
+    *,
+    trace: bool = False,
+    training: "VirtualTraining | None" = None,
+    progress: bool = True,
 ) -> list[Outcome]:
-    """One simulation a policy, one after the other, behind a bar if one is wanted. All are checked before the first begins."""
+    """One simulation a policy, one after the other, behind a bar if one is wanted; with real gradients if `training` is given.
+
+    All policies are checked before the first begins.
+    """
     for policy in policies:
         policy.check_workers(simulation.workers)
     build(policies[0], simulation)
@@ -32,9 +43,23 @@ def simulate_all(
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         for policy in policies:
             task = bar.add_task(policy.spec.replace("[", "\\["), total=None)
-            outcomes.append(simulate(policy, simulation, trace=trace, tick=partial(_show, bar, task)))
+            outcomes.append(_play(policy, simulation, trace, training, partial(_show, bar, task)))
             bar.remove_task(task)
     return outcomes
+
+
+def _play(
+    policy: Policy,
+    simulation: Simulation,
+    trace: bool,
+    training: "VirtualTraining | None",
+    tick: Callable[[int, int], None],
+) -> Outcome:
+    if training is None:
+        return simulate(policy, simulation, trace=trace, tick=tick)
+    from fastps.virtual_training import train_virtually
+
+    return train_virtually(policy, simulation, training, tick=tick)
 
 
 def _show(bar: Progress, task: TaskID, pushes: int, of: int) -> None:
@@ -47,6 +72,8 @@ def simulation_table(rows: Sequence[Row], title: str) -> Table:
     table.add_column("sync", no_wrap=True)
     for heading in ("steps/s", "speed", "waiting", "for grants", "staleness", "max", "zero gaps", "dropped", "link use"):
         table.add_column(heading, justify="right")
+    if "test_accuracy" in rows[0]:
+        table.add_column("accuracy", justify="right")
     for row in rows:
         table.add_row(
             row["sync"].replace("[", "\\["),
@@ -59,6 +86,7 @@ def simulation_table(rows: Sequence[Row], title: str) -> Table:
             f"{row['zero_gap_share']:.0%}",
             str(row["dropped"]),
             f"{row['link_share_max']:.0%}",
+            *([f"{row['test_accuracy']:.1%}"] if "test_accuracy" in row else []),
         )
     return table
 

@@ -1,0 +1,135 @@
+"""What a row expects of its numbers, as values: near, in order, at least, at most. Refuses to measure, and to know papers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, Protocol
+
+Numbers = Mapping[str, float]
+
+
+class Expectation(Protocol):
+    """What is expected of the numbers that a row measures."""
+
+    @property
+    def expected(self) -> Any:
+        """What the paper says, as JSON can hold it."""
+
+    @property
+    def tolerance(self) -> str:
+        """How far the numbers may be from that."""
+
+    def misses(self, measured: Numbers) -> list[str]:
+        """What does not hold, a sentence each; none where all does."""
+
+
+@dataclass(frozen=True)
+class Near:
+    """Each number is the expected one, give or take `by`, or with `relative` give or take such a share of it.
+
+    >>> Near({"bsp": 2.0}, 0.1).misses({"bsp": 2.2})
+    ['bsp: expected 2, found 2.2']
+    >>> Near({"bsp": 2.0}, 0.1, relative=True).misses({"bsp": 2.2})
+    []
+    """
+
+    numbers: Numbers
+    by: float
+    relative: bool = False
+
+    @property
+    def expected(self) -> Any:
+        """The numbers."""
+        return dict(self.numbers)
+
+    @property
+    def tolerance(self) -> str:
+        """Such as "±10 %"."""
+        return f"±{100 * self.by:g} %" if self.relative else f"±{self.by:g}"
+
+    def misses(self, measured: Numbers) -> list[str]:
+        """The numbers that are too far off; also those that are missing or no numbers."""
+        return [
+            f"{name}: expected {short(number)}, found {short(_of(measured, name))}"
+            for name, number in self.numbers.items()
+            if not abs(_of(measured, name) - number) <= (abs(number) if self.relative else 1.0) * self.by * (1 + 1e-9)
+        ]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The numbers rise in this order; each may be below the one before by the share `slack` of it (ties).
+
+    >>> InOrder(("r2sp", "asp", "bsp")).misses({"r2sp": 0.7, "asp": 0.9, "bsp": 0.8})
+    ['expected asp (0.9) < bsp (0.8)']
+    """
+
+    names: Sequence[str]
+    slack: float = 0.0
+
+    @property
+    def expected(self) -> Any:
+        """The names with "<" between them, or "<~" where ties are allowed."""
+        return (" <~ " if self.slack else " < ").join(self.names)
+
+    @property
+    def tolerance(self) -> str:
+        """Such as "order, ties within 1 %"."""
+        return f"order, ties within {100 * self.slack:g} %" if self.slack else "order"
+
+    def misses(self, measured: Numbers) -> list[str]:
+        """The neighbours that are the other way round."""
+        found = []
+        for one, next_ in zip(self.names, self.names[1:], strict=False):
+            low, high = _of(measured, one), _of(measured, next_)
+            if not (low < high or (self.slack and high >= low * (1 - self.slack))):
+                found.append(f"expected {one} ({short(low)}) < {next_} ({short(high)})")
+        return found
+
+
+@dataclass(frozen=True)
+class Between:
+    """Each number lies in (least, most), ends included.
+
+    >>> Between({"b": (2, 6)}).misses({"b": 7})
+    ['b: expected 2 to 6, found 7']
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+
+    @property
+    def expected(self) -> Any:
+        """Name to "least to most", or where one end is open "at most" and "at least"."""
+        return {name: _range(*ends) for name, ends in self.ranges.items()}
+
+    @property
+    def tolerance(self) -> str:
+        """A range has none of its own."""
+        return "range"
+
+    def misses(self, measured: Numbers) -> list[str]:
+        """The numbers that lie outside."""
+        return [
+            f"{name}: expected {_range(*ends)}, found {short(_of(measured, name))}"
+            for name, ends in self.ranges.items()
+            if not ends[0] <= _of(measured, name) <= ends[1]
+        ]
+
+
+def _of(measured: Numbers, name: str) -> float:
+    return measured.get(name, float("nan"))
+
+
+def _range(least: float, most: float) -> str:
+    if least == float("-inf"):
+        return f"at most {short(most)}"
+    return f"at least {short(least)}" if most == float("inf") else f"{short(least)} to {short(most)}"
+
+
+def short(number: float) -> str:
+    """A number as a table shows it: four digits, "-" for none.
+
+    >>> short(0.123456), short(1500.0), short(float("nan"))
+    ('0.1235', '1500', '-')
+    """
+    return "-" if isnan(number) else f"{number:.4g}"

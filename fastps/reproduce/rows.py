@@ -1,0 +1,43 @@
+"""All rows, and the running of those that were asked for. Refuses to measure, and to show."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.errors import UsageError
+from fastps.reproduce import backup_workers, dssp, psp_sgd, r2sp, rudra
+from fastps.reproduce.row import Effort, Row, Verdict
+
+ROWS: tuple[Row, ...] = (*dssp.ROWS, *psp_sgd.ROWS, *rudra.ROWS, *r2sp.ROWS, *backup_workers.ROWS)
+
+
+def choose(names: Sequence[str]) -> list[Row]:
+    """The rows of some ids or papers, in the table's order; all rows for none. Raises UsageError for an unknown name.
+
+    >>> [row.id for row in choose(["dssp/figure-2"])]
+    ['dssp/figure-2']
+    """
+    papers = list(dict.fromkeys(row.paper for row in ROWS))
+    for name in names:
+        if name not in papers and not any(row.id == name for row in ROWS):
+            raise UsageError(f"expected a paper ({', '.join(papers)}) or a row that --list shows, found {name!r}")
+    return [row for row in ROWS if not names or row.id in names or row.paper in names]
+
+
+def reproduce(
+    rows: Iterable[Row],
+    effort: Effort,
+    *,
+    before: Callable[[Row], None] | None = None,
+    after: Callable[[Verdict], None] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> list[Verdict]:
+    """Measure rows, one after the other; `before` and `after` are called around each."""
+    verdicts = []
+    for row in rows:
+        if before is not None:
+            before(row)
+        began_ns = clock.now_ns()
+        verdicts.append(row.judge(row.measure(effort), (clock.now_ns() - began_ns) / 1e9))
+        if after is not None:
+            after(verdicts[-1])
+    return verdicts

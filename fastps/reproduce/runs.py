@@ -1,0 +1,84 @@
+"""What the rows have in common: simulations by spec, and real gradients in virtual time over a few seeds.
+
+torch and the images are imported when a row needs them. Refuses to know any paper.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fastps.compute_models import ComputeModel
+from fastps.policy import Policy
+from fastps.simulate import Simulation, simulate
+from fastps.specs import parse_policy
+
+if TYPE_CHECKING:
+    from fastps.data import Dataset
+
+Found = dict[str, Any]
+
+MS = 1_000_000
+SECOND = 1_000_000_000
+
+
+def lognormal(median_ns: float, sigma: float, **options: Any) -> ComputeModel:
+    """Computing times of this median; sigma is the standard deviation of their logarithm."""
+    return ComputeModel("lognormal", median_ns, sigma, **options)
+
+
+def play(sync: str | Policy, simulation: Simulation) -> Found:
+    """The row of one simulation."""
+    return simulate(sync if isinstance(sync, Policy) else parse_policy(sync), simulation).row
+
+
+@cache
+def images(name: str) -> "Dataset":
+    """A data set, read once."""
+    from fastps.data import load
+
+    return load(name)
+
+
+def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **training: Any) -> list[Found]:
+    """The rows of training in virtual time, one a seed, on one thread: these models are too small for two."""
+    import torch
+
+    from fastps.virtual_training import VirtualTraining, train_virtually
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [
+            train_virtually(
+                parse_policy(sync), replace(simulation, seed=seed), VirtualTraining(data=images(data), **training)
+            ).row
+            for seed in seeds
+        ]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def error(rows: Sequence[Found]) -> float:
+    """Mean share of the test images that is named wrong at the end."""
+    return 1 - fmean(row["test_accuracy"] for row in rows)
+
+
+def time_to(rows: Sequence[Found], accuracy: float) -> float:
+    """Mean virtual seconds until the test accuracy is first reached, on straight lines between looks; NaN where never."""
+    return fmean(_time_to(row["accuracy_over_time"], accuracy) for row in rows)
+
+
+def _time_to(curve: Sequence[tuple[float, float]], accuracy: float) -> float:
+    """
+    >>> _time_to([(1.0, 0.5), (2.0, 0.7)], 0.6)
+    1.5
+    """
+    before = (0.0, 0.0)
+    for seconds, found in curve:
+        if found >= accuracy:
+            share = (accuracy - before[1]) / (found - before[1])
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, found)
+    return float("nan")

@@ -1,0 +1,129 @@
+"""What `fastps reproduce` shows: the row at hand, a table of the verdicts, notes. Refuses to measure and to judge."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastps.errors import UsageError
+from fastps.reproduce.expectations import short
+from fastps.reproduce.row import Effort, Row, Verdict
+from fastps.reproduce.rows import reproduce
+
+INTRODUCTION = """Made by the command below. Parameters are of the papers' texts; what a text does not give is named after
+"Assumed". All times are virtual: the store's own scheduler, played as docs/architecture.md says. "Real gradients" are torch's,
+each computed at its virtual moment with the weights that its worker would have read. No row was tuned until it fitted.
+
+"""
+
+
+def reproduce_watched(rows: Sequence[Row], effort: Effort, console: Console, *, progress: bool = True) -> list[Verdict]:
+    """Measure the rows behind a bar that names the one at hand, if one is wanted."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
+        task = bar.add_task("", total=len(rows))
+        return reproduce(
+            rows,
+            effort,
+            before=lambda row: bar.update(task, description=row.id),
+            after=lambda verdict: bar.advance(task),
+        )
+
+
+def list_table(rows: Sequence[Row]) -> Table:
+    """A line a row: its id, the table or figure, and what the paper says."""
+    table = Table(title=f"{len(rows)} rows", show_lines=True)
+    for heading in ("id", "source", "the paper says"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(row.id, row.source, _plain(row.claim))
+    return table
+
+
+def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Table:
+    """A line a row: what the paper says, what we get, how near that had to be, and whether it is."""
+    kind = "quick: fewer steps and seeds" if effort.quick else "in full"
+    table = Table(title=f"reproduced {summary(verdicts)} ({kind})", show_lines=True)
+    for heading in ("row", "the paper says", "expected", "we get", "tolerance", "ok"):
+        table.add_column(heading, overflow="fold")
+    for verdict in verdicts:
+        found = verdict.as_json()
+        source = f"{found['id']}\n{found['source']}"
+        table.add_row(
+            source,
+            _plain(found["claim"]),
+            _plain("\n".join(_expected(each) for each in _all(found["expected"])).replace("<br>", "\n")),
+            _plain(numbers(found["measured"])),
+            found["tolerance"],
+            "[green]ok[/]" if verdict.ok else "[red]no[/]",
+        )
+    return table
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Such as "30 of 35 rows"."""
+    return f"{sum(verdict.ok for verdict in verdicts)} of {len(verdicts)} rows"
+
+
+def notes(verdicts: Sequence[Verdict]) -> str:
+    """A paragraph for each row that has something to be said of it."""
+    return "\n\n".join(f"{verdict.row.id}: {verdict.note}" for verdict in verdicts if verdict.note)
+
+
+def numbers(measured: dict[str, Any]) -> str:
+    """The numbers of a row, a line each.
+
+    >>> numbers({"bsp": 1.23456, "asp": None})
+    'bsp: 1.235\\nasp: -'
+    """
+    return "\n".join(f"{name}: {'-' if number is None else short(number)}" for name, number in measured.items())
+
+
+def markdown(verdicts: Sequence[Verdict], command: str) -> str:
+    """The same as a document: a table a paper, then the notes."""
+    parts = [f"`{command}` gives {summary(verdicts)}.\n"]
+    for paper in dict.fromkeys(verdict.row.paper for verdict in verdicts):
+        parts.append(f"## {paper}\n\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|")
+        chosen = [verdict for verdict in verdicts if verdict.row.paper == paper]
+        for verdict in chosen:
+            found = verdict.as_json()
+            cells = (
+                f"{found['id'].partition('/')[2]} ({found['source']})",
+                found["claim"],
+                "<br>".join(_expected(each) for each in _all(found["expected"])),
+                numbers(found["measured"]).replace("\n", "<br>"),
+                found["tolerance"],
+                "ok" if verdict.ok else "**no**",
+            )
+            parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+        parts.extend(f"- *{verdict.row.id.partition('/')[2]}*: {verdict.note}" for verdict in chosen if verdict.note)
+        parts.append("")
+    return "\n".join(parts)
+
+
+def write_markdown(verdicts: Sequence[Verdict], command: str, file: Path) -> None:
+    """Write that document. Raises UsageError."""
+    title = "# The papers' tables and figures, measured again\n\n"
+    try:
+        file.write_text(title + INTRODUCTION + markdown(verdicts, command))
+    except OSError as error:
+        raise UsageError(f"--markdown {file}: the document cannot be written: {error}") from None
+
+
+def _all(expected: Any) -> list[Any]:
+    return expected if isinstance(expected, list) else [expected]
+
+
+def _expected(expected: Any) -> str:
+    if isinstance(expected, dict):
+        return "<br>".join(f"{name}: {short(each) if isinstance(each, float) else each}" for name, each in expected.items())
+    return str(expected)
+
+
+def _plain(text: str) -> str:
+    """Brackets are markup to rich."""
+    return text.replace("[", "\\[")
