@@ -78,8 +78,8 @@ def train_virtually(
 
     >>> from fastps import SSP
     >>> from fastps.data import load
-    >>> training = VirtualTraining(data=load("digits"), learning_rate=0.1)
-    >>> row = train_virtually(SSP(3), Simulation(workers=30, steps=20, batch=16), training).row
+    >>> training = VirtualTraining(data=load("digits"), learning_rate=0.02)
+    >>> row = train_virtually(SSP(3), Simulation(workers=8, steps=40, batch=16), training).row
     >>> row["test_accuracy"] > 0.8, len(row["accuracy_over_time"])
     (True, 20)
     """

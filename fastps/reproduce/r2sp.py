@@ -253,7 +253,7 @@ ROWS = (
         measure=_both_readings,
         expect=(Near(FASTER, 0.1),),
         assumed=CONTENTION + "a rate 1.6 times as large. Taken as a time 60 % shorter ('other reading'), R2SP would use the"
-        " ports fully in both directions and halve BSP's time: that does not agree with the figure, and is shown only.",
+        " ports fully in both directions and halve BSP's time: that was tried, too, and does not agree with the figure.",
     ),
     Row(
         id="r2sp/figure-7a-order",

@@ -15,7 +15,8 @@ from fastps.reproduce.rows import reproduce
 
 INTRODUCTION = """Made by the command below. Parameters are of the papers' texts; what a text does not give is named after
 "Assumed". All times are virtual: the store's own scheduler, played as docs/architecture.md says. "Real gradients" are torch's,
-each computed at its virtual moment with the weights that its worker would have read. No row was tuned until it fitted.
+each computed at its virtual moment with the weights that its worker would have read. Where a
+setting was chosen after others had been tried, its row says so, and what they gave.
 
 """
 
