@@ -14,7 +14,7 @@ os.environ.setdefault("FASTPS_TIMEOUT", "60")
 
 
 def _shared_memory() -> set[str]:
-    """Files under /dev/shm; those of semaphores and of an MPI job, which a benchmark in the next process may run, are not ours."""
+    """Files under /dev/shm; not those of semaphores, and of an MPI job that a benchmark in the next process may run."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith(("sem.", "mpich_shm"))}
 
 
