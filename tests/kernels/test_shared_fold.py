@@ -188,7 +188,9 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
 
         def push_for_ever(job: Job = job) -> None:
             for step in range(38):
-                job.push(0, step)
+                outcome = job.push(0, step)
+                while outcome == turn.AWAITING:  # the slot is read until then
+                    outcome = job.lanes[0].try_turn()
 
         child = processes.start(push_for_ever)
         kill_at = time.monotonic() + 0.01 + 0.3 * rng.random()
