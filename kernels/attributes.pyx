@@ -46,7 +46,8 @@ cdef class Attribute:
             return
         owner = next(iter(types))
         found = next((base.__dict__[name] for base in owner.__mro__ if name in base.__dict__), None)
-        if found is None or Py_TYPE(found) != &PyGetSetDescr_Type or hasattr(owner, "__getattr__"):
+        is_plain = owner.__getattribute__ is object.__getattribute__ and owner.__setattr__ is object.__setattr__
+        if found is None or Py_TYPE(found) != &PyGetSetDescr_Type or not is_plain:
             return
         self.keep = found
         self.type = <PyTypeObject *> owner
@@ -83,7 +84,7 @@ cdef class Attribute:
         return [self._get(objects[i]) for i in range(len(objects))]
 
     def are(self, list objects not None, list values not None):
-        """The index of the first object whose value is not the very value in the list (or equal to it), or -1 if all are."""
+        """The index of the first object whose value is not the very one in the list (or, as a number, equal), or -1."""
         cdef Py_ssize_t i
         cdef object found
         if len(objects) != len(values):

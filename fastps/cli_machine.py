@@ -1,0 +1,157 @@
+"""The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastps.cli_options import SYNC_HELP, Json, Workers, console_of
+from fastps.errors import UsageError
+from fastps.specs import parse_policy
+
+AGAINST_HELP = (
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; of a training: ddp, hogwild. Who is missing here is"
+    " named with the reason."
+)
+
+commands = typer.Typer()
+
+
+@commands.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train",
+)
+def run(
+    arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
+    workers: Workers = 1,
+    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Run a training script in several workers.
+
+    Each gets torchrun's environment variables. When a worker fails, the first failure is reported and the others are ended.
+    """
+    from fastps.launch import Launcher
+    from fastps.report import failure_panel, write_json
+
+    policy = parse_policy(sync).spec if sync is not None else None
+    if not module and not Path(arguments[0]).is_file():
+        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
+    command = [sys.executable, *(["-m"] if module else []), *arguments]
+    outcome = Launcher(command, workers, sync=policy).run()
+    if outcome.first_failure is not None:
+        Console(stderr=True).print(failure_panel(outcome))
+    if json_file is not None:
+        rows = [{"worker": worker.rank, "exit_code": worker.exit_code} for worker in outcome.workers]
+        write_json("run", rows, json_file)
+    raise typer.Exit(outcome.exit_code)
+
+
+@commands.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")
+def top(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="The job's name; may be left out when only one is running.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    json_file: Json = None,
+) -> None:
+    """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
+    from fastps import top as looking
+    from fastps.report import write_json
+
+    if not 0.01 <= interval <= 3600:
+        raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
+    try:
+        show = looking.look_once if once else looking.watch
+        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    if json_file is not None:
+        write_json("top", rows, json_file)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas, such as 25000,1e6."""
+    try:
+        return tuple(int(float(number)) for number in text.split(","))
+    except (ValueError, OverflowError):
+        raise UsageError(f"--{name}: expected whole numbers separated by commas, found {text!r}") from None
+
+
+@commands.command(
+    epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
+    "   |   fastps bench train -n 2"
+)
+def bench(
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step, train or all.")] = "all",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
+    repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
+    ] = "2,4",
+    parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
+    against: Annotated[str, typer.Option(help=AGAINST_HELP)] = "limit,gloo,ddp,hogwild,handmade",
+    json_file: Json = None,
+) -> None:
+    """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
+    from dataclasses import replace
+
+    from fastps.bench.measure import SMOKE, BenchOptions
+    from fastps.bench.run import run as run_bench
+    from fastps.bench.show import show
+    from fastps.report import write_json
+
+    peers = tuple(against.split(","))
+    options = BenchOptions(
+        repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
+    )
+    rows = run_bench(what, replace(SMOKE, against=peers) if smoke else options)
+    show(rows, console_of(json_file))
+    if json_file is not None:
+        write_json(f"bench {what}", rows, json_file)
+
+
+def _whole(name: str, text: str) -> int:
+    """One whole number, such as 25000000 or 25e6."""
+    numbers = _numbers(name, text)
+    if len(numbers) != 1:
+        raise UsageError(f"--{name}: expected one whole number, found {text!r}")
+    return numbers[0]
+
+
+@commands.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+def doctor(
+    model_size: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
+    ] = None,
+    workers: Workers = 4,
+    optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
+    sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    json_file: Json = None,
+) -> None:
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    from dataclasses import asdict
+
+    from fastps import doctor as examination
+    from fastps.report import doctor_table, write_json
+
+    need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
+    console = console_of(json_file)
+    findings = examination.examine()
+    console.print(doctor_table(findings, "this machine"))
+    rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
+    if need is not None:
+        lines = examination.need_findings(need)
+        title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
+        console.print(doctor_table(lines, title))
+        findings += lines
+        rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
+    if json_file is not None:
+        write_json("doctor", rows, json_file)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)

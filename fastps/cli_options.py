@@ -1,0 +1,95 @@
+"""What several commands take: their options' types and texts, and what these make of them. Refuses to run anything."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastps.disciplines import DISCIPLINES
+from fastps.errors import UsageError
+from fastps.specs import MODIFIERS
+from fastps.training_options import TrainingOptions
+
+SYNC_HELP = (
+    f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
+    f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
+)
+DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the training images, all workers together.")]
+BatchSize = Annotated[int, typer.Option(help="Samples of a worker's batch.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of SGD.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Data = Annotated[str, typer.Option(help=DATA_HELP)]
+Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
+Straggler = Annotated[
+    list[str],
+    typer.Option(metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."),
+]
+TransferMs = Annotated[float, typer.Option(help="What each push and each pull takes on its link: an honest wait.")]
+ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
+PullDelay = Annotated[
+    str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
+]
+WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
+Save = Annotated[Path | None, typer.Option(help="Write the final weights into this file (.npz).")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
+
+
+def console_of(json_file: str | None) -> Console:
+    """Where tables go: stderr when stdout is for JSON; wide enough for them where there is no terminal to ask."""
+    console = Console(stderr=json_file == "-")
+    return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
+
+
+def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
+    """Check what can be checked before anything starts, and make the TrainingOptions of a command that trains.
+
+    Its options are read from typer's own record of them, since all such commands have the same.
+    """
+    given = context.params
+    workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
+    delay_share, delay_s = _pull_delay(given["pull_delay"])
+    factors: dict[str, float] = {}
+    for text in given["straggler"]:
+        worker, _, factor = text.partition(":")
+        try:
+            factors[str(int(worker))] = float(factor)
+        except ValueError:
+            raise UsageError(f"--straggler: expected WORKER:FACTOR such as 0:3, found {text!r}") from None
+        if not 0 <= int(worker) < workers or not float(factor) >= 1:
+            raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of at least 1, found {text!r}")
+    smallest = {"workers": workers, "epochs": epochs, "batch-size": batch_size}
+    for name, value in smallest.items():
+        if value < 1:
+            raise UsageError(f"--{name}: expected at least 1, found {value}")
+    if not lr > 0:
+        raise UsageError(f"--lr: expected more than 0, found {lr}")
+    return TrainingOptions(
+        sync=sync,
+        workers=workers,
+        data=given["data"],
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=lr,
+        straggler=factors,
+        pull_delay_share=delay_share,
+        pull_delay_s=delay_s,
+        **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
+        **others,
+    )
+
+
+def _pull_delay(text: str | None) -> tuple[float, float]:
+    if text is None:
+        return 0.0, 0.0
+    share, _, seconds = text.partition(":")
+    try:
+        found = float(share), float(seconds)
+    except ValueError:
+        raise UsageError(f"--pull-delay: expected SHARE:SECONDS such as 0.01:0.5, found {text!r}") from None
+    if not (0 <= found[0] <= 1 and 0 <= found[1] <= 60):
+        raise UsageError(f"--pull-delay: expected a share of 0 to 1 and 0 to 60 seconds, found {text!r}")
+    return found
