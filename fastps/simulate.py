@@ -19,6 +19,7 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.compare import zero_gap_share
 from fastps.compute_models import ComputeModel
 from fastps.errors import Error, UsageError
+from fastps.kernels import simulation_totals
 from fastps.kernels.network import Network
 from fastps.kernels.simulator import LINES, Simulator
 from fastps.policy import Policy
@@ -180,8 +181,8 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
 
 
 def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
-    totals = simulator.totals()
-    shards = [simulator.shard_totals(shard) for shard in range(simulator.n_shards)]
+    totals = simulation_totals.totals(simulator)
+    shards = [simulation_totals.shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
     seconds = simulator.ended_ns / 1e9
     steps = simulator.received / simulator.n_shards
     active_ns = max(1, totals["compute_ns"] + totals["wait_ns"])
@@ -196,7 +197,7 @@ def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: 
         "staleness_mean": totals["staleness_sum"] / max(1, totals["folded"]),
         "staleness_max": totals["staleness_max"],
         "sigma_mean": sum(shard["sigma_mean"] for shard in shards) / len(shards),
-        "staleness": simulator.staleness_counts(),
+        "staleness": simulation_totals.staleness_counts(simulator),
         "wait_share": totals["wait_ns"] / active_ns,
         "grant_wait_share": totals["grant_wait_ns"] / simulator.n_shards / active_ns,
         "dropped": totals["dropped"],

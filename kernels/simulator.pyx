@@ -12,7 +12,7 @@ or a word only where the version held is the newest; when enough shards have ans
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport FPS_GAP_BUCKETS, fps_bucket_time, fps_time_bucket
+from fastps.kernels.arena cimport fps_time_bucket
 from fastps.kernels.compute_time cimport ComputeTimes
 from fastps.kernels.network cimport (
     EVENT_COMPUTED,
@@ -550,63 +550,6 @@ cdef class Simulator:
         self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
 
     # -- looking -----------------------------------------------------------------------------------
-
-    def totals(self):
-        """What was counted so far, over all workers and shards: a dict of numbers; times in ns.
-
-        A worker's time since its last change counts as computing or waiting, whichever it is doing.
-        """
-        cdef int32_t worker, shard
-        cdef worker_t *w
-        cdef player_t *player
-        compute_ns = wait_ns = grant_wait_ns = stale_blocks = folded = dropped = staleness_sum = 0
-        cdef int64_t staleness_max = 0
-        for worker in range(self.n_workers):
-            player = &self.players[worker]
-            compute_ns += player.compute_ns
-            wait_ns += player.wait_ns
-            if player.computing:
-                compute_ns += max(0, self.ended_ns - player.began_ns)
-            elif player.steps and not (self.leave and player.steps == self.steps):
-                wait_ns += max(0, self.ended_ns - player.computed_ns)
-            grant_wait_ns += player.grant_wait_ns
-            stale_blocks += player.stale_blocks
-            for shard in range(self.n_shards):
-                w = &roster_workers(self.servers[shard].state)[worker]
-                folded += w.folded
-                dropped += w.dropped
-                staleness_sum += w.staleness_sum
-                staleness_max = max(staleness_max, w.staleness_max)
-        return {
-            "compute_ns": compute_ns, "wait_ns": wait_ns, "grant_wait_ns": grant_wait_ns, "stale_blocks": stale_blocks,
-            "folded": folded, "dropped": dropped, "staleness_sum": staleness_sum, "staleness_max": staleness_max,
-        }
-
-    def worker_totals(self, int32_t worker):
-        """Of one worker: steps pushed, and ns computed and waited for."""
-        if not 0 <= worker < self.n_workers:
-            raise IndexError(f"expected a worker of 0 to {self.n_workers - 1}, found {worker}")
-        cdef player_t *player = &self.players[worker]
-        return {"steps": player.steps, "compute_ns": player.compute_ns, "wait_ns": player.wait_ns}
-
-    def shard_totals(self, int32_t shard):
-        """Of one shard: its version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
-        if not 0 <= shard < self.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
-        cdef server_t *server = &self.servers[shard]
-        cdef int bucket
-        return {
-            "version": server.state.version,
-            "updates": server.updates,
-            "sigma_mean": server.sigma_sum / max(1, server.updates),
-            "gaps_ns": [(fps_bucket_time(bucket), server.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
-                        if server.gaps[bucket]],
-        }
-
-    def staleness_counts(self):
-        """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
-        cdef int64_t index
-        return [(index, self.staleness[index]) for index in range(self.n_staleness) if self.staleness[index]]
 
     def trace(self):
         """The lines written so far, as bytes: 32 a line, int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
