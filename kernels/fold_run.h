@@ -16,13 +16,28 @@ typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
     void (*scaled_sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    void (*sgd)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
-    void (*adam)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *,
+    void (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
+    void (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
                  const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
 } fps_tile_functions;
+
+/* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
+#define FPS_SUMMED_AT_ONCE 4
+/* Their addresses as locals of a loop; where there are fewer, the first stands for the rest, and is not read for them. */
+#define FPS_GRADIENTS(summed, count)                                                                                     \
+    const float *const gradients[FPS_SUMMED_AT_ONCE] = {summed[0], summed[count > 1], summed[count > 2 ? 2 : 0],         \
+                                                        summed[count > 3 ? 3 : 0]}
+/* A loop for each count, so that each is without a branch. */
+#define FPS_BY_COUNT(loop, ...)                                                                                          \
+    do {                                                                                                                 \
+        if (count == 1) loop(1, __VA_ARGS__);                                                                            \
+        else if (count == 2) loop(2, __VA_ARGS__);                                                                       \
+        else if (count == 3) loop(3, __VA_ARGS__);                                                                       \
+        else loop(4, __VA_ARGS__);                                                                                       \
+    } while (0)
 
 #if defined(__x86_64__)
 #define FPS_STREAM_WORD __m128
@@ -221,19 +236,24 @@ static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, 
                    place->state_out, place->stride);
 }
 
-/* One push on one tile; the next push on it reads what this one wrote. */
+/* How many gradients the rule's loop sums by itself. */
+static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
+
+/* One push on one tile, or the sum of `count` pushes (no more than fps_summed_at_once); the next push on it reads what this one
+ * wrote. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
-                      const float *gradient, fps_place *place) {
+                      const float *const *gradients, int count, fps_place *place) {
     const float *weights = place->weights, *state = place->state;
     float *weights_out = place->weights_out, *state_out = place->state_out;
+    const float *gradient = gradients[0];
     int64_t stride = place->stride;
     if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
     else if (job->rule == FPS_RULE_ADAM)
-        tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
+        tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride, state_out + stride);
     else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
     else if (job->rule == FPS_RULE_RMSPROP)
         tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
-    else tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
+    else tile->sgd(by, length, gradients, count, weights, weights_out, state, state_out);
     /* A group without momentum, say, beside one with: its plane is carried along. */
     for (int plane = 0; plane < fps_rule_planes(job); plane++)
         if (state != state_out && !fps_writes_plane(job->rule, by, plane))
@@ -307,14 +327,15 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                          int count, int64_t first, int64_t last) {
     float total[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
+    int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
-        const float *gradient = total;
+        const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length);
-        if (count == 1) gradient = pushes[0].gradient + first;
-        else if (sum->same_scale) tile->sum(total, pushes, count, first, length);
-        else tile->scaled_sum(total, pushes, count, first, length);
-        fps_apply(tile, job, &sum->by, length, gradient, &place);
+        for (int push = 0; in_loop && push < count; push++) gradients[push] = pushes[push].gradient + first;
+        if (!in_loop && sum->same_scale) tile->sum(total, pushes, count, first, length);
+        else if (!in_loop) tile->scaled_sum(total, pushes, count, first, length);
+        fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -334,9 +355,10 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
         length = fps_tile_length(job, first, last);
         fps_place place = fps_begin_tile(job, stage, first, length);
         for (int push = 0; push < job->n_pushes; push++)
-            if (fps_is_present(&pushes[push], segment->parameter))
-                fps_apply(tile, job, &by[push], length, pushes[push].gradient + first, &place);
-            else if (place.weights != place.weights_out && job->ema_plane >= 0)
+            if (fps_is_present(&pushes[push], segment->parameter)) {
+                const float *gradient = pushes[push].gradient + first;
+                fps_apply(tile, job, &by[push], length, &gradient, 1, &place);
+            } else if (place.weights != place.weights_out && job->ema_plane >= 0)
                 fps_carry(tile, job, length, &place);
             else if (job->ema_plane >= 0)
                 fps_average(tile, job, length, &place);
