@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from fastps import config, rendezvous
+from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
@@ -45,6 +45,9 @@ class Worker:
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
         gradients: name to float32 array in the slot of the next push; write them, then call `step`.
+        posts: pushes and null pushes so far; with overlap the last may still be on its way.
+        recorder: what writes this worker's part of a trace, or None.
+        injected_transfer_ns: what `transfer_ms` was told.
     """
 
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
@@ -79,14 +82,16 @@ class Worker:
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
         if not store.layout.policy.overlap:
             self.lane.share_folds(config.helpers(store.layout.workers))
-        self._posts = 0
+        self.posts = 0
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self.recorder: recording.Recorder | None = None
         _live.add(self)
         self.pull()
+        self.recorder = recording.recorder_for(self)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -120,6 +125,8 @@ class Worker:
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
         now_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.computed(now_ns, self.posts, self.steps, self.lane.version, samples, null)
         self.compute_ns += now_ns - self._granted_ns
         self.samples += samples
         if not null:
@@ -127,9 +134,9 @@ class Worker:
         kind = turn.KIND_NULL if null else turn.KIND_PUSH
         deliver = partial(self._deliver, kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples)
         self.steps += 1
-        self._posts += 1
+        self.posts += 1
         if not null:
-            self._slot_free_at[self.slot] = self._posts
+            self._slot_free_at[self.slot] = self.posts
             self.slot = (self.slot + 1) % len(self._slot_free_at)
         if self._background is None:
             deliver()
@@ -140,10 +147,14 @@ class Worker:
             self._look_around(now_ns)
         if self._background is not None or self._has_transfers:
             self.wait_ns += self._clock.now_ns() - now_ns
+        if self.recorder is not None:
+            self.recorder.pushed(self._clock.now_ns())
 
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Send one push on its way and run the turn if it is free."""
-        self._transfers.make()
+        transfer_ns = self._transfers.make()
+        if self.recorder is not None:
+            self.recorder.posted(step, self._clock.now_ns(), transfer_ns)
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self._try_turn()
@@ -160,6 +171,8 @@ class Worker:
             self.wait_ns += self._granted_ns - began_ns
         else:
             self._granted_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.granted(self._granted_ns)
         self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
     def pull(self) -> list[int]:
@@ -167,15 +180,24 @@ class Worker:
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        transfer_ns = 0
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
                 self.buffers[0] = newest
-            return self.buffers
+        else:
+            transfer_ns = self._pull_all()
+        if self.recorder is not None:
+            self.recorder.pulled(transfer_ns)
+        return self.buffers
+
+    def _pull_all(self) -> int:
+        """Pin every shard that is fresh; returns the time that an injected transfer took, in ns."""
+        transfer_ns = 0
         is_partial = self._needed_shards < len(self.buffers)
         if self._has_transfers and self.store.arena.version != self.lane.version:
             began_ns = self._clock.now_ns()
-            self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
+            transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
             self.wait_ns += self._clock.now_ns() - began_ns
             self._granted_ns = self._clock.now_ns()
         for shard in range(len(self.buffers)):
@@ -183,7 +205,7 @@ class Worker:
                 self.stale_blocks += 1
             else:
                 self.buffers[shard] = self.lane.pull(shard)
-        return self.buffers
+        return transfer_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
         return self.lane.granted(shard) >= granted and shard not in self._responses.late
@@ -193,7 +215,8 @@ class Worker:
         policy = self.store.layout.policy
         link = link_of(policy, self.rank, self.store.layout.workers)
         self._has_transfers = duration_ms > 0
-        self._transfers = Transfers(self.store.descriptor, link, int(duration_ms * 1e6), self._clock)
+        self.injected_transfer_ns = int(duration_ms * 1e6)
+        self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
 
     def _start_background(self) -> None:
         """The first step begins the threads, so that a transfer time set before counts for them."""
@@ -352,6 +375,8 @@ class Worker:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(1_000_000)
         self._granted_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.pulled(0)
 
     def wait_for_others(self) -> None:
         """Leave, wait until every other worker that attached has left too, and pull the final weights.
@@ -420,11 +445,16 @@ class Worker:
                 self._leave()
         finally:
             self._end_background()
+            recorder = self.recorder
+            if recorder is not None:
+                recorder.finish(failure)
             self.store.arena.finish(self.rank, failure)
             self.lane.unpin()
             self.store.stop_answering(self._answerer)
             self._peers.close()
             _live.discard(self)
+            if recorder is not None:
+                recorder.merge_if_last()
 
     def _leave(self) -> None:
         """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
