@@ -101,12 +101,12 @@ cdef class Ledger:
     cdef bint relay(self, int32_t shard, int32_t worker) noexcept nogil:
         """If the scheduler has passed the worker's leaf on to the root, its pushes are in the root's sum: True if any was."""
         cdef server_t *server = &self.servers[shard]
-        cdef int64_t leaf
+        cdef int64_t leaf, first
         if not self.policy.groups:
             return False
         leaf = self.leaf_of(worker)
-        if (server.leaves[leaf].first < 0
-                or roster_workers(server.state)[(leaf * self.n_workers + self.policy.groups - 1) // self.policy.groups].leaf_kept):
+        first = (leaf * self.n_workers + self.policy.groups - 1) // self.policy.groups
+        if server.leaves[leaf].first < 0 or roster_workers(server.state)[first].leaf_kept:
             return False
         fps_kept_move(&self.pool, &server.sum, &server.leaves[leaf])
         return True

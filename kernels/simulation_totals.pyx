@@ -61,4 +61,5 @@ def shard_totals(Simulator simulator not None, int32_t shard):
 def staleness_counts(Simulator simulator not None):
     """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
     cdef int64_t index
-    return [(index, simulator.ledger.staleness[index]) for index in range(simulator.ledger.n_staleness) if simulator.ledger.staleness[index]]
+    cdef int64_t *counts = simulator.ledger.staleness
+    return [(index, counts[index]) for index in range(simulator.ledger.n_staleness) if counts[index]]

@@ -6,6 +6,7 @@ from fastps.kernels.compute_time cimport ComputeTimes
 from fastps.kernels.ledger cimport Ledger
 from fastps.kernels.network cimport Network, fps_event, fps_queue
 from fastps.kernels.roster cimport policy_t
+from fastps.kernels.service cimport Service
 
 cdef struct player_t:
     int64_t steps           # steps pushed
@@ -35,6 +36,7 @@ cdef struct view_t:
 cdef class Simulator:
     cdef readonly ComputeTimes compute
     cdef readonly Network network
+    cdef readonly Service service
     cdef readonly int32_t n_workers
     cdef readonly int32_t n_shards
     cdef readonly int64_t now_ns
@@ -58,6 +60,7 @@ cdef class Simulator:
     cdef int64_t batch
     cdef int32_t needed
     cdef bint overlap
+    cdef bint is_direct                  # messages take no time at all, so there are none
     cdef bint no_memory
     cdef bint begun
     cdef int _allocate(self, int32_t[::1] link_of) except -1
@@ -70,6 +73,8 @@ cdef class Simulator:
     cdef void _computed(self, int32_t worker) noexcept nogil
     cdef void _push(self, int32_t worker) noexcept nogil
     cdef void _pushed(self, int32_t index) noexcept nogil
+    cdef void _served(self, int32_t station) noexcept nogil
+    cdef void _handled(self, int32_t index) noexcept nogil
     cdef void _pulled(self, int32_t index) noexcept nogil
     cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil
     cdef int64_t _newest(self, int32_t worker) noexcept nogil
@@ -80,7 +85,7 @@ cdef class Simulator:
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void _fire_due(self, int32_t shard) noexcept nogil
     cdef void _arm(self, int32_t shard) noexcept nogil
-    cdef void _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil
+    cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil
     cdef void _follow(self, int32_t shard, int action) noexcept nogil
     cdef void _fold_sum(self, int32_t shard) noexcept nogil
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil

@@ -2,8 +2,9 @@
 
 Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
 the store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx),
-messages (network.pyx), and a worker's own loop (fastps/worker.py): which step it waits for, its slots, partial and overlapped
-pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
+messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop (fastps/worker.py): which step it
+waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to
+know: gradients, disciplines' names, clocks.
 
 A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
 or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
@@ -11,6 +12,8 @@ or a word only where the version held is the newest; when enough shards have ans
 
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
+
+import numpy as np
 
 from fastps.kernels.compute_time cimport ComputeTimes
 from fastps.kernels.ledger cimport (
@@ -30,6 +33,7 @@ from fastps.kernels.network cimport (
     EVENT_PULLED,
     EVENT_PUSHED,
     EVENT_RESUME,
+    EVENT_SERVED,
     EVENT_TIMER,
     Network,
     fps_event,
@@ -56,6 +60,7 @@ from fastps.kernels.scheduler cimport (
     scheduler_leave,
     scheduler_push,
 )
+from fastps.kernels.service cimport Service
 
 LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
 
@@ -68,7 +73,8 @@ cdef class Simulator:
     needed: shards that a step waits for, and pull_timeout_ns how long for the rest (-1: a step waits for all). slots: gradients
     that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
     worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
-    and left. trace: write down every line.
+    and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
+    (service.pyx); none without. trace: write down every line.
 
     Raises ValueError for values that do not fit.
     """
@@ -76,7 +82,7 @@ cdef class Simulator:
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False):
+                  bint leave=False, bint trace=False, service_ns=None):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -94,6 +100,12 @@ cdef class Simulator:
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
         self.ledger = begin_ledger(&self.policy, self.n_workers, self.n_shards, trace)
+        if service_ns is None:
+            service_ns = np.zeros((shards, 3))
+        if len(service_ns) != shards:
+            raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
+        self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
+        self.is_direct = network.instant and shards == 1 and not self.service.takes_time
         self._allocate(link_of)
 
     cdef int _allocate(self, int32_t[::1] link_of) except -1:
@@ -153,7 +165,9 @@ cdef class Simulator:
             for worker in range(self.n_workers):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
-        while self.events < last and self.queue.length and not (self.no_memory or self.ledger.no_memory) and not self._is_over():
+        while self.events < last and self.queue.length and not self._is_over():
+            if self.no_memory or self.ledger.no_memory:
+                return
             self.events += 1
             self._play(fps_queue_pop(&self.queue))
 
@@ -174,6 +188,8 @@ cdef class Simulator:
                 server.armed_ns = -1
                 self._fire_due(event.index)
                 self._arm(event.index)
+        elif event.kind == EVENT_SERVED:
+            self._served(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
@@ -252,7 +268,7 @@ cdef class Simulator:
         player.steps += 1
         if self.overlap:
             player.sending = self.n_shards
-        if self.network.instant and self.n_shards == 1:
+        if self.is_direct:
             self._receive(worker, 0, player.timestamp, self.views[worker].version, player.batch)
             return
         for shard in range(self.n_shards):
@@ -270,6 +286,22 @@ cdef class Simulator:
             self._try_begin(worker)
 
     cdef void _pushed(self, int32_t index) noexcept nogil:
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._handled(index)
+
+    cdef void _served(self, int32_t station) noexcept nogil:
+        cdef int32_t index = self.service.take(station)
+        cdef message_t *message = &self.network.messages[index]
+        if message.kind == EVENT_PULLED:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
+        else:
+            self._handled(index)
+        self._check(self.service.go_on(&self.queue, self.now_ns, station))
+
+    cdef void _handled(self, int32_t index) noexcept nogil:
+        """The server has handled a push."""
         cdef message_t message = self.network.messages[index]
         self.network.release(index)
         self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
@@ -334,6 +366,7 @@ cdef class Simulator:
         cdef player_t *player = &self.players[worker]
         cdef int64_t version
         cdef int action
+        cdef bint relayed
         self._fire_due(shard)
         version = server.state.version
         roster_begin(server.state)
@@ -346,8 +379,10 @@ cdef class Simulator:
         action = scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
         if self.overlap:
             player.sending -= 1
-        self._keep(shard, worker, read_version, action)
+        relayed = self._keep(shard, worker, read_version, action)
         self._follow(shard, action)
+        if relayed and self.service.takes_time:
+            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
         if self.leave and roster_workers(server.state)[worker].clock == self.steps:
             self._leave(worker, shard)
         self._arm(shard)
@@ -391,12 +426,14 @@ cdef class Simulator:
 
     # -- what was decided ----------------------------------------------------------------------------
 
-    cdef void _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Write down where the push that was received now is."""
+    cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
+        """Write down where the push that was received now is; True if its leaf has passed it on."""
+        cdef bint relayed
         self.ledger.keep(shard, worker, read_version, action)
-        self.ledger.relay(shard, worker)
+        relayed = self.ledger.relay(shard, worker)
         if self.players[worker].blocked:
             self._try_begin(worker)  # a slot of it may be free now
+        return relayed
 
     cdef void _follow(self, int32_t shard, int action) noexcept nogil:
         """Count what an event has folded, and answer everyone whom it has granted a step."""
@@ -406,6 +443,8 @@ cdef class Simulator:
             self._fold_sum(shard)
         elif action == ACTION_FOLD_LIST:
             self.ledger.fold_list(shard)
+        if self.service.takes_time:
+            self.service.update(self.now_ns, shard, state.version)
         for i in range(state.n_touched_workers):
             worker = roster_touched(state)[i]
             if roster_workers(state)[worker].granted_at == state.sequence:
@@ -441,7 +480,7 @@ cdef class Simulator:
             self.views[worker].step = w.granted
             self._try_begin(worker)
             return
-        if self.network.instant and self.n_shards == 1:
+        if self.is_direct:
             self._arrive(worker, shard, w.granted, server.state.version)
             return
         index = self.network.allocate()
@@ -453,7 +492,10 @@ cdef class Simulator:
         message.step, message.version = w.granted, server.state.version
         # Rudra, section 3.2: a pull is skipped when the version has not changed.
         message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
-        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
 
     # -- looking -----------------------------------------------------------------------------------
 
