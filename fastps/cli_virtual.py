@@ -49,6 +49,14 @@ def simulate(
         str, typer.Option(metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound.")
     ] = "0",
     latency: Annotated[str, typer.Option(metavar="TIME", help="From the last byte sent to its arrival, such as 50us.")] = "0s",
+    service_time: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Of a server for each message, push or answer, one after the other, such as 100us."),
+    ] = "0s",
+    service_rate: Annotated[
+        str, typer.Option(metavar="RATE", help="And bytes of it that a server goes through, such as 5GB; 0: without bound.")
+    ] = "0",
+    update_time: Annotated[str, typer.Option(metavar="TIME", help="Of a server for each update, such as 1ms.")] = "0s",
     shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
     slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
     late_push: Annotated[
@@ -79,6 +87,9 @@ def simulate(
         bandwidth=bandwidth,
         worker_bandwidth=worker_bandwidth,
         latency=latency,
+        service_time=service_time,
+        service_rate=service_rate,
+        update_time=update_time,
         slow_server=slow_server,
         late_push=late_push,
         late_pull=late_pull,

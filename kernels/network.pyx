@@ -91,14 +91,14 @@ cdef class Network:
                 return -1
             self.messages = messages
             for index in range(<int32_t> self.room, <int32_t> room):
-                messages[index].next_free = index + 1 if index + 1 < room else -1
+                messages[index].next = index + 1 if index + 1 < room else -1
             index = <int32_t> self.room
             self.room = room
-        self.first_free = self.messages[index].next_free
+        self.first_free = self.messages[index].next
         return index
 
     cdef void release(self, int32_t index) noexcept nogil:
-        self.messages[index].next_free = self.first_free
+        self.messages[index].next = self.first_free
         self.first_free = index
 
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil:

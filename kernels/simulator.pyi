@@ -5,12 +5,14 @@ import numpy.typing as npt
 
 from fastps.kernels.compute_time import ComputeTimes
 from fastps.kernels.network import Network
+from fastps.kernels.service import Service
 
 LINES: tuple[str, ...]
 
 class Simulator:
     compute: ComputeTimes
     network: Network
+    service: Service
     n_workers: int
     n_shards: int
     now_ns: int
@@ -37,6 +39,7 @@ class Simulator:
         steps: int = 1,
         leave: bool = False,
         trace: bool = False,
+        service_ns: npt.NDArray[np.float64] | None = None,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property
