@@ -56,3 +56,39 @@ def trace(
         write_json("trace", rows, json_file)
     if violations:
         raise typer.Exit(1)
+
+
+@commands.command(
+    epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -"
+)
+def advise(
+    file: File,
+    sync: Annotated[
+        str | None, typer.Option(help="Compare these specs, separated by commas; default: every discipline, over a range.")
+    ] = None,
+    cores: Annotated[
+        float,
+        typer.Option(metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."),
+    ] = 0.0,
+    json_file: Json = None,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+) -> None:
+    """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
+    from fastps import advice, trace_report
+    from fastps.replay import cores_left
+    from fastps.report import write_json
+    from fastps.specs import parse_policies
+    from fastps.trace_parts import load
+
+    found = load(file)
+    specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
+    console = console_of(json_file)
+    with trace_report.bar(console, progress and console.is_terminal) as tick:
+        rows = advice.advise(found, specs, cores=cores, tick=tick)
+    test = advice.self_test(found, cores)
+    console.print(trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"))
+    for line in trace_report.advice_lines(rows, test):
+        console.print(line, markup=False, highlight=False)
+    if json_file is not None:
+        write_json("advise", [*({"kind": "prediction", **row} for row in rows), {"kind": "self-test", **test}], json_file)

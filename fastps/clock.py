@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 
 class Clock(Protocol):
     """What a store, a worker or a launcher asks for the time."""
@@ -27,6 +29,14 @@ class Clock(Protocol):
 
     def thread_queue_ns(self) -> int:
         """Nanoseconds that the calling thread could have run but had no core; -1 where the machine does not tell."""
+        ...
+
+    def process_cpu_ns(self) -> int:
+        """Nanoseconds that all threads of this process have spent on cores."""
+        ...
+
+    def machine_cpu_ns(self) -> int:
+        """Nanoseconds that everybody on this machine has spent on cores, in steps of some ms."""
         ...
 
 
@@ -60,6 +70,16 @@ class MonotonicClock:
             except OSError:
                 return -1
         return int(os.pread(file.fileno(), 64, 0).split()[1])
+
+    def process_cpu_ns(self) -> int:
+        """Processor time of this process."""
+        return time.process_time_ns()
+
+    def machine_cpu_ns(self) -> int:
+        """All but idle time of all cores; what a hypervisor took away counts as spent."""
+        times = psutil.cpu_times()._asdict()
+        # guest times are part of user and nice already.
+        return int(1e9 * sum(value for name, value in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")))
 
 
 def _forget_schedstat() -> None:

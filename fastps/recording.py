@@ -7,7 +7,7 @@ judge a trace, and to write for another worker.
 
 import os
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,9 @@ from fastps.version import __version__
 if TYPE_CHECKING:
     from fastps.worker import Worker
 
+
+
+_LOAD_EVERY_NS = 100_000_000  # asking for the machine's load costs about 100 us
 
 
 class Recording:
@@ -113,6 +116,7 @@ class Recorder:
         self._ended = False
         self._open: deque[_Step] = deque()
         self._step: _Step | None = None
+        self._load: tuple[_Load, _Load] | None = None
         self._arena.record()
         self._begin(self._clock.now_ns())
 
@@ -129,6 +133,9 @@ class Recorder:
         entry.position, entry.step, entry.read_version = position, step, read_version
         entry.samples, entry.null = samples, null
         self._open.append(entry)
+        if self._load is None or now_ns - self._load[1].now_ns > _LOAD_EVERY_NS:
+            load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
+            self._load = (self._load[0] if self._load is not None else load, load)
 
     def posted(self, step: int, now_ns: int, transfer_ns: int) -> None:
         """The step's descriptor is about to be posted, after a transfer that took so long."""
@@ -209,7 +216,13 @@ class Recorder:
         for entry in self._open:
             self._write(entry)
         self._open.clear()
-        self._part.finish(posted=self._worker.posts, transfer_ns=self._worker.injected_transfer_ns, failure=failure)
+        before, after = self._load or (_Load(0, 0, 0, 0), _Load(0, 0, 0, 0))
+        self._part.finish(
+            posted=self._worker.posts,
+            transfer_ns=self._worker.injected_transfer_ns,
+            failure=failure,
+            load={name: getattr(after, name) - getattr(before, name) for name in _Load.__slots__},
+        )
 
     def merge_if_last(self) -> None:
         """After `finish`: whoever finds that all workers have, or that nobody else will, writes the trace."""
@@ -236,6 +249,16 @@ def settle(arena: Arena, pushes: Lines) -> None:
         if fates and fates[0] is not None:
             kind, line["version"], line["decided_ns"], line["staleness"] = fates[0]
             line["fate"] = DROPPED if kind == FATE_DROPPED else FOLDED
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Processor time that was spent by a moment: by everybody on the machine, by this process, by the worker's thread; in ns."""
+
+    now_ns: int
+    machine_ns: int
+    process_ns: int
+    thread_ns: int
 
 
 class _Step:

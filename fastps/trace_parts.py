@@ -23,7 +23,7 @@ from fastps.trace_file import PUSH_DTYPE, STEP_DTYPE, Lines, Trace, TraceError, 
 CHUNK_LINES = 4096  # a chunk of any line is a whole number of pages
 _SUFFIX = ".parts"
 _TABLES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
-_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure")
+_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load")
 
 
 def folder_of(file: Path, job: str) -> Path:

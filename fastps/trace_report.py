@@ -1,8 +1,11 @@
-"""What `fastps trace` shows: tables of a trace's summary and of its check. Refuses to compute what they say."""
+"""What `fastps trace` and `fastps advise` show: a summary, a check, advice. Refuses to compute what they say."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from fastps.trace_check import Violation
@@ -49,3 +52,35 @@ def check_lines(violations: Sequence[Violation], ledger: Row) -> list[str]:
     shown = [f"  {violation.sentence}" for violation in violations[:MOST_SHOWN]]
     more = len(violations) - MOST_SHOWN
     return [f"the ledger is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
+
+
+def advice_table(rows: Sequence[Row], title: str) -> Table:
+    """A line a discipline, the fastest first; the recommended one is marked."""
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    table.add_column("sync", no_wrap=True)
+    for heading in ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [f"{row['useful_steps_per_s']:,.1f}", f"{row['speed']:.0%}", f"{row['updates_per_s']:,.1f}"]
+        cells += [f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), f"{row['wait_share']:.0%}", f"{row['dropped_share']:.0%}"]
+        table.add_row("->" if row["recommended"] else "", row["sync"], *cells, style="bold" if row["recommended"] else None)
+    return table
+
+
+def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:
+    """The recommendation with its reason, and how well the replay predicts the run that was recorded."""
+    chosen = next(row for row in rows if row["recommended"])
+    return [
+        f"recommended: --sync {chosen['sync']}: {chosen['reason']}",
+        f"the recorded run under {test['sync']}: {test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted"
+        f" ({test['error']:+.1%}); what staleness does to the loss is not predicted",
+    ]
+
+
+@contextlib.contextmanager
+def bar(console: Console, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of what is done, of so many."""
+    with Progress(console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda done, of: progress.update(task, completed=done, total=of)

@@ -11,13 +11,19 @@ Row = dict[str, Any]
 
 
 def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
-    """Of each step's computing the time that needed no core: it slept, or waited for a file or another thread.
+    """What each step waited without wanting a core.
 
-    Where the machine does not tell how long a thread waited for a core, that waiting counts here, too.
+    Where the machine does not tell how long threads waited for a core, the worker that lost the smallest share of its time is
+    taken to have lost it to the cores alone, and the others as much for the processor time that they used.
     """
-    wall_ns = steps["computed_ns"] - steps["begin_ns"]
-    queue_ns = np.maximum(steps["queue_ns"], 0)
-    return np.maximum(0, wall_ns - steps["cpu_ns"] - queue_ns).astype(np.int64)
+    lost_ns = (steps["computed_ns"] - steps["begin_ns"] - steps["cpu_ns"]).astype(np.float64)
+    if (steps["queue_ns"] >= 0).all():
+        queued_ns = steps["queue_ns"].astype(np.float64)
+    else:
+        workers = np.unique(steps["worker"])
+        of = [steps["worker"] == worker for worker in workers]
+        queued_ns = steps["cpu_ns"] * min(lost_ns[lines].sum() / max(1, steps["cpu_ns"][lines].sum()) for lines in of)
+    return np.maximum(0, lost_ns - queued_ns).astype(np.int64)
 
 
 def span_ns(trace: Trace) -> int:
