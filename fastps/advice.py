@@ -9,7 +9,7 @@ from typing import Any
 
 from fastps.errors import PolicyError
 from fastps.policy import Policy
-from fastps.replay import simulation_of, steady_part
+from fastps.replay import for_policy, simulation_of, steady_part
 from fastps.simulate import Simulation, simulate
 from fastps.specs import parse_policy
 from fastps.trace_file import Trace
@@ -72,7 +72,7 @@ def advise(
 
 def predicted(policy: Policy, simulation: Simulation) -> Row:
     """What a simulation says of one policy, as advice needs it."""
-    row = simulate(policy, simulation).row
+    row = simulate(policy, for_policy(simulation, policy)).row
     shards, seconds = row["shards"], row["seconds"]
     dropped_share = row["dropped"] / max(1, shards * row["steps"])
     return {

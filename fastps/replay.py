@@ -4,7 +4,7 @@ A step's processor time competes with the other workers' for the cores that the 
 straggler's extra wait take their time whatever the others do. Refuses to predict: simulate.py does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fastps.compute_models import ComputeModel
 from fastps.errors import UsageError
+from fastps.policy import Policy
 from fastps.simulate import Simulation
 from fastps.trace_file import Lines, Trace
 from fastps.trace_summary import blocked_ns
@@ -57,7 +58,7 @@ def steady_part(trace: Trace) -> Steady:
 def cores_left(trace: Trace) -> float:
     """The cores that the run had: the machine's, less the mean of what processes other than its workers spent meanwhile."""
     cores = float(trace.header["machine"]["cores"])
-    loads = [note["load"] for note in trace.header["of_worker"].values() if note["load"] and note["load"]["now_ns"] > 0]
+    loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
     if not loads:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
@@ -78,7 +79,7 @@ def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
     steady = steady_part(trace)
     demand, blocked = core_ns(trace, steady.steps), blocked_ns(steady.steps)
     of = [steady.steps["worker"] == worker for worker in range(trace.workers)]
-    transfer_ns = max(int(note["transfer_ns"] or 0) for note in trace.header["of_worker"].values())
+    transfer_ns = max(int(note.get("transfer_ns") or 0) for note in trace.header["of_worker"].values())
     link: dict[str, Any] = {}
     if transfer_ns:
         link = {"model_bytes": _MODEL_BYTES, "bandwidth": 1e9 * _MODEL_BYTES / transfer_ns, "half_duplex": True}
@@ -93,3 +94,14 @@ def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
         cores=cores or cores_left(trace),
         **link,
     )
+
+
+def for_policy(simulation: Simulation, policy: Policy) -> Simulation:
+    """The simulation with links as this policy's injected transfers have them (transfers.py): one transfer after the other.
+
+    A server that handles one message after the other is such a link. Links of leaves and of workers are shared evenly by the few
+    transfers that meet there.
+    """
+    if not simulation.bandwidth or policy.groups or policy.overlap:
+        return simulation
+    return replace(simulation, bandwidth=0.0, service_rate=simulation.bandwidth)
