@@ -100,19 +100,29 @@ def recorder_for(worker: "Worker") -> "Recorder | None":
     return None if _current is None else _current.recorder(worker)
 
 
+def keep(worker: "Worker") -> "Recorder":
+    """Let the lines of a worker's steps be kept in memory, whether it is recorded or not."""
+    recorder = worker.recorder = worker.recorder or Recorder(worker, None)
+    recorder.kept = []
+    return recorder
+
+
 class Recorder:
     """One worker's lines. Its methods are called by the worker, in the order of a step: computed, posted, pushed, granted, began.
 
     `posted` may be called by the push thread, and late; a line is written when the step's push is decided in every shard.
     """
 
-    def __init__(self, worker: "Worker", file: Path) -> None:
+    def __init__(self, worker: "Worker", file: Path | None) -> None:
+        self.kept: list[tuple[Any, ...]] | None = None  # lines of steps that are wanted in memory, too
         self._worker = worker
         self._file = file
-        self._folder = folder_of(file, worker.store.job)
+        self._folder = folder_of(file, worker.store.job) if file is not None else None
         self._clock = worker.store.clock
         self._arena = worker.store.arena
-        self._part = Part(self._folder, worker.rank, {"job": _job_note(worker), "began_ns": self._clock.now_ns()})
+        self._part: Part | None = None
+        if self._folder is not None:
+            self._part = Part(self._folder, worker.rank, {"job": job_note(worker), "began_ns": self._clock.now_ns()})
         self._ended = False
         self._open: deque[_Step] = deque()
         self._step: _Step | None = None
@@ -175,27 +185,30 @@ class Recorder:
 
     def _write(self, entry: "_Step") -> None:
         rank, position = self._worker.rank, entry.position
-        self._part.steps.append(
-            (
-                entry.begin_ns,
-                entry.computed_ns,
-                entry.posted_ns,
-                entry.pushed_ns,
-                entry.granted_ns,
-                entry.end_ns,
-                entry.cpu_ns,
-                entry.queue_ns,
-                entry.store_cpu_ns,
-                entry.push_transfer_ns,
-                entry.pull_transfer_ns,
-                entry.read_version,
-                entry.step,
-                entry.samples,
-                rank,
-                entry.null,
-                1,
-            )
+        line = (
+            entry.begin_ns,
+            entry.computed_ns,
+            entry.posted_ns,
+            entry.pushed_ns,
+            entry.granted_ns,
+            entry.end_ns,
+            entry.cpu_ns,
+            entry.queue_ns,
+            entry.store_cpu_ns,
+            entry.push_transfer_ns,
+            entry.pull_transfer_ns,
+            entry.read_version,
+            entry.step,
+            entry.samples,
+            rank,
+            entry.null,
+            1,
         )
+        if self.kept is not None:
+            self.kept.append(line)
+        if self._part is None:
+            return
+        self._part.steps.append(line)
         for shard in range(self._arena.shards):
             fates = self._arena.fates(rank, shard, position, position + 1)
             kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
@@ -216,16 +229,25 @@ class Recorder:
         for entry in self._open:
             self._write(entry)
         self._open.clear()
+        if self._part is not None:
+            transfer_ns = self._worker.injected_transfer_ns
+            self._part.finish(posted=self._worker.posts, transfer_ns=transfer_ns, failure=failure, load=self.load())
+
+    def load(self) -> dict[str, int]:
+        """What was spent on cores while this worker was at work: `_Load`, from the first to the latest look."""
         before, after = self._load or (_Load(0, 0, 0, 0), _Load(0, 0, 0, 0))
-        self._part.finish(
-            posted=self._worker.posts,
-            transfer_ns=self._worker.injected_transfer_ns,
-            failure=failure,
-            load={name: getattr(after, name) - getattr(before, name) for name in _Load.__slots__},
-        )
+        return {name: getattr(after, name) - getattr(before, name) for name in _Load.__slots__}
+
+    def end_keeping(self) -> None:
+        """No lines are wanted in memory any more; a recorder that was made for that alone ends."""
+        self.kept = None
+        if self._part is None:
+            self.finish()
 
     def merge_if_last(self) -> None:
         """After `finish`: whoever finds that all workers have, or that nobody else will, writes the trace."""
+        if self._folder is None or self._file is None:
+            return
         notes = notes_of(self._folder)
         others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in self._arena.lane_states())
         if notes and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run):
@@ -301,7 +323,7 @@ class _Step:
         self.store_cpu_ns = self.push_transfer_ns = self.pull_transfer_ns = 0
 
 
-def _job_note(worker: "Worker") -> dict[str, Any]:
+def job_note(worker: "Worker") -> dict[str, Any]:
     """What all workers of a job say alike."""
     layout = worker.store.layout
     return {

@@ -156,7 +156,7 @@ class TrainingRun:
 
     def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
         """Samples that all workers together have drawn."""
-        if self._policy.is_level:
+        if optimizer.policy.is_level and not optimizer.policy.warm_up:
             return optimizer.worker.samples * self._options.workers  # all are at the same step
         return sum(row.samples for row in optimizer.statistics())
 

@@ -40,12 +40,14 @@ class Worker:
     Attributes:
         rank: this worker's lane.
         steps: steps pushed so far.
+        earlier_steps: steps that this process's worker pushed in an arena before this one (sync="auto").
         version: the version of the weights that were pulled last.
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
         gradients: name to float32 array in the slot of the next push; write them, then call `step`.
         posts: pushes and null pushes so far; with overlap the last may still be on its way.
+        delays: what `delay_responses` was told.
         recorder: what writes this worker's part of a trace, or None.
         injected_transfer_ns: what `transfer_ms` was told.
     """
@@ -56,6 +58,7 @@ class Worker:
         self.lane = turn.Lane(store.arena, rank)
         self.lane.set_user_rule(store.layout.rule.address)
         self.steps = 0
+        self.earlier_steps = 0
         self.slot = 0
         self.buffers = [0] * store.arena.shards
         self.stale_blocks = 0
@@ -79,6 +82,7 @@ class Worker:
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
         self._needed_shards = math.ceil(store.layout.policy.pull * store.arena.shards - 1e-9)
         self._responses = LateResponses(0.0, 0, 0, self._clock)
+        self.delays: tuple[float, float, int] | None = None
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
         if not store.layout.policy.overlap:
             self.lane.share_folds(config.helpers(store.layout.workers))
@@ -175,7 +179,7 @@ class Worker:
             self._granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.granted(self._granted_ns)
-        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        self.lane.count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
@@ -220,6 +224,16 @@ class Worker:
         self.injected_transfer_ns = int(duration_ms * 1e6)
         self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
 
+    def carry_on(self, before: "Worker") -> None:
+        """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
+        self.earlier_steps = before.earlier_steps + before.steps
+        self.samples, self.wait_ns, self.compute_ns = before.samples, before.wait_ns, before.compute_ns
+        self.stale_blocks, self.loss = before.stale_blocks, before.loss
+        self.transfer_ms(before.injected_transfer_ns / 1e6)
+        if before.delays is not None:
+            self.delay_responses(*before.delays)
+        self.lane.count(self.earlier_steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+
     def _start_background(self) -> None:
         """The first step begins the threads, so that a transfer time set before counts for them."""
         if self.store.layout.policy.overlap and self._background is None:
@@ -227,6 +241,7 @@ class Worker:
 
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
+        self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
 
     @property
@@ -338,6 +353,10 @@ class Worker:
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
         return outcome
+
+    def look_around(self) -> None:
+        """Raise if a peer has died."""
+        self._look_around(self._clock.now_ns())
 
     def _look_around(self, now_ns: int) -> None:
         """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""
