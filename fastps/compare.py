@@ -105,6 +105,7 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
     shards = results[0]["histograms"]
     return {
         "sync": options.sync,
+        "chosen": results[0]["sync"],
         "workers": options.workers,
         "seconds": seconds,
         "steps": total["steps"],

@@ -47,8 +47,9 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
     if baseline is not None:
         table.add_column(f"speed / {baseline['sync']}", justify="right")
     for row in rows:
+        chosen = row.get("chosen", row["sync"])
         cells = [
-            row["sync"],
+            row["sync"] if chosen == row["sync"] else f"{row['sync']} -> {chosen}",
             str(row["workers"]),
             f"{row['seconds']:.2f}",
             f"{row['steps_per_s']:.1f}",

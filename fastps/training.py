@@ -48,6 +48,7 @@ class WorkerResult:
     accuracy_over_time: list[tuple[float, float]]
     final_accuracy: float
     histograms: "list[Histograms]"
+    sync: str  # the discipline at the end
 
 
 class Batches:
@@ -116,7 +117,7 @@ class TrainingRun:
                     if options.weights_file:
                         save_weights(self._model, Path(options.weights_file))
             row = optimizer.statistics()[self._rank]
-            histograms = optimizer.histograms()
+            histograms, sync = optimizer.histograms(), optimizer.policy.spec
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
         return WorkerResult(
             rank=self._rank,
@@ -134,6 +135,7 @@ class TrainingRun:
             accuracy_over_time=curve,
             final_accuracy=final,
             histograms=histograms,
+            sync=sync,
         )
 
     def _steps(self, optimizer: fastps.DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
