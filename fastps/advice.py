@@ -1,7 +1,7 @@
 """Advice: a recorded run's steps played under every discipline, ranked by speed, and one of them recommended, with the reason.
 
-What is predicted is speed, staleness and waiting; what a stale gradient does to the loss is not, so that of those who are about as
-fast the least stale is recommended. Refuses to know where a trace comes from, and to change a run (auto_sync.py does).
+What is predicted is speed, staleness and waiting; what a stale gradient does to the loss is not, so that of those who are about
+as fast the least stale is recommended. Refuses to know where a trace comes from, and to change a run (auto_sync.py does).
 """
 
 from collections.abc import Callable, Sequence
@@ -98,8 +98,8 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
         return chosen, f"the fastest by more than {ABOUT_AS_FAST:.0%}{second if len(rows) > 1 else ''}"
     speed = "the fastest" if chosen is fastest else f"within {behind:.1%} of the fastest, {fastest['sync']}"
     return chosen, (
-        f"{speed}, and the least stale of the {len(near)} that are within {ABOUT_AS_FAST:.0%} of it: {chosen['staleness_mean']:.2f}"
-        f" versions in the mean, {chosen['staleness_max']} at most"
+        f"{speed}, and the least stale of the {len(near)} that are within {ABOUT_AS_FAST:.0%} of it:"
+        f" {chosen['staleness_mean']:.2f} versions in the mean, {chosen['staleness_max']} at most"
     )
 
 
@@ -118,4 +118,3 @@ def _own(trace: Trace, specs: Sequence[str] | None) -> list[str]:
         return [parse_policy(str(trace.header["sync"])).spec]
     except PolicyError:
         return []
-

@@ -1,9 +1,9 @@
 """`sync="auto"`: some steps under bsp, recorded in memory; then advice, and a switch of all workers at the same step.
 
-Before its last step of the warm-up each worker writes its lines into its room of the arena; that step's grant says that all have
-(a push is posted after its worker's lines, and bsp grants after the last push). So everybody reads the same lines, plays the same
-simulations and comes to the same discipline, without a word more. Then all leave, and the weights and the rule's state move to a
-new arena: a scheduler is never changed while it is in use. If the advice is bsp, nothing happens at all.
+Before its last push of the warm-up each worker writes its lines into its room of the arena; that step's grant says that all
+have (a push is posted after its worker's lines, and bsp grants after the last push). So everybody reads the same lines, plays
+the same simulations and comes to the same discipline, without a word more. Then all leave, and the weights and the rule's state
+move to a new arena: a scheduler is never changed while it is in use. If the advice is bsp, nothing happens at all.
 Refuses to tune anything but the discipline, and to switch twice.
 """
 
@@ -135,7 +135,9 @@ def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> S
         except AttachError as error:
             worker.look_around()
             if old.clock.now_ns() >= deadline_ns:
-                raise TimeoutExceededError(f"worker {worker.rank}: the switch to {layout.policy.spec} failed: {error}") from error
+                raise TimeoutExceededError(
+                    f"worker {worker.rank}: the switch to {layout.policy.spec} failed: {error}"
+                ) from error
 
 
 def _weights_of(worker: Worker) -> Callable[[list[Any]], None]:

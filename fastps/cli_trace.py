@@ -69,7 +69,9 @@ def advise(
     ] = None,
     cores: Annotated[
         float,
-        typer.Option(metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."),
+        typer.Option(
+            metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
+        ),
     ] = 0.0,
     json_file: Json = None,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
@@ -87,7 +89,9 @@ def advise(
     with trace_report.bar(console, progress and console.is_terminal) as tick:
         rows = advice.advise(found, specs, cores=cores, tick=tick)
     test = advice.self_test(found, cores)
-    console.print(trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"))
+    console.print(
+        trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores")
+    )
     for line in trace_report.advice_lines(rows, test):
         console.print(line, markup=False, highlight=False)
     if json_file is not None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fastps.worker import Worker
 
 
-
 _LOAD_EVERY_NS = 100_000_000  # asking for the machine's load costs about 100 us
 
 
@@ -108,7 +107,7 @@ def keep(worker: "Worker") -> "Recorder":
 
 
 class Recorder:
-    """One worker's lines. Its methods are called by the worker, in the order of a step: computed, posted, pushed, granted, began.
+    """One worker's lines. Its methods are called by the worker, in a step's order: computed, posted, pushed, granted, pulled.
 
     `posted` may be called by the push thread, and late; a line is written when the step's push is decided in every shard.
     """
@@ -131,7 +130,11 @@ class Recorder:
         self._begin(self._clock.now_ns())
 
     def _begin(self, now_ns: int) -> None:
-        self._begin_ns, self._begin_cpu_ns, self._begin_queue_ns = now_ns, self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
+        self._begin_ns, self._begin_cpu_ns, self._begin_queue_ns = (
+            now_ns,
+            self._clock.thread_cpu_ns(),
+            self._clock.thread_queue_ns(),
+        )
 
     def computed(self, now_ns: int, position: int, step: int, read_version: int, samples: int, null: bool) -> None:
         """The worker begins to push the gradient of a step."""
@@ -257,7 +260,10 @@ class Recorder:
         """What was committed, counted by the holders themselves: to compare the lines with."""
         counters = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
         return {
-            "committed": {name: [count[name] for count in counters] for name in ("folded", "dropped")},  # type: ignore[literal-required]
+            "committed": {
+                "folded": [count["folded"] for count in counters],
+                "dropped": [count["dropped"] for count in counters],
+            },
             "versions": [self._arena.shard_version(shard) for shard in range(self._arena.shards)],
         }
 
@@ -275,7 +281,7 @@ def settle(arena: Arena, pushes: Lines) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Processor time that was spent by a moment: by everybody on the machine, by this process, by the worker's thread; in ns."""
+    """Processor time that was spent by a moment, in ns: by everybody on the machine, this process, the worker's thread."""
 
     now_ns: int
     machine_ns: int

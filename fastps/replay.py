@@ -45,13 +45,17 @@ def steady_part(trace: Trace) -> Steady:
     short = next((worker for worker, steps in enumerate(per_worker) if len(steps) < 4), None)
     if short is not None:
         count = len(per_worker[short])
-        raise UsageError(f"expected a trace with at least 4 steps of every worker, found {count} of worker {short}: record longer")
+        raise UsageError(
+            f"expected a trace with at least 4 steps of every worker, found {count} of worker {short}: record longer"
+        )
     begin_ns = max(int(steps["computed_ns"][0]) for steps in per_worker)
     end_ns = min(int(steps["computed_ns"][-1]) for steps in per_worker)
     inside = trace.steps[(trace.steps["computed_ns"] > begin_ns) & (trace.steps["computed_ns"] <= end_ns)]
     counts = np.bincount(inside["worker"], minlength=trace.workers)
     if counts.min() < 2:
-        raise UsageError(f"expected workers that are at work at the same time, found worker {counts.argmin()} alone: record longer")
+        raise UsageError(
+            f"expected workers that are at work at the same time, found worker {counts.argmin()} alone: record longer"
+        )
     return Steady(begin_ns, end_ns, inside)
 
 
@@ -67,11 +71,12 @@ def cores_left(trace: Trace) -> float:
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
-    """What each step needs of a core: for computing, and for posting, turns and pulls. A worker that spins meanwhile needs none."""
+    """What each step needs of a core, in ns: for computing, and for posting, turns and pulls, but not for spinning."""
     store_ns = steps["store_cpu_ns"]
     if trace.header["spins"]:
         store_ns = np.minimum(store_ns, (steps["pushed_ns"] - steps["computed_ns"]) + (steps["end_ns"] - steps["granted_ns"]))
-    return np.maximum(1, steps["cpu_ns"] + np.maximum(0, store_ns)).astype(np.int64)
+    needed_ns: npt.NDArray[np.int64] = np.maximum(1, steps["cpu_ns"] + np.maximum(0, store_ns)).astype(np.int64)
+    return needed_ns
 
 
 def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
@@ -99,8 +104,8 @@ def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
 def for_policy(simulation: Simulation, policy: Policy) -> Simulation:
     """The simulation with links as this policy's injected transfers have them (transfers.py): one transfer after the other.
 
-    A server that handles one message after the other is such a link. Links of leaves and of workers are shared evenly by the few
-    transfers that meet there.
+    A server that handles one message after the other is such a link. Links of leaves and of workers are shared evenly by the
+    few transfers that meet there.
     """
     if not simulation.bandwidth or policy.groups or policy.overlap:
         return simulation

@@ -144,7 +144,9 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
     if policy.overlap and policy.shards > 1:
         raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
     if policy.warm_up:
-        raise UsageError(f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline")
+        raise UsageError(
+            f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
+        )
     values = dict(policy.values(simulation.workers))
     links, link_of_worker = _links(policy, simulation.workers)
     is_partial = policy.pull < 1

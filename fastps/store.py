@@ -90,7 +90,9 @@ class Store:
                 raise UnsupportedError(f"parameter {name!r}: expected float32, found {array.dtype}; convert it first")
         policy = parse_policy(sync)
         if policy.warm_up:
-            raise UsageError(f"sync {policy.spec!r} is for fastps.DistributedOptimizer, which can move a model: choose a discipline")
+            raise UsageError(
+                f"sync {policy.spec!r} is for fastps.DistributedOptimizer, which can move a model: choose a discipline"
+            )
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
         layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers)
 

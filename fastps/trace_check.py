@@ -113,14 +113,17 @@ def _pushes_of(trace: Trace, lines: Lines, worker: int, shard: int) -> Iterator[
     one_each = trace.header["policy"]["fold"] in _ONE_PUSH_A_VERSION
     at = _first(np.diff(lines["version"]) < (1 if one_each else 0))
     if at >= 0:
-        yield violation("order", at + 1, f"is folded into version {lines['version'][at + 1]}, after one in {lines['version'][at]}")
+        yield violation(
+            "order", at + 1, f"is folded into version {lines['version'][at + 1]}, after one in {lines['version'][at]}"
+        )
     read = lines["version"] - 1 - lines["staleness"]
     wrong = (lines["staleness"] < 0) | (read < 0) | (read > lines["read_version"])
     if int(trace.header["shards"]) == 1:
         wrong |= read != lines["read_version"]
     at = _first(wrong)
     if at >= 0:
-        says = f"read version {lines['read_version'][at]}, and is folded into {lines['version'][at]} as {lines['staleness'][at]} stale"
+        line = lines[at]
+        says = f"read version {line['read_version']}, and is folded into {line['version']} as {line['staleness']} stale"
         yield violation("staleness", at, says)
     steps = trace.steps_of(worker)
     places = np.searchsorted(steps["step"], lines["step"])

@@ -90,7 +90,8 @@ class Trace:
 
     def steps_of(self, worker: int) -> Lines:
         """One worker's steps."""
-        return self.steps[self.steps["worker"] == worker]
+        found: Lines = self.steps[self.steps["worker"] == worker]
+        return found
 
 
 def write(trace: Trace, file: Path) -> None:
@@ -150,10 +151,14 @@ def _check_header(trace: Trace) -> None:
     if not (1 <= workers <= 1 << 15 and 1 <= shards <= 1 << 15):
         raise ValueError(f"{workers} workers and {shards} shards")
     str(trace.header["sync"])
-    for lines, name, most in ((trace.steps, "worker", workers), (trace.pushes, "worker", workers), (trace.pushes, "shard", shards)):
-        if len(lines) and not (0 <= int(lines[name].min()) and int(lines[name].max()) < most):
+    for lines, name, most in (
+        (trace.steps, "worker", workers),
+        (trace.pushes, "worker", workers),
+        (trace.pushes, "shard", shards),
+    ):
+        if len(lines) and not (int(lines[name].min()) >= 0 and int(lines[name].max()) < most):
             raise ValueError(f"a line of {name} {int(lines[name].max())} of {most}")
 
 
 def _described(dtype: "np.dtype[np.void]") -> list[list[str]]:
-    return [[name, kind] for name, kind in dtype.descr]
+    return [[str(name), str(kind)] for name, kind, *_ in dtype.descr]

@@ -1,8 +1,8 @@
-"""The parts of a trace while a job runs: each worker writes lines of its own into a folder beside the file, and the last merges.
+"""The parts of a trace while a job runs: each worker writes lines of its own into a folder beside the file; the last merges.
 
-A part is mapped memory of a file, so that lines outlive the process that wrote them: kill -9 loses the step in progress and the
-fates that were not asked for yet, no more. A machine that goes down loses what its kernel had not written. No part is written by
-two, so there are no locks on the way of a step. Refuses to know what lines mean.
+A part is mapped memory of a file, so that lines outlive the process that wrote them: kill -9 loses the step in progress and
+steps whose pushes were not decided yet, no more. A machine that goes down loses what its kernel had not written. No part is
+written by two, so there are no locks on the way of a step. Refuses to know what lines mean.
 """
 
 import contextlib
@@ -170,7 +170,8 @@ def _lines(file: Path, dtype: "np.dtype[np.void]") -> Lines:
     """The lines that were written whole; the file is longer."""
     data = file.read_bytes()
     lines = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
-    return lines[lines["written"] == 1].copy()
+    whole: Lines = lines[lines["written"] == 1].copy()
+    return whole
 
 
 @contextlib.contextmanager

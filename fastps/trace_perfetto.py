@@ -1,8 +1,8 @@
 """A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open. Refuses to summarize.
 
-Trace Event Format (Google, 2016): complete events "X" for what a worker does, instant events "i" for drops, "X" of no length for
-updates, flows "s" and "f" from a push to the update that it is part of, counters "C" for staleness. Times are in microseconds
-from the first step's beginning.
+Trace Event Format (Google, 2016): complete events "X" for what a worker does, instant events "i" for drops, "X" of no length
+for updates, flows "s" and "f" from a push to the update that it is part of, counters "C" for staleness. Times are in
+microseconds from the first step's beginning.
 """
 
 import json
@@ -99,4 +99,11 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
             yield {"ph": "s", "pid": _WORKERS, "tid": worker, "ts": begin_us, **flow}
             yield {"ph": "f", "bp": "e", "pid": _SHARDS, "tid": shard, "ts": decided_us, **flow}
         staleness = {"staleness": int(line["staleness"])}
-        yield {"ph": "C", "name": f"staleness of shard {shard}", "pid": _SHARDS, "tid": shard, "ts": decided_us, "args": staleness}
+        yield {
+            "ph": "C",
+            "name": f"staleness of shard {shard}",
+            "pid": _SHARDS,
+            "tid": shard,
+            "ts": decided_us,
+            "args": staleness,
+        }

@@ -31,7 +31,8 @@ def worker_table(rows: Sequence[Row], title: str) -> Table:
 def summary_line(row: Row) -> str:
     """The whole run in a sentence or two."""
     text = (
-        f"{row['sync']}, {row['workers']} workers: {row['steps']} steps in {row['seconds']:.2f} s, {row['steps_per_s']:.1f} steps/s,"
+        f"{row['sync']}, {row['workers']} workers: {row['steps']} steps in {row['seconds']:.2f} s,"
+        f" {row['steps_per_s']:.1f} steps/s,"
         f" staleness {row['staleness_mean']:.2f} (at most {row['staleness_max']}), waiting {row['wait_share']:.1%},"
         f" {row['dropped']} dropped"
     )
@@ -63,7 +64,12 @@ def advice_table(rows: Sequence[Row], title: str) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         cells = [f"{row['useful_steps_per_s']:,.1f}", f"{row['speed']:.0%}", f"{row['updates_per_s']:,.1f}"]
-        cells += [f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), f"{row['wait_share']:.0%}", f"{row['dropped_share']:.0%}"]
+        cells += [
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['wait_share']:.0%}",
+            f"{row['dropped_share']:.0%}",
+        ]
         table.add_row("->" if row["recommended"] else "", row["sync"], *cells, style="bold" if row["recommended"] else None)
     return table
 

@@ -23,7 +23,8 @@ def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
         workers = np.unique(steps["worker"])
         of = [steps["worker"] == worker for worker in workers]
         queued_ns = steps["cpu_ns"] * min(lost_ns[lines].sum() / max(1, steps["cpu_ns"][lines].sum()) for lines in of)
-    return np.maximum(0, lost_ns - queued_ns).astype(np.int64)
+    found_ns: npt.NDArray[np.int64] = np.maximum(0, lost_ns - queued_ns).astype(np.int64)
+    return found_ns
 
 
 def span_ns(trace: Trace) -> int:

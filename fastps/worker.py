@@ -179,7 +179,9 @@ class Worker:
             self._granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.granted(self._granted_ns)
-        self.lane.count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        self.lane.count(
+            self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks
+        )
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.

@@ -1,8 +1,9 @@
 """C cores that N workers share: whoever computes gets min(1, C / n) of a core, while n workers want one.
 
-That is what a fair scheduler of an operating system does in the mean; processor sharing is also what links.h does with bandwidth,
-so a step is a transfer of its processor time over a link that passes C ns a ns on, and no more than 1 to each worker. What a step
-then waits without a core (sleep, files) takes its time whatever the others do. What it refuses to know: why a step takes as long.
+That is what a fair scheduler of an operating system does in the mean; processor sharing is also what links.h does with
+bandwidth, so a step is a transfer of its processor time over a link that passes C ns a ns on, no more than 1 to each worker.
+What a step then waits without a core (sleep, files) takes its time whatever the others do. What it refuses to know: why a step
+takes as long.
 """
 
 from libc.stdint cimport int32_t, int64_t

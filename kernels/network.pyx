@@ -23,7 +23,8 @@ cdef class Network:
     """Links with a bandwidth each, in bytes per second (0: no bound), and a latency, in ns: float64[links] and int64[links].
 
     most: bytes per second of one transfer at most (0: no such bound): what a worker's own port leaves for it.
-    half_duplex: one port serves both directions. late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides which of them are late.
+    half_duplex: one port serves both directions. late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides
+    which of them are late.
 
     Raises ValueError for values out of range.
 

@@ -249,7 +249,8 @@ cdef class Simulator:
         player.computing = 1
         player.began_ns = self.now_ns
         self._check(self.cores.begin(
-            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns), self._for_batch(player, self.compute.blocked_ns(worker))))
+            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
+            self._for_batch(player, self.compute.blocked_ns(worker))))
         if self.ledger.tracing:
             self.ledger.line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
 
