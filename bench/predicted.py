@@ -131,6 +131,25 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
     ]
 
 
+def overhead(repeats: int, steps: int = 2000, clock: Clock = SYSTEM_CLOCK) -> tuple[float, float]:
+    """Median us of a step of one worker that computes nothing: without and with recording; they take turns."""
+    weights, update = {"w": np.zeros(1000, np.float32)}, fastps.SGD(lr=0.01)
+    found: tuple[list[float], list[float]] = ([], [])
+    with tempfile.TemporaryDirectory(prefix="fastps-predicted-") as folder:
+        for turn in range(2 * repeats):
+            records = turn % 2 == 1
+            recording = fastps.trace(Path(folder) / f"{turn}.trace") if records else None
+            with fastps.Store.create(weights, update) as store, store.attach(0) as worker:
+                worker.step()
+                began_ns = clock.now_ns()
+                for _ in range(steps):
+                    worker.step()
+                found[records].append((clock.now_ns() - began_ns) / steps / 1e3)
+            if recording is not None:
+                recording.close()
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
 def main() -> None:
     """Print a line a discipline, and whether the recommended one is near the best of those that were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -140,7 +159,12 @@ def main() -> None:
     parser.add_argument("--workers", "-n", type=int, default=4)
     parser.add_argument("--straggler", type=float, default=3.0, help="worker 0's factor")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - for stdout")
+    parser.add_argument("--overhead", action="store_true", help="only measure what recording costs a step")
     given = parser.parse_args()
+    if given.overhead:
+        without, recorded = overhead(given.repeats)
+        print(f"a step of one worker that computes nothing: {without:.1f} us, recorded {recorded:.1f} us, medians of {given.repeats}")
+        return
     setting = Setting(workers=given.workers, straggler=given.straggler, seconds=given.seconds)
     rows = compare([policy.spec for policy in fastps.parse_policies(given.sync)], setting, given.repeats)
     if given.json:
