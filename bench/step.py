@@ -19,7 +19,7 @@ from fastps.bench.member import Member, load_torch
 from fastps.bench.peers import LEARNING_RATE, MOMENTUM, ForkedJob, Job
 
 CHECKED_STEPS = 8
-# Asynchronous workers do not end together, and the last ones' steps cost more: in a long repeat they count as they do in training.
+# Asynchronous workers do not end together, and the last one folds alone: in a long repeat that counts as little as in training.
 ASYNCHRONOUS_STEPS = 24
 
 
@@ -51,6 +51,10 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
     "handmade": {"handmade": Kind(peers.Handmade, 2, row_a_worker=True)},
     "mpi": {"mpi": Kind(None)},
     "rpc": {"rpc": Kind(rpc.Rpc, paused=True)},
+    # fastps with one of its choices made otherwise: what each is worth.
+    "alone": {"fastps-alone": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.fold_alone))},
+    "plain": {"fastps-plain": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_plainly))},
+    "streaming": {"fastps-streaming": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_past_caches))},
 }
 
 

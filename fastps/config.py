@@ -13,7 +13,7 @@ RING_SIZE = 8  # descriptors of a lane's ring
 SLICE_NS = 50_000_000  # no wait is longer without a look at the peers (protocol A.8)
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
-STREAMED_BYTES = 128 << 20  # written by a fold from which stores past the caches pay, while two cores share it (docs/performance.md)
+STREAMED_BYTES = 128 << 20  # written by a fold that two cores share: from here stores past the caches pay (docs/performance.md)
 DEFAULT_TIMEOUT_S = 300.0
 
 # A ring that held more pushes than slots would let a push name a slot that another push still needs; null pushes and the last
