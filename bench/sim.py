@@ -17,9 +17,9 @@ from fastps.simulate import Simulation, build, simulate
 from fastps.specs import parse_policy
 
 WORKERS = 1_000
-LATENCY = {"latency_ns": 50_000}
-SHARED = {**LATENCY, "model_bytes": 1e6, "bandwidth": 100e9}
-BUSY = {**LATENCY, "model_bytes": 1e6, "service_ns": 1_000, "service_rate": 1e12, "update_ns": 500}
+LATENCY: dict[str, Any] = {"latency_ns": 50_000}
+SHARED: dict[str, Any] = {**LATENCY, "model_bytes": 1e6, "bandwidth": 100e9}
+BUSY: dict[str, Any] = {**LATENCY, "model_bytes": 1e6, "service_ns": 1_000, "service_rate": 1e12, "update_ns": 500}
 # What surrounds the scheduler, and what an event of it may take, in ns: 2 million and 200,000 events a second.
 SURROUNDINGS: dict[str, tuple[dict[str, Any], int]] = {
     "latency": (LATENCY, 500),
