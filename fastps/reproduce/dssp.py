@@ -166,8 +166,8 @@ ROWS = (
         assumed="7 MB (ResNet-110) and 500 ms of computing, for the paper gives no times; 100 Gbit/s.",
         why_not="Waiting for the slowest in each step cannot be quicker than not waiting while a server has time to spare. BSP"
         " makes one update a step where ASP makes four, so that it is quicker where an update takes a third of a step's"
-        " computing or more. The paper's section V.C explains the order by how much communication can be hidden, and has no times"
-        " from which an update's could be taken.",
+        " computing or more. The paper's section V.C explains the order by how much communication can be hidden, and has no"
+        " times from which an update's could be taken.",
     ),
     Row(
         id="dssp/figure-2",
