@@ -157,7 +157,7 @@ def stragglers(
     from fastps.report import straggler_rows, straggler_tables, training_table, write_json
 
     policy = parse_policy(sync)
-    if policy.fold != "all":
+    if policy.fold != "all" or policy.warm_up:
         raise UsageError(f"--sync: expected a synchronization that waits for all workers, such as bsp, found {policy.spec}")
     if not 0 <= exponent <= 2:
         raise UsageError(f"--exponent: expected 0 to 2, found {exponent:g}")

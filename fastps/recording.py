@@ -6,7 +6,6 @@ judge a trace, and to write for another worker.
 """
 
 import os
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -123,7 +122,7 @@ class Recorder:
         if self._folder is not None:
             self._part = Part(self._folder, worker.rank, {"job": job_note(worker), "began_ns": self._clock.now_ns()})
         self._ended = False
-        self._open: deque[_Step] = deque()
+        self._open: dict[int, _Step] = {}  # by step, in order; the push thread looks one up while others come and go
         self._step: _Step | None = None
         self._load: tuple[_Load, _Load] | None = None
         self._arena.record()
@@ -145,16 +144,16 @@ class Recorder:
         entry.queue_ns = queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1
         entry.position, entry.step, entry.read_version = position, step, read_version
         entry.samples, entry.null = samples, null
-        self._open.append(entry)
+        self._open[step] = entry
         if self._load is None or now_ns - self._load[1].now_ns > _LOAD_EVERY_NS:
             load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
             self._load = (self._load[0] if self._load is not None else load, load)
 
     def posted(self, step: int, now_ns: int, transfer_ns: int) -> None:
         """The step's descriptor is about to be posted, after a transfer that took so long."""
-        for entry in self._open:
-            if entry.step == step:
-                entry.posted_ns, entry.push_transfer_ns = now_ns, transfer_ns
+        entry = self._open.get(step)
+        if entry is not None:
+            entry.posted_ns, entry.push_transfer_ns = now_ns, transfer_ns
 
     def pushed(self, now_ns: int) -> None:
         """The worker's part of the push is over."""
@@ -183,8 +182,10 @@ class Recorder:
         if not self._open:
             return
         done = self._worker.lane.done()
-        while self._open and self._open[0].position < done and self._open[0] is not self._step:
-            self._write(self._open.popleft())
+        for entry in list(self._open.values()):
+            if entry.position >= done:
+                break
+            self._write(self._open.pop(entry.step))
 
     def _write(self, entry: "_Step") -> None:
         rank, position = self._worker.rank, entry.position
@@ -229,7 +230,7 @@ class Recorder:
         self._ended = True
         self._worker.recorder = None
         self._step = None
-        for entry in self._open:
+        for entry in self._open.values():
             self._write(entry)
         self._open.clear()
         if self._part is not None:

@@ -60,13 +60,16 @@ def steady_part(trace: Trace) -> Steady:
 
 
 def cores_left(trace: Trace) -> float:
-    """The cores that the run had: the machine's, less the mean of what processes other than its workers spent meanwhile."""
+    """The cores that the run had: the machine's, less the mean of what was spent meanwhile by others than its workers' threads.
+
+    A worker's helpers (a thread that reads ahead, a library's own) are others, too: what they do is not in the steps' lines.
+    """
     cores = float(trace.header["machine"]["cores"])
     loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
     if not loads:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
-    own = float(np.sum([load["process_ns"] / load["now_ns"] for load in loads]))
+    own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
     return float(np.clip(cores - max(0.0, machine - own), 0.1 * cores, cores))
 
 

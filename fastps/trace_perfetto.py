@@ -79,6 +79,7 @@ def _span(name: str, worker: int, begin_ns: Any, end_ns: Any, origin_ns: int, **
 def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
     lines = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
     last_version = -1
+    steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
     for line in lines[np.argsort(lines["decided_ns"], kind="stable")]:
         worker, step, version = int(line["worker"]), int(line["step"]), int(line["version"])
         decided_us = (int(line["decided_ns"]) - origin_ns) / 1e3
@@ -90,8 +91,8 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
         if version != last_version:
             yield {"ph": "X", "name": f"version {version}", "dur": 0, **here, "args": {"version": version}}
             last_version = version
-        place = np.searchsorted(trace.steps_of(worker)["step"], step)
-        of_worker = trace.steps_of(worker)
+        of_worker = steps_of[worker]
+        place = np.searchsorted(of_worker["step"], step)
         if place < len(of_worker):
             number = (worker * int(trace.header["shards"]) + shard) << 40 | step
             begin_us = (int(of_worker["computed_ns"][place]) - origin_ns) / 1e3

@@ -159,8 +159,9 @@ class Worker:
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Send one push on its way and run the turn if it is free."""
         transfer_ns = self._transfers.make()
-        if self.recorder is not None:
-            self.recorder.posted(step, self._clock.now_ns(), transfer_ns)
+        recorder = self.recorder  # the worker's own thread may end it
+        if recorder is not None:
+            recorder.posted(step, self._clock.now_ns(), transfer_ns)
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self._try_turn()

@@ -215,7 +215,7 @@ def test_the_replay_predicts_a_run_on_its_cores() -> None:
 
 def test_cores_that_others_used_are_not_counted() -> None:
     trace = made([5, 5], [0, 0])
-    notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 15 * 10**8, "process_ns": 5 * 10**8}} for rank in range(2)}
+    notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 15 * 10**8, "thread_ns": 5 * 10**8}} for rank in range(2)}
     loaded = replace(trace, header={**trace.header, "of_worker": notes})
     assert replay.cores_left(trace) == 2.0
     assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
