@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps import arena as memory_of
-from fastps import config, rendezvous
+from fastps import config, placement, rendezvous
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
 from fastps.kernels import arena as words
@@ -202,6 +202,7 @@ class Store:
         if not self.arena.claim(rank, os.getpid()):
             self.stop_answering(answerer)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
+        placement.bring_slots(self.memory, *self.arena.slots_range(rank))
         return Worker(self, rank, answerer)
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:

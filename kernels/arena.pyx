@@ -255,6 +255,10 @@ cdef class Arena:
         """Byte offset of a weights buffer."""
         return <char *> self.weights(buffer) - self.base
 
+    def slots_range(self, int lane):
+        """(offset, length) in bytes of a lane's slots: whole pages."""
+        return self.slot(lane, 0) - self.base, self.header.n_slots * self.header.slot_bytes
+
     def gradient_offset(self, int lane, int slot):
         """Byte offset of the gradient in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
