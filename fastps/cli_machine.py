@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastps.cli_options import SYNC_HELP, Json, Workers, console_of
+from fastps.cli_options import SYNC_HELP, Json, TraceFile, Workers, console_of
 from fastps.errors import UsageError
 from fastps.specs import parse_policy
 
@@ -28,6 +28,7 @@ def run(
     workers: Workers = 1,
     sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    trace: TraceFile = None,
     json_file: Json = None,
 ) -> None:
     """Run a training script in several workers.
@@ -41,7 +42,7 @@ def run(
     if not module and not Path(arguments[0]).is_file():
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
-    outcome = Launcher(command, workers, sync=policy).run()
+    outcome = Launcher(command, workers, sync=policy, trace=trace).run()
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:

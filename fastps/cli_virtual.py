@@ -60,6 +60,9 @@ def simulate(
     update_time: Annotated[str, typer.Option(metavar="TIME", help="Of a server for each update, such as 1ms.")] = "0s",
     shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
     slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
+    cores: Annotated[
+        float, typer.Option(metavar="C", help="Cores that computing workers share evenly; 0: each has one of its own.")
+    ] = 0.0,
     late_push: Annotated[
         str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")
     ] = None,
@@ -96,7 +99,7 @@ def simulate(
         late_pull=late_pull,
     )
     policies = read_policies(sync, shards)
-    simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, seed=seed)
+    simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace is of one run: expected one spec, found {len(policies)}")
     console = console_of(json_file)

@@ -61,6 +61,8 @@ class Simulation:
         update_ns: of a server for each update that it makes.
         slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
         late_pushes, late_pulls: (share of the messages, ns that they come late).
+        cores: that all workers share while they compute (kernels/cores.pyx); 0: each has one of its own.
+        half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
         seed: decides all draws: one seed, one trace, on any machine.
     """
 
@@ -79,6 +81,8 @@ class Simulation:
     slow_servers: Mapping[int, float] = field(default_factory=dict)
     late_pushes: tuple[float, int] = (0.0, 0)
     late_pulls: tuple[float, int] = (0.0, 0)
+    cores: float = 0.0
+    half_duplex: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +93,8 @@ class Simulation:
             raise UsageError(f"--batch-size: expected 1 to 1000000000, found {self.batch}")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
+        if not 0 <= self.cores <= 1e6:
+            raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {self.cores:g}")
         if (self.bandwidth or self.worker_bandwidth) and not self.model_bytes:
             raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
         if self.service_rate and not self.model_bytes:
@@ -137,6 +143,10 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
     """The compiled simulator of one run, not yet begun. Raises PolicyError and UsageError."""
     if policy.overlap and policy.shards > 1:
         raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
+    if policy.warm_up:
+        raise UsageError(
+            f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
+        )
     values = dict(policy.values(simulation.workers))
     links, link_of_worker = _links(policy, simulation.workers)
     is_partial = policy.pull < 1
@@ -157,6 +167,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         leave=simulation.leave,
         trace=trace,
         service_ns=_service(policy, simulation),
+        cores=simulation.cores,
     )
 
 
@@ -184,6 +195,7 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
             most=simulation.worker_bandwidth / policy.shards,
             late_pushes=simulation.late_pushes,
             late_pulls=simulation.late_pulls,
+            half_duplex=simulation.half_duplex,
             seed=simulation.seed,
         )
     except ValueError as error:

@@ -10,6 +10,10 @@ LANE_LIVE: int
 LANE_LEFT: int
 LANE_FAILED: int
 LANE_LEAVING: int
+FATE_FOLDED: int
+FATE_DROPPED: int
+
+Fate = tuple[int, int, int, int]
 
 class Counters(TypedDict):
     posted: int
@@ -46,6 +50,7 @@ def plan(
     buffers: int,
     shards: int = 1,
     ema_decay: float = 0.0,
+    gradient_type: int = ...,
 ) -> tuple[bytes, int]: ...
 def format_memory(
     memory: Any,
@@ -91,5 +96,7 @@ class Arena:
     def lane_states(self) -> bytes: ...
     def failure(self, lane: int) -> str: ...
     def process_id(self, lane: int) -> int: ...
+    def record(self) -> None: ...
+    def fates(self, lane: int, shard: int, first: int, last: int) -> list[Fate | None]: ...
     def counters(self, lane: int) -> Counters: ...
     def histograms(self, shard: int = 0) -> Histograms: ...

@@ -4,10 +4,10 @@
 owner of memory or files (fastps/arena.py is), or a place for the protocol (turn.pyx is).
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy, memset, strncpy
 
-from fastps.kernels.fold cimport FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
 from fastps.kernels.lane cimport (
     FPS_ABI,
     FPS_LANE_FAILED,
@@ -42,6 +42,7 @@ cdef extern from "atomics.h" nogil:
     uint64_t fps_commit_load(const uint64_t *commit)
     uint64_t fps_pin_load(const uint64_t *pin)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_counter_set(int64_t *counter, int64_t value)
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -53,6 +54,8 @@ LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
 LANE_FAILED = FPS_LANE_FAILED
 LANE_LEAVING = FPS_LANE_LEAVING
+FATE_FOLDED = FPS_FATE_FOLDED
+FATE_DROPPED = FPS_FATE_DROPPED
 
 cdef enum:
     PAGE = 4096
@@ -64,9 +67,10 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay) except -1:
+               uint32_t shards, double ema_decay, uint32_t gradient_type) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
+    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if not 2 <= buffers <= FPS_MAX_BUFFERS:
@@ -79,6 +83,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
         raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
     if not 0 <= ema_decay < 1:
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
+    if gradient_type > FPS_BFLOAT16:
+        raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -93,6 +99,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.state_planes = state_planes
     header.n_shards = shards
     header.ema_decay = ema_decay
+    header.gradient_type = gradient_type
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.domains_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
@@ -100,7 +107,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.segments_offset = offset + shards * header.work_bytes
     offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
     header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
-    header.lane_bytes = header.seats_offset + shards * sizeof(fps_seat)
+    header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
+    header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
     offset = header.statistics_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
@@ -114,7 +122,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.slot_presence_offset = groups * sizeof(fps_hyper)
     header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
     header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * sizeof(float), PAGE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     header.total_bytes = offset + lanes * header.extra_bytes
@@ -122,7 +130,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
 
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
-         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0):
+         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, int gradient_type=FPS_FLOAT32):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -131,7 +139,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay)
+          shards, ema_decay, gradient_type)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
@@ -181,7 +189,8 @@ cdef int _check(const fps_header *found, int64_t size) except -1:
     """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
-          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay)
+          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
+          found.gradient_type)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0
@@ -212,6 +221,10 @@ cdef class Arena:
 
     cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
         return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
+        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
+                + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
 
     cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
         return <fps_domain *> (self.base + self.header.domains_offset) + shard
@@ -363,6 +376,33 @@ cdef class Arena:
     def process_id(self, uint32_t lane):
         """For messages only."""
         return self.lane(lane).process_id
+
+    # -- what became of pushes ---------------------------------------------------------------------
+
+    def record(self):
+        """Let holders write down what becomes of every push that is posted from now on."""
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            fps_counter_set(&self.domain(shard).recorded, 1)
+
+    def fates(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
+        """What became of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
+
+        A list of (FATE_FOLDED, version that it is part of, time, staleness), (FATE_DROPPED, version that it was late for, time,
+        0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
+        descriptors are known, and only while the lane posts none.
+        """
+        cdef uint64_t position
+        cdef fps_fate *fate
+        last = min(last, fps_head_acquire(&self.seat(lane, shard).head))
+        found = []
+        for position in range(first, last):
+            fate = self.fate(lane, shard, position)
+            if fate.position != position + 1:
+                found.append(None)
+            else:
+                found.append((<int> fate.kind, fate.version, fate.decided_ns, fate.staleness))
+        return found
 
     # -- counters ----------------------------------------------------------------------------------
 

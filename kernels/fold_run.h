@@ -14,7 +14,9 @@
 
 typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
-    void (*scaled_sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*add)(float *restrict, const float *restrict, float, int, int64_t);
+    void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
+    void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
     void (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
     void (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
@@ -247,6 +249,15 @@ static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, 
                    place->state_out, place->stride);
 }
 
+/* A push's gradient on one tile in single precision: where it lies, or made so in `room`. */
+static inline const float *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
+                                        int64_t first, int64_t length, float *room) {
+    if (job->gradient_type == FPS_FLOAT32) return (const float *)push->gradient + first;
+    if (job->gradient_type == FPS_FLOAT16) tile->widen_float16(room, (const uint16_t *)push->gradient + first, length);
+    else tile->widen_bfloat16(room, (const uint16_t *)push->gradient + first, length);
+    return room;
+}
+
 /* How many gradients the rule's loop sums by itself. */
 static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
 
@@ -333,16 +344,20 @@ static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, cons
 
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
                          int count, int64_t first, int64_t last) {
-    float total[FPS_TILE] __attribute__((aligned(64)));
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64))), total[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
     int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
         const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length);
-        for (int push = 0; in_loop && push < count; push++) gradients[push] = pushes[push].gradient + first;
-        if (!in_loop && sum->same_scale) tile->sum(total, pushes, count, first, length);
-        else if (!in_loop) tile->scaled_sum(total, pushes, count, first, length);
+        if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
+        else
+            for (int push = 0; push < count; push++) {
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room[in_loop ? push : 0]);
+                if (in_loop) gradients[push] = gradient;
+                else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
+            }
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
         fps_end_tile(tile, job, stage, first, length);
     }
@@ -352,6 +367,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
  * others work on the tile that it wrote. A push without a gradient for this parameter moves the average only. */
 static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                                    const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
     const fps_push *pushes = job->pushes;
     for (int64_t length; first < last; first += length) {
@@ -359,7 +375,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
         fps_place place = fps_begin_tile(job, stage, first, length);
         for (int push = 0, applied = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter)) {
-                const float *gradient = pushes[push].gradient + first;
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
@@ -399,6 +415,7 @@ static void fps_apply_each(const fps_tile_functions *tile, const fps_fold_job *j
 /* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
                           const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
@@ -406,7 +423,8 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
         for (int push = 0, at_once; push < count; push += at_once) {
             const float *gradients[FPS_SUMMED_AT_ONCE];
             at_once = fps_applied_at_once(job->rule, by + push, count - push);
-            for (int each = 0; each < at_once; each++) gradients[each] = pushes[push + each].gradient + first;
+            for (int each = 0; each < at_once; each++)
+                gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
             fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
         }
         fps_end_tile(tile, job, stage, first, length);
@@ -420,6 +438,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_coefficients by[FPS_MAX_PUSHES];
     fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
+    if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];

@@ -21,30 +21,49 @@ static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b
 
 /* total = sum of the gradients at `first`, in order. */
 static void FPS_ISA(sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
-    const float *a = pushes[0].gradient + first, *b = pushes[1].gradient + first;
+    const float *a = (const float *)pushes[0].gradient + first, *b = (const float *)pushes[1].gradient + first;
     int next = 2;
     if (count >= 4) {
-        const float *c = pushes[2].gradient + first, *d = pushes[3].gradient + first;
+        const float *c = (const float *)pushes[2].gradient + first, *d = (const float *)pushes[3].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] = ((a[i] + b[i]) + c[i]) + d[i];
         next = 4;
     } else {
         for (int64_t i = 0; i < length; i++) total[i] = a[i] + b[i];
     }
     for (; next < count; next++) {
-        const float *more = pushes[next].gradient + first;
+        const float *more = (const float *)pushes[next].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] += more[i];
     }
 }
 
-/* The same where each push has a scale of its own. */
-static void FPS_ISA(scaled_sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
-    for (int push = 0; push < count; push++) {
-        const float *gradient = pushes[push].gradient + first;
-        float scale = (float)pushes[push].scale;
-        if (push == 0)
-            for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
-        else
-            for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
+/* total += scale * gradient, or total = scale * gradient. */
+static void FPS_ISA(add)(float *restrict total, const float *restrict gradient, float scale, int is_first, int64_t length) {
+    if (is_first)
+        for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
+    else
+        for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
+}
+
+/* IEEE half precision, exactly: exponents are moved by 112; infinities and NaNs by as much again; what is below the least
+ * normal half gets an implicit bit that is then subtracted as a float. No subnormal float is read or written on the way. */
+static void FPS_ISA(widen_float16)(float *restrict wide, const uint16_t *restrict halves, int64_t length) {
+    const union { uint32_t bits; float value; } implicit = {113u << 23};
+    for (int64_t i = 0; i < length; i++) {
+        union { uint32_t bits; float value; } number = {(halves[i] & 0x7fffu) << 13};
+        uint32_t exponent = number.bits & (0x7c00u << 13);
+        number.bits += 112u << 23;
+        number.bits += exponent == 0x7c00u << 13 ? 112u << 23 : exponent == 0 ? 1u << 23 : 0;
+        number.value -= exponent == 0 ? implicit.value : 0.0f;
+        number.bits |= (uint32_t)(halves[i] & 0x8000u) << 16;
+        wide[i] = number.value;
+    }
+}
+
+/* bfloat16 is the upper half of a float. */
+static void FPS_ISA(widen_bfloat16)(float *restrict wide, const uint16_t *restrict halves, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { uint32_t bits; float value; } number = {(uint32_t)halves[i] << 16};
+        wide[i] = number.value;
     }
 }
 
@@ -308,5 +327,5 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
 }
 
 const static fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum),       FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd),     FPS_ISA(adam),
-    FPS_ISA(sgd_each),  FPS_ISA(adam_each),  FPS_ISA(adagrad), FPS_ISA(rmsprop), FPS_ISA(stream)};
+    FPS_ISA(sum),  FPS_ISA(add),      FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
+    FPS_ISA(adam), FPS_ISA(sgd_each), FPS_ISA(adam_each),     FPS_ISA(adagrad),        FPS_ISA(rmsprop), FPS_ISA(stream)};

@@ -37,6 +37,7 @@ cdef enum:
     EVENT_TIMER = 4     # index: a shard
     EVENT_RESUME = 5    # index: a worker
     EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
+    EVENT_CORES = 7     # index: 0; a step has had its processor time (cores.pyx)
 
 cdef struct message_t:
     int32_t worker
@@ -53,6 +54,7 @@ cdef struct message_t:
 cdef class Network:
     cdef readonly int64_t n_links
     cdef readonly bint instant
+    cdef readonly bint half_duplex
     cdef fps_link *ports
     cdef int64_t *latency_ns
     cdef message_t *messages

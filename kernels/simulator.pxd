@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.compute_time cimport ComputeTimes
+from fastps.kernels.cores cimport Cores
 from fastps.kernels.ledger cimport Ledger
 from fastps.kernels.network cimport Network, fps_event, fps_queue
 from fastps.kernels.roster cimport policy_t
@@ -37,6 +38,7 @@ cdef class Simulator:
     cdef readonly ComputeTimes compute
     cdef readonly Network network
     cdef readonly Service service
+    cdef readonly Cores cores
     cdef readonly int32_t n_workers
     cdef readonly int32_t n_shards
     cdef readonly int64_t now_ns
@@ -70,6 +72,7 @@ cdef class Simulator:
     cdef void _check(self, int outcome) noexcept nogil
     cdef void _try_begin(self, int32_t worker) noexcept nogil
     cdef void _begin(self, int32_t worker) noexcept nogil
+    cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil
     cdef void _computed(self, int32_t worker) noexcept nogil
     cdef void _push(self, int32_t worker) noexcept nogil
     cdef void _pushed(self, int32_t index) noexcept nogil

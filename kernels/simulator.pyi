@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.compute_time import ComputeTimes
+from fastps.kernels.cores import Cores
 from fastps.kernels.network import Network
 from fastps.kernels.service import Service
 
@@ -22,6 +23,7 @@ class Simulator:
     samples: int
     steps: int
     leave: bool
+    cores: Cores
     def __init__(
         self,
         values: dict[str, Any],
@@ -40,6 +42,7 @@ class Simulator:
         leave: bool = False,
         trace: bool = False,
         service_ns: npt.NDArray[np.float64] | None = None,
+        cores: float = 0.0,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property

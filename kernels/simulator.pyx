@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free
 import numpy as np
 
 from fastps.kernels.compute_time cimport ComputeTimes
+from fastps.kernels.cores cimport Cores
 from fastps.kernels.ledger cimport (
     LINE_BEGIN,
     LINE_COMPUTED,
@@ -29,6 +30,7 @@ from fastps.kernels.ledger cimport (
 )
 from fastps.kernels.network cimport (
     EVENT_COMPUTED,
+    EVENT_CORES,
     EVENT_LINK,
     EVENT_PULLED,
     EVENT_PUSHED,
@@ -74,7 +76,7 @@ cdef class Simulator:
     that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
     worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
     and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
-    (service.pyx); none without. trace: write down every line.
+    (service.pyx); none without. cores: that the workers share (cores.pyx); 0: each has its own. trace: write down every line.
 
     Raises ValueError for values that do not fit.
     """
@@ -82,7 +84,7 @@ cdef class Simulator:
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False, service_ns=None):
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -105,6 +107,7 @@ cdef class Simulator:
         if len(service_ns) != shards:
             raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
         self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
+        self.cores = Cores(cores, self.n_workers)
         self.is_direct = network.instant and shards == 1 and not self.service.takes_time
         self._allocate(link_of)
 
@@ -188,6 +191,8 @@ cdef class Simulator:
                 server.armed_ns = -1
                 self._fire_due(event.index)
                 self._arm(event.index)
+        elif event.kind == EVENT_CORES:
+            self._check(self.cores.run(&self.queue, self.now_ns))
         elif event.kind == EVENT_SERVED:
             self._served(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
@@ -240,14 +245,20 @@ cdef class Simulator:
         player.fresh = 0
         player.resume_ns = -1
         player.batch = player.granted_batch if player.granted_batch > 0 else self.batch
-        took_ns = self.compute.draw_ns(worker, self.now_ns)
-        if player.batch != self.batch:
-            took_ns = max(<int64_t> 1, <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5))
+        took_ns = self._for_batch(player, self.compute.draw_ns(worker, self.now_ns))
         player.computing = 1
         player.began_ns = self.now_ns
-        self._check(fps_queue_push(&self.queue, self.now_ns + took_ns, EVENT_COMPUTED, worker))
+        self._check(self.cores.begin(
+            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
+            self._for_batch(player, self.compute.blocked_ns(worker))))
         if self.ledger.tracing:
             self.ledger.line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+
+    cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil:
+        """What a first batch takes, for the batch that the worker was granted."""
+        if player.batch == self.batch:
+            return took_ns
+        return <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5)
 
     cdef void _computed(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]

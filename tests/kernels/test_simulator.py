@@ -26,6 +26,7 @@ MIXED: dict[str, Any] = {
     "seed": 5,
 }
 BUSY: dict[str, Any] = {"service_ns": 10_007, "service_rate": 3.3e9, "update_ns": 20_011}
+SHARED: dict[str, Any] = {"cores": 2.7, "half_duplex": True}
 LONG: dict[str, Any] = {"workers": 64, "steps": 50, "seed": 2**63, "model_bytes": 7, "bandwidth": 1.0, "late_pulls": (0.3, 1)}
 
 TRACES = {
@@ -47,6 +48,10 @@ TRACES = {
     ("adv*:2", "busy"): "d357593d252052d7aa3c1578b706df031a0f86647bdf5211ff63dd99130f480a",
     ("r2sp:0.8,tune=true", "links"): "161980cfa0f4b5ef660436a48e74bf0a611d1a6c403388286a4ee0ab7c6944eb",
     ("r2sp:0.8,tune=true", "busy"): "bf132b5283a63855be275936838cdd3a4c1615e0c71904892ebeea40da23db92",
+    ("bsp", "cores"): "0",
+    ("dssp:3,15", "cores"): "0",
+    ("adv*:2", "cores"): "0",
+    ("r2sp:0.8,tune=true", "cores"): "0",
     ("asp", "long"): "fa48c3a0c1a91e0f521bb45640797c8fc51e3c2d56835b37397b5f919e77c86d",
 }
 
@@ -59,7 +64,7 @@ def digest(spec: str, **options: Any) -> str:
 
 def of(spec: str, surroundings: str) -> str:
     model = parse_compute("pareto:5ms,2.5")
-    chosen = {"links": MIXED, "busy": {**MIXED, **BUSY}, "long": LONG}[surroundings]
+    chosen = {"links": MIXED, "busy": {**MIXED, **BUSY}, "cores": {**MIXED, **SHARED}, "long": LONG}[surroundings]
     return digest(spec, **chosen, compute=replace(model, factors={3: 1.7}, bursts=BURSTS))
 
 
