@@ -2,15 +2,15 @@
 
 Workers are forked and compute for real (tanh of many floats with NumPy, one thread each), so that they compete for the cores;
 the straggler waits twice its processor time in each step. Disciplines take turns, `--repeats` times, and medians are shown.
-"replayed" is what a run's own trace predicts of it; "advised" is what the first trace, bsp's, predicts of it beside the other
-programs that it had to share cores with, since these change from run to run. Judges nothing.
+"replayed" is what a run's own trace predicts of it; "advised" is what the first trace, bsp's, predicts of it on the cores that
+others left to it, since runs that follow each other seldom have the same. Judges nothing.
 """
 
 import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
     useful: dict[str, list[float]] = {spec: [] for spec in specs}
     advised_rates: dict[str, list[float]] = {spec: [] for spec in specs}
     ledgers: dict[str, int] = dict.fromkeys(specs, 0)
-    others: list[float] = []
+    left: list[float] = []
     with tempfile.TemporaryDirectory(prefix="fastps-predicted-") as folder, ForkedCrew(setting.workers, member) as crew:
         source = live("bsp", setting, crew, Path(folder))
         advised = {row["sync"]: row for row in advice.advise(source, list(specs))}
@@ -105,10 +105,10 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
                 test = advice.self_test(trace)
                 rates[spec].append(test["measured"])
                 own[spec].append(test["predicted"])
-                rivals = replay.rivals_of(trace)
-                simulation = replace(replay.simulation_of(source), rivals=rivals)
+                cores = replay.cores_left(trace)
+                simulation = replay.simulation_of(source, cores)
                 advised_rates[spec].append(advice.predicted(fastps.parse_policy(spec), simulation)["useful_steps_per_s"])
-                others.append(rivals)
+                left.append(cores)
                 dropped = trace_check.ledger_row(trace)["dropped"] / max(1, len(trace.pushes))
                 useful[spec].append(test["measured"] * (1 - dropped))
                 ledgers[spec] += len(trace_check.check(trace))
@@ -125,7 +125,7 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
             "advice_error": statistics.median(p / m - 1 for p, m in zip(advised_rates[spec], useful[spec], strict=True)),
             "recommended": advised[spec]["recommended"],
             "violations": ledgers[spec],
-            "rivals": statistics.median(others),
+            "cores": statistics.median(left),
         }
         for spec in specs
     ]
@@ -185,7 +185,7 @@ def _show(rows: Sequence[Row]) -> None:
     best = max(rows, key=lambda row: row["live_useful"])
     behind = 1 - chosen["live_useful"] / best["live_useful"]
     print(
-        f"steps/s, medians; {rows[0]['rivals']:.2f} threads of others; the recommended {chosen['sync']} is {behind:.1%} behind"
+        f"steps/s, medians; {rows[0]['cores']:.2f} cores were left; the recommended {chosen['sync']} is {behind:.1%} behind"
         f" {best['sync']}, the best"
     )
 

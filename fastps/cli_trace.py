@@ -69,14 +69,16 @@ def advise(
     ] = None,
     cores: Annotated[
         float,
-        typer.Option(metavar="C", help="Cores that the workers share; 0: the recorded run's, with others who used them, too."),
+        typer.Option(
+            metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
+        ),
     ] = 0.0,
     json_file: Json = None,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
 ) -> None:
     """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
     from fastps import advice, trace_report
-    from fastps.replay import simulation_of
+    from fastps.replay import cores_left
     from fastps.report import write_json
     from fastps.specs import parse_policies
     from fastps.trace_parts import load
@@ -87,7 +89,9 @@ def advise(
     with trace_report.bar(console, progress and console.is_terminal) as tick:
         rows = advice.advise(found, specs, cores=cores, tick=tick)
     test = advice.self_test(found, cores)
-    console.print(trace_report.advice_table(rows, trace_report.advice_title(simulation_of(found, cores))))
+    console.print(
+        trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores")
+    )
     for line in trace_report.advice_lines(rows, test):
         console.print(line, markup=False, highlight=False)
     if json_file is not None:

@@ -69,25 +69,18 @@ def steady_part(trace: Trace) -> Steady:
     return Steady(begin_ns, end_ns, inside)
 
 
-def rivals_of(trace: Trace) -> float:
-    """How many threads of others wanted a core, in the mean, while the run's workers were at work.
+def cores_left(trace: Trace) -> float:
+    """The cores that the run had: the machine's, less the mean of what was spent meanwhile by others than its workers' threads.
 
-    They spent what the machine spent beside the workers' threads, and a fair scheduler gave each of them the share of its time
-    that it gave a worker that wanted a core. A worker's helpers (a thread that reads ahead, a library's own) are others, too:
-    what they do is not in the steps' lines.
+    A worker's helpers (a thread that reads ahead, a library's own) are others, too: what they do is not in the steps' lines.
     """
+    cores = float(trace.header["machine"]["cores"])
     loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
     if not loads:
-        return 0.0
+        return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
     own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
-    return max(0.0, machine - own) / share_of_core(steady_part(trace).steps)
-
-
-def share_of_core(steps: Lines) -> float:
-    """The share of the time in which a worker wanted a core that it had one: 0 to 1, over all steps."""
-    wanted_ns = (steps["computed_ns"] - steps["begin_ns"] - blocked_ns(steps)).sum()
-    return float(np.clip(steps["cpu_ns"].sum() / max(1, wanted_ns), 0.01, 1.0))
+    return float(np.clip(cores - max(0.0, machine - own), 0.1 * cores, cores))
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
@@ -100,10 +93,7 @@ def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
 
 
 def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
-    """The simulation that replays a trace's steps, on so many cores; 0: the machine's, with those who wanted them, too.
-
-    Raises UsageError for a trace that is too short.
-    """
+    """The simulation that replays a trace's steps, on so many cores; 0: those that the run had. Raises UsageError."""
     steady = steady_part(trace)
     demand, blocked = core_ns(trace, steady.steps), blocked_ns(steady.steps)
     of = [steady.steps["worker"] == worker for worker in range(trace.workers)]
@@ -119,8 +109,7 @@ def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
             "replay", replay=[demand[lines].tolist() for lines in of], blocked=[blocked[lines].tolist() for lines in of]
         ),
         batch=max(1, int(np.median(samples))),
-        cores=cores or float(trace.header["machine"]["cores"]),
-        rivals=0.0 if cores else rivals_of(trace),
+        cores=cores or cores_left(trace),
         **link,
     )
 

@@ -62,7 +62,6 @@ class Simulation:
         slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
         late_pushes, late_pulls: (share of the messages, ns that they come late).
         cores: that all workers share while they compute (kernels/cores.pyx); 0: each has one of its own.
-        rivals: threads of other programs that want a core all the time; a fraction is allowed.
         half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
         seed: decides all draws: one seed, one trace, on any machine.
     """
@@ -83,7 +82,6 @@ class Simulation:
     late_pushes: tuple[float, int] = (0.0, 0)
     late_pulls: tuple[float, int] = (0.0, 0)
     cores: float = 0.0
-    rivals: float = 0.0
     half_duplex: bool = False
     seed: int = 0
 
@@ -95,9 +93,8 @@ class Simulation:
             raise UsageError(f"--batch-size: expected 1 to 1000000000, found {self.batch}")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
-        if not (0 <= self.cores <= 1e6 and 0 <= self.rivals <= 1e6):
-            found = f"{self.cores:g} with {self.rivals:g} rivals"
-            raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {found}")
+        if not 0 <= self.cores <= 1e6:
+            raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {self.cores:g}")
         if (self.bandwidth or self.worker_bandwidth) and not self.model_bytes:
             raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
         if self.service_rate and not self.model_bytes:
@@ -171,7 +168,6 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         trace=trace,
         service_ns=_service(policy, simulation),
         cores=simulation.cores,
-        rivals=simulation.rivals,
     )
 
 

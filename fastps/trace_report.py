@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fastps.simulate import Simulation
 from fastps.trace_check import Violation
 
 Row = dict[str, Any]
@@ -54,16 +53,6 @@ def check_lines(violations: Sequence[Violation], ledger: Row) -> list[str]:
     shown = [f"  {violation.sentence}" for violation in violations[:MOST_SHOWN]]
     more = len(violations) - MOST_SHOWN
     return [f"the ledger is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
-
-
-def advice_title(simulation: Simulation) -> str:
-    """Of what the predictions are.
-
-    >>> advice_title(Simulation(workers=4, cores=2, rivals=0.5))
-    'predicted for 4 workers on 2 cores that 0.5 threads of others wanted, too'
-    """
-    others = f" that {simulation.rivals:.1f} threads of others wanted, too" if simulation.rivals >= 0.05 else ""
-    return f"predicted for {simulation.workers} workers on {simulation.cores:g} cores{others}"
 
 
 def advice_table(rows: Sequence[Row], title: str) -> Table:

@@ -1,4 +1,4 @@
-"""C cores that N workers share: whoever computes gets min(1, C / (n + m)) of a core, while n workers and m others want one.
+"""C cores that N workers share: whoever computes gets min(1, C / n) of a core, while n workers want one.
 
 That is what a fair scheduler of an operating system does in the mean; processor sharing is also what links.h does with
 bandwidth, so a step is a transfer of its processor time over a link that passes C ns a ns on, no more than 1 to each worker.
@@ -22,16 +22,12 @@ from fastps.kernels.network cimport (
 
 
 cdef class Cores:
-    """`count` cores for so many workers, a fraction allowed; 0: a core for each.
+    """`count` cores for so many workers, a fraction allowed; 0: a core for each. Raises ValueError for a negative number."""
 
-    rivals: threads of nobody's that always want a core, too; a fraction allowed. Raises ValueError for a negative number.
-    """
-
-    def __cinit__(self, double count, int64_t workers, double rivals=0.0):
-        if not 0 <= count <= 1e6 or not 0 <= rivals <= 1e6 or workers < 1:
-            raise ValueError(f"expected 0 (one a worker) to 1e6 cores for at least 1 worker and 0 to 1e6 rivals, found {count},"
-                             f" {workers} and {rivals}")
-        self.count, self.n_workers, self.rivals, self.shared = count, workers, rivals, 0 < count < workers + rivals
+    def __cinit__(self, double count, int64_t workers):
+        if not 0 <= count <= 1e6 or workers < 1:
+            raise ValueError(f"expected 0 (one a worker) to 1e6 cores for at least 1 worker, found {count} for {workers}")
+        self.count, self.n_workers, self.shared = count, workers, 0 < count < workers
         self.blocked_ns = <int64_t *> calloc(workers, sizeof(int64_t))
         if not self.blocked_ns:
             raise MemoryError()
@@ -48,14 +44,7 @@ cdef class Cores:
         self.blocked_ns[worker] = blocked_ns
         if fps_link_begin(&self.link, now_ns, <double> cpu_ns, worker) < 0:
             return -1
-        self._share()
         return self._schedule(queue)
-
-    cdef void _share(self) noexcept nogil:
-        """What the rivals leave: a fair share for each of those who want a core now."""
-        cdef double wanting = <double> self.link.progress.length
-        if self.rivals > 0:
-            self.link.bandwidth = self.count * wanting / (wanting + self.rivals)
 
     cdef int _schedule(self, fps_queue *queue) noexcept nogil:
         """Let the event come when the next step needs no core any more; one that comes earlier by itself is left as it is."""
@@ -76,7 +65,6 @@ cdef class Cores:
             worker = fps_link_ended(&self.link)
             if worker < 0:
                 break
-            self._share()
             if fps_queue_push(queue, now_ns + self.blocked_ns[worker], EVENT_COMPUTED, worker) < 0:
                 return -1
         return self._schedule(queue) if self.link.progress.length else 0

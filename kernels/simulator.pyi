@@ -43,7 +43,6 @@ class Simulator:
         trace: bool = False,
         service_ns: npt.NDArray[np.float64] | None = None,
         cores: float = 0.0,
-        rivals: float = 0.0,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property

@@ -213,20 +213,12 @@ def test_the_replay_predicts_a_run_on_its_cores() -> None:
     assert advice.self_test(trace, cores=4)["predicted"] == pytest.approx(800, rel=0.02)
 
 
-def test_who_else_wants_a_core_gets_as_much_of_it_as_a_worker() -> None:
-    """One worker and one rival share a core; then two workers do with the rival, a third each until the first has its 50."""
-    alone = played("asp", workers=1, steps=1, compute=_steps((100, 0)), cores=1, rivals=1)
-    assert _times(alone, "computed", 0) == [200]
-    both = played("bsp", workers=2, steps=1, compute=_steps((50, 0), (100, 0)), cores=1, rivals=1)
-    assert (_times(both, "computed", 0), _times(both, "computed", 1)) == ([150], [150 + 100])
-
-
-def test_threads_of_others_are_counted_by_what_they_used_and_the_share_that_they_got() -> None:
+def test_cores_that_others_used_are_not_counted() -> None:
     trace = made([5, 5], [0, 0])
     notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 15 * 10**8, "thread_ns": 5 * 10**8}} for rank in range(2)}
     loaded = replace(trace, header={**trace.header, "of_worker": notes})
-    assert replay.rivals_of(trace) == 0.0
-    assert replay.rivals_of(loaded) == pytest.approx(1.0), "half a core, at the half share that a worker got"
+    assert replay.cores_left(trace) == 2.0
+    assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
 
 
 def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:
