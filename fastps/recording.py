@@ -73,8 +73,8 @@ def trace(file: str | Path) -> Recording:
 
     Call it before the optimizer (or worker) is made, in every worker's process with the same file; or use it as a context
     manager around the training. The file is written when the last of the job's workers ends, whole or not at all; until then
-    lines lie in a folder beside it. Recording costs some tens of microseconds a step. Raises TraceError when a worker begins, or
-    later, if the lines cannot be written.
+    lines lie in a folder beside it. Recording costs some tens of microseconds a step. Raises TraceError when a worker begins,
+    or later, if the lines cannot be written.
 
     >>> import tempfile
     >>> import numpy as np
