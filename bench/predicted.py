@@ -163,7 +163,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.overhead:
         without, recorded = overhead(given.repeats)
-        print(f"a step of one worker that computes nothing: {without:.1f} us, recorded {recorded:.1f} us (medians)")
+        print(f"a step of one worker that computes nothing: {without:.1f} us, recorded {recorded:.1f} us (of {given.repeats})")
         return
     setting = Setting(workers=given.workers, straggler=given.straggler, seconds=given.seconds)
     rows = compare([policy.spec for policy in fastps.parse_policies(given.sync)], setting, given.repeats)

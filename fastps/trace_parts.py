@@ -67,7 +67,7 @@ class PartTable:
     def __init__(self, file: Path, dtype: "np.dtype[np.void]") -> None:
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         # struct writes a line in two thirds of the time that numpy takes for it.
-        self._form = struct.Struct("<" + "".join(_CODES[kind[0].str] for kind in (dtype.fields or {}).values()))
+        self._form = struct.Struct("<" + "".join(_CODES[field[0].str] for field in (dtype.fields or {}).values()))
         self._chunks = 0
         self._used = CHUNK_LINES
         self._memory: mmap.mmap | None = None

@@ -21,6 +21,7 @@ cdef class Service:
     Raises ValueError for values out of range.
 
     >>> import numpy as np
+    >>> from fastps.kernels.network import Network
     >>> network = Network(np.zeros(1), np.zeros(1, np.int64))
     >>> Service(np.zeros((1, 3)), network, 4, 0).takes_time
     False
