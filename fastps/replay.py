@@ -80,7 +80,7 @@ def cores_left(trace: Trace) -> float:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
     own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
-    return float(np.clip(cores - max(0.0, machine - own), 0.1 * cores, cores))
+    return float(np.clip(cores - max(0.0, machine - own), 0.01 * cores, cores))
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
