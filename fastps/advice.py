@@ -7,9 +7,8 @@ as fast the least stale is recommended. Refuses to know where a trace comes from
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastps.errors import PolicyError
 from fastps.policy import Policy
-from fastps.replay import for_policy, simulation_of, steady_part
+from fastps.replay import for_policy, policy_of, simulation_of, steady_part
 from fastps.simulate import Simulation, simulate
 from fastps.specs import parse_policy
 from fastps.trace_file import Trace
@@ -49,10 +48,11 @@ def advise(
     UsageError for a trace that is too short, PolicyError for specs that do not fit.
     """
     simulation = simulation_of(trace, cores)
-    chosen = list(dict.fromkeys([*(specs or candidates(trace.workers, simulation.batch)), *_own(trace, specs)]))
+    policies = [parse_policy(spec) for spec in specs or candidates(trace.workers, simulation.batch)]
+    chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + policies}
     rows = []
-    for number, spec in enumerate(chosen, 1):
-        rows.append(predicted(parse_policy(spec), simulation))
+    for number, policy in enumerate(chosen.values(), 1):
+        rows.append(predicted(policy, simulation))
         if tick is not None:
             tick(number, len(chosen))
     rows.sort(key=lambda row: (-row["useful_steps_per_s"], row["staleness_mean"], row["sync"]))
@@ -106,15 +106,5 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
 def self_test(trace: Trace, cores: float = 0.0) -> Row:
     """How well the replay predicts the run that it was recorded from: steps per second of its steady part."""
     measured = steady_part(trace).steps_per_s
-    found = predicted(parse_policy(str(trace.header["sync"])), simulation_of(trace, cores))["steps_per_s"]
+    found = predicted(policy_of(trace), simulation_of(trace, cores))["steps_per_s"]
     return {"sync": trace.header["sync"], "measured": measured, "predicted": found, "error": found / measured - 1}
-
-
-def _own(trace: Trace, specs: Sequence[str] | None) -> list[str]:
-    """The trace's own discipline is always compared, unless the caller chose or its spec cannot be read back."""
-    if specs is not None:
-        return []
-    try:
-        return [parse_policy(str(trace.header["sync"])).spec]
-    except PolicyError:
-        return []

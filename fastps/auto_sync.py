@@ -60,6 +60,8 @@ class WarmUp:
     def choose(self) -> Policy | None:
         """After that step: the discipline that all workers go on with; None if it is the warm-up's own."""
         self._recorder.end_keeping()
+        if self._store.layout.workers == 1:
+            return None  # there is nobody to wait for
         trace = self._trace()
         if trace is None:
             logger.warning("a worker ended before the warm-up of %d steps was over: bsp stays", self.steps)
@@ -67,7 +69,7 @@ class WarmUp:
         specs = [spec for spec in candidates(trace.workers) if _may_be_chosen(spec)]
         (chosen,) = [row for row in advise(trace, specs) if row["recommended"]]
         logger.info("after %d steps: %s, %s", self.steps, chosen["sync"], chosen["reason"])
-        return None if chosen["sync"] == "bsp" else parse_policy(str(chosen["sync"]))
+        return None if chosen["sync"] == "bsp" else with_modifiers(parse_policy(str(chosen["sync"])), self._store.layout.policy)
 
     def _room(self, lane: int) -> npt.NDArray[np.uint8]:
         return self._store.extra_view(lane)[-room_bytes(self._store.layout.policy) :]
@@ -95,6 +97,16 @@ def _may_be_chosen(spec: str) -> bool:
     except PolicyError:
         return False
     return not policy.needs_samples and not policy.overlap
+
+
+def with_modifiers(policy: Policy, before: Policy) -> Policy:
+    """The policy with what belongs to the training and not to the discipline: the weights' moving average, and clipping.
+
+    >>> with_modifiers(parse_policy("ssp:3"), parse_policy("auto,clip=1")).spec
+    'ssp:3,clip=1.0'
+    """
+    kept = {name: getattr(before, name) for name in ("ema", "clip") if getattr(before, name)}
+    return policy.with_options(",".join(f"{name}={value}" for name, value in kept.items()), **kept) if kept else policy
 
 
 def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worker:
@@ -157,7 +169,7 @@ def _state_of(worker: Worker) -> Callable[[Store], None]:
         worker.hold_turns()
         try:
             _, buffers = worker.store.committed()
-            for plane in range(len(store.layout.rule.planes)):
+            for plane in range(store.layout.planes):  # the moving average of the weights is the last
                 pairs = zip(store.plane_views(0, plane), worker.store.plane_views(buffers, plane), strict=True)
                 for view, source in pairs:
                     view[:] = source

@@ -78,6 +78,8 @@ def train(
     console = console_of(json_file)
     row = runs.train(options, load(data), console, progress=progress and console.is_terminal, trace=trace)
     console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    if trace is not None:
+        console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
     if json_file is not None:
         write_json("train", [row], json_file)
 

@@ -14,7 +14,8 @@ from fastps.compute_models import ComputeModel
 from fastps.errors import UsageError
 from fastps.policy import Policy
 from fastps.simulate import Simulation
-from fastps.trace_file import Lines, Trace
+from fastps.specs import parse_policy
+from fastps.trace_file import Lines, Trace, TraceError
 from fastps.trace_summary import blocked_ns
 
 _MODEL_BYTES = 1e6  # what an injected transfer carries in the simulation: any number does, its bandwidth follows
@@ -34,6 +35,15 @@ class Steady:
     def steps_per_s(self) -> float:
         """Pushes of all workers per second."""
         return 1e9 * len(self.steps) / max(1, self.end_ns - self.begin_ns)
+
+
+def policy_of(trace: Trace) -> Policy:
+    """The policy that the run was under; of a warm-up (`auto`) bsp, which it is. Raises TraceError."""
+    try:
+        policy = Policy(**trace.header["policy"])
+    except TypeError as error:
+        raise TraceError(f"the trace's policy is of another version of fastps: {error}; record it again") from None
+    return parse_policy("bsp") if policy.warm_up else policy
 
 
 def steady_part(trace: Trace) -> Steady:
@@ -70,7 +80,7 @@ def cores_left(trace: Trace) -> float:
         return cores
     machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
     own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
-    return float(np.clip(cores - max(0.0, machine - own), 0.1 * cores, cores))
+    return float(np.clip(cores - max(0.0, machine - own), 0.01 * cores, cores))
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:

@@ -150,7 +150,9 @@ def _check_header(trace: Trace) -> None:
     workers, shards = int(trace.header["workers"]), int(trace.header["shards"])
     if not (1 <= workers <= 1 << 15 and 1 <= shards <= 1 << 15):
         raise ValueError(f"{workers} workers and {shards} shards")
-    str(trace.header["sync"])
+    for name in ("sync", "policy", "recorded", "unfinished", "of_worker", "spins"):
+        trace.header[name]
+    float(trace.header["machine"]["cores"])
     for lines, name, most in (
         (trace.steps, "worker", workers),
         (trace.pushes, "worker", workers),

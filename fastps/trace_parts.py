@@ -81,7 +81,11 @@ class PartTable:
 
     def _grow(self) -> mmap.mmap:
         size = CHUNK_LINES * self._form.size
-        os.ftruncate(self._descriptor, (self._chunks + 1) * size)
+        try:
+            # Not a hole of the file: where the disk is full, writing into one would end the process by a signal.
+            os.posix_fallocate(self._descriptor, self._chunks * size, size)
+        except OSError as error:
+            raise TraceError(f"the trace's lines cannot be written: {error}; make room, or choose another file") from None
         memory = mmap.mmap(self._descriptor, size, offset=self._chunks * size)
         self._chunks += 1
         self._used = 0

@@ -1,6 +1,6 @@
 """Advice from recorded runs: cores by hand, the same decisions live and simulated, the same bytes twice, and the choice."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def made(cpu_ms: list[float], blocked_ms: list[float], *, steps: int = 50, queue
             pushes.append((step, step, 0, version, computed_ns, 0, worker, 0, FOLDED, 1))
             now_ns = computed_ns
     notes = {str(worker): {"transfer_ns": 0, "load": None} for worker in range(len(cpu_ms))}
-    header = {"sync": "asp", "policy": {"fold": "each"}, "workers": len(cpu_ms), "shards": 1, "spins": 0}
+    header = {"sync": "asp", "policy": asdict(parse_policy("asp")), "workers": len(cpu_ms), "shards": 1, "spins": 0}
     header |= {"machine": {"cores": cores}, "recorded": list(range(len(cpu_ms))), "unfinished": [], "of_worker": notes}
     return Trace(header, np.array(lines, STEP_DTYPE), np.array(pushes, PUSH_DTYPE))
 
@@ -247,6 +247,13 @@ def test_injected_transfers_are_replayed_as_a_shared_link() -> None:
     rows = {row["sync"]: row for row in advice.advise(slow, ["asp", "softsync:4", "adv:1"])}
     assert rows["asp"]["steps_per_s"] == pytest.approx(125, rel=0.05), "a push and a pull of 4 ms each, one after the other"
     assert rows["adv:1"]["steps_per_s"] > 1.5 * rows["asp"]["steps_per_s"], "a link for each leaf"
+
+
+def test_the_trace_of_a_warm_up_and_of_a_policy_of_ones_own_are_replayed() -> None:
+    trace = made([5, 5], [0, 0])
+    for policy, expected in ((fastps.parse_policy("auto"), "bsp"), (fastps.Policy(fold="each", grant="at-once"), None)):
+        rows = advice.advise(replace(trace, header={**trace.header, "policy": asdict(policy)}))
+        assert (expected or policy.spec) in {row["sync"] for row in rows}
 
 
 def test_a_trace_that_is_too_short_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastps
-from fastps.auto_sync import move
+from fastps.auto_sync import move, with_modifiers
 from fastps.errors import PolicyError, UsageError
 from fastps.rules import Update
 from fastps.simulate import Simulation, simulate
@@ -32,7 +32,7 @@ def _weights() -> dict[str, Any]:
 
 @pytest.mark.parametrize("update", UPDATES, ids=["momentum", "adam"])
 def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) -> None:
-    """Weights, momentum, second moments and Adam's counted steps go along; shards are cut anew."""
+    """Weights, their average, momentum, second moments and Adam's counted steps go along; shards are cut anew."""
     workers, steps, job = 2, 12, f"move-{os.getpid()}-{update.rule.name}"
 
     def work(store: fastps.Store, rank: int, moves: bool) -> Any:
@@ -42,12 +42,14 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
                 worker.step(_gradients(rank, step))
                 if moves and step == 4:
                     old = worker
-                    worker = move(old, fastps.parse_policy("bsp,shards=2"), job, store.hypers)
+                    policy = with_modifiers(fastps.parse_policy("bsp,shards=2"), store.layout.policy)
+                    worker = move(old, policy, job, store.hypers)
                     worker.wait_for_start()
                     old.close()
             assert worker.earlier_steps + worker.steps == steps
             worker.wait_for_others()
-            return {name: values.tobytes() for name, values in worker.weights.items()}
+            averages = worker.store.plane_views(worker.store.committed()[1], worker.store.layout.planes - 1)
+            return [values.tobytes() for values in (*worker.weights.values(), *averages)]
         finally:
             worker.close()
             if worker.store is not store:
@@ -55,7 +57,7 @@ def test_a_move_in_the_middle_gives_the_bits_of_a_run_without(update: Update) ->
 
     outcomes = []
     for moves in (False, True):
-        with fastps.Store.create(_weights(), update, sync="bsp", workers=workers) as store:
+        with fastps.Store.create(_weights(), update, sync="bsp,ema=0.75", workers=workers) as store:
             children = [processes.start(lambda rank=rank, moves=moves: work(store, rank, moves)) for rank in range(workers)]
             processes.finish(children, 60)
         assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]

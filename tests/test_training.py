@@ -65,13 +65,14 @@ def _result(rank: int, **changes: Any) -> dict[str, Any]:
     row = {"rank": rank, "steps": 10, "samples": 160, "began_ns": 10**9, "ended_ns": 3 * 10**9, "wait_ns": 25, "compute_ns": 75}
     row |= {"folded": 10, "dropped": 0, "staleness_sum": 5, "staleness_max": 2, "stale_blocks": 1}
     row["histograms"] = [{"average_staleness": 0.5, "staleness": [(0, 1), (2, 1)], "gaps_ns": [(0, 3), (10**9, 1)]}]
-    return row | {"accuracy_over_time": [], "final_accuracy": 0.9} | changes
+    return row | {"accuracy_over_time": [], "final_accuracy": 0.9, "sync": "softsync:1"} | changes
 
 
 def test_a_runs_row_spans_all_workers() -> None:
     rows = [_result(0), _result(1, steps=30, ended_ns=5 * 10**9, staleness_max=7, staleness_sum=15)]
     merged = compare.merged(TrainingOptions(sync="asp", workers=2), rows)
     assert (merged["seconds"], merged["steps"], merged["steps_per_s"], merged["samples_per_s"]) == (4.0, 40, 10.0, 80.0)
+    assert (merged["sync"], merged["chosen"]) == ("asp", "softsync:1")
     assert (merged["stale_blocks"], merged["sigma_mean"], merged["zero_gap_share"]) == (2, 0.5, 0.75)
     assert (merged["staleness_mean"], merged["staleness_max"], merged["wait_share"]) == (1.0, 7, 0.25)
 
