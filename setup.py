@@ -16,6 +16,7 @@ from setuptools import Extension, setup
 DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 STAGE = Path("build/cimport")
+HOOKS_ONLY = ("chaos", "hooks")  # modules of the tests' build
 
 
 def stage_cimports() -> str:
@@ -51,13 +52,14 @@ def extensions() -> list[Extension]:
             extra_link_args=["-pthread"],
         )
         for source in sorted(Path("kernels").glob("*.pyx"))
+        if HOOKS or source.stem not in HOOKS_ONLY
     ]
 
 
 setup(
     ext_modules=cythonize(
         extensions(),
-        build_dir="build/c-debug" if DEBUG else "build/c",
+        build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
         include_path=[stage_cimports()],
         compiler_directives={
             "language_level": 3,

@@ -42,6 +42,7 @@ cdef extern from "atomics.h" nogil:
     uint64_t fps_commit_load(const uint64_t *commit)
     uint64_t fps_pin_load(const uint64_t *pin)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_plain_store()
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -326,6 +327,7 @@ cdef class Arena:
         if fps_state_acquire(&self.lane(lane).state) != FPS_LANE_FREE:
             return False
         # The number is there before the state is, so that whoever sees the lane live can name its process.
+        fps_plain_store()
         self.lane(lane).process_id = process_id
         return bool(fps_state_change(&self.lane(lane).state, FPS_LANE_FREE, FPS_LANE_LIVE))
 
@@ -335,6 +337,7 @@ cdef class Arena:
         cdef uint32_t state = FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED
         if failure is not None:
             message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
+            fps_plain_store()
             strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
         if not fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, state):
             fps_state_change(&self.lane(lane).state, FPS_LANE_LEAVING, state)

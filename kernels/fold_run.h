@@ -11,6 +11,7 @@
 #endif
 
 #include "fold.h"
+#include "hooks.h"
 
 typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
@@ -179,6 +180,7 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
                        job->state_stride};
+    fps_plain_store();
     if (!job->streaming) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
         memcpy(stage + (1 + plane) * FPS_TILE, place.state + plane * place.stride, length * sizeof(float));
@@ -191,6 +193,7 @@ static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, in
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
                                 int64_t length) {
     if (!job->streaming) return;
+    fps_plain_store();
     tile->stream(job->weights_out + first, stage, length);
     for (int plane = 0; plane < job->state_planes; plane++)
         tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);
@@ -227,6 +230,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     const float *weights = place->weights, *state = place->state;
     float *weights_out = place->weights_out, *state_out = place->state_out;
     int64_t stride = place->stride;
+    fps_plain_store();
     if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
     else if (job->rule == FPS_RULE_ADAM)
         tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
@@ -363,9 +367,11 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
                 present[count++] = job->pushes[push];
             }
-        if (begins_here)
+        if (begins_here) {
+            fps_plain_store();
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
+        }
         if (from >= to) continue;
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes)))
             fps_fold_each(tile, job, segment, by, from, to);

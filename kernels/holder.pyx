@@ -90,6 +90,14 @@ cdef extern from "atomics.h" nogil:
     void fps_event_wake(uint32_t *event)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_ACKNOWLEDGE_FIRST
+        FPS_MUTANT_BREAK_AT_ONCE
+        FPS_MUTANT_FLIP_FIRST
+        FPS_MUTANT_FORGET_CURSOR
+        FPS_MUTANT_FORGET_REPAIR
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
@@ -152,7 +160,8 @@ cdef class Holder:
         self.awaiting = _NOBODY
         if awaited == _FOLD:
             return self.run(self._end_fold(self.fold.finish()))
-        self._repair()
+        if not fps_mutant(FPS_MUTANT_FORGET_REPAIR):
+            self._repair()
         return self.run()
 
     cdef bint take(self) noexcept nogil:
@@ -307,6 +316,8 @@ cdef class Holder:
         if action == ACTION_FOLD:
             self._take_push(state, lane, earliest, state.version - 1)
             self._end_update(state)
+        if fps_mutant(FPS_MUTANT_FORGET_CURSOR):
+            worker.consumed = worker.cursor
         if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
             worker.cursor = worker.consumed
         return action
@@ -401,6 +412,7 @@ cdef class Holder:
             _count(&counted.gaps[0], self.pushes_of_update - 1)
         _count(&counted.updates, 1)
         _count(&counted.average_staleness_sum, 1000 * self.staleness_of_update // self.pushes_of_update)
+        fps_plain_store()
         self.domain.last_update_ns = state.folded_ns
         self.pushes_of_update = self.staleness_of_update = 0
 
@@ -434,6 +446,8 @@ cdef class Holder:
         if self.spare_buffer < 0:
             return TURN_NO_BUFFER
         self._order(state, state_in)
+        if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
+            self._publish(state)
         return self._end_fold(self.fold.run())
 
     cdef int _end_fold(self, int outcome) noexcept nogil:
@@ -448,8 +462,14 @@ cdef class Holder:
 
     cdef int _commit(self, scheduler_t *state, uint64_t record, uint32_t state_buffer) noexcept nogil:
         cdef fps_record *after = &self.domain.records[1 - record]
+        if fps_mutant(FPS_MUTANT_FLIP_FIRST):
+            self._flip(state, self.spare_buffer, 1 - record)
+            self.seen = fps_commit_load(&self.domain.commit)
+        fps_plain_store()
         after.version = state.version
+        fps_plain_store()
         after.weights_buffer = self.spare_buffer
+        fps_plain_store()
         after.state_buffer = state_buffer
         return self._flip(state, self.spare_buffer, 1 - record)
 
@@ -463,10 +483,12 @@ cdef class Holder:
     cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil:
         """What is to be folded, and into which buffers."""
         cdef bint is_sum = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        fps_plain_store()
         self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
         self.fold.work.n_pushes = self.n_batch
         self.fold.work.scale = 1.0 / self.n_batch if is_sum else 1.0
         self.fold.work.rate_scale = self._rate_scale(&state.policy)
+        fps_plain_store()
         self.fold.work.weights_in = fps_commit_buffer(self.seen)
         self.fold.work.weights_out = self.spare_buffer
         self.fold.work.state_in = state_in
@@ -528,6 +550,7 @@ cdef class Holder:
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
+        fps_plain_store()
         inactive.n_workers = active.n_workers
         roster_copy(inactive, active)
         self.pushes_of_update = self.staleness_of_update = 0
@@ -559,6 +582,9 @@ cdef class Holder:
                     fps_commit_record(commit))):
                 break
         self.fold.close()
+        if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
+            self._repair()
+            return self.run()
         self.awaiting = _BROKEN_FOLD
         return self.resume(now_ns)
 

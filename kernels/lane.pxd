@@ -65,6 +65,10 @@ cdef extern from "atomics.h" nogil:
     void fps_head_release(uint64_t *head, uint64_t value)
     uint64_t fps_head_acquire(const uint64_t *head)
     void fps_pause()
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_TAIL_FIRST
 
 
 # The ring lies behind its lane's control words, and the seats behind the ring; `ring_size` is a power of two.
@@ -79,6 +83,9 @@ cdef inline int lane_post(
     cdef uint64_t tail = lane.tail  # the producer's own word: nobody else writes it
     if tail - done >= ring_size:
         return -1
+    if fps_mutant(FPS_MUTANT_TAIL_FIRST):
+        fps_tail_release(&lane.tail, tail + 1)
+    fps_plain_store()
     lane_descriptor(lane, ring_size, tail)[0] = descriptor[0]
     fps_tail_release(&lane.tail, tail + 1)
     return 0

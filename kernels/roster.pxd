@@ -170,6 +170,9 @@ cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
 cdef extern from * nogil:
     void prefetch "__builtin_prefetch"(const void *address)
 
+cdef extern from "hooks.h" nogil:
+    void fps_plain_store()
+
 
 cdef inline worker_t *roster_workers(const scheduler_t *state) noexcept nogil:
     return <worker_t *> (<char *> state + ((sizeof(scheduler_t) + 63) & ~63))
@@ -205,6 +208,7 @@ cdef inline int32_t *roster_folds(const scheduler_t *state) noexcept nogil:
 
 cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
     """Begin the changes of a new commit: nothing is touched yet."""
+    fps_plain_store()
     state.sequence += 1
     state.n_touched_workers = 0
     state.n_touched_links = 0
@@ -217,6 +221,7 @@ cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
 cdef inline void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &roster_workers(state)[worker]
     if w.touched_at != state.sequence:
+        fps_plain_store()
         w.touched_at = state.sequence
         roster_touched(state)[state.n_touched_workers] = worker
         state.n_touched_workers += 1

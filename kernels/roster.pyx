@@ -59,6 +59,7 @@ cdef inline int32_t *_touched_buckets(const scheduler_t *state) noexcept nogil:
 cdef inline void _touch_link(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef link_t *link = &roster_links(state)[worker]
     if link.touched_at != state.sequence:
+        fps_plain_store()
         link.touched_at = state.sequence
         _touched_links(state)[state.n_touched_links] = worker
         state.n_touched_links += 1
@@ -67,6 +68,7 @@ cdef inline void _touch_link(scheduler_t *state, int32_t worker) noexcept nogil:
 cdef inline void _touch_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
     cdef bucket_t *b = &roster_buckets(state)[bucket]
     if b.touched_at != state.sequence:
+        fps_plain_store()
         b.touched_at = state.sequence
         _touched_buckets(state)[state.n_touched_buckets] = bucket
         state.n_touched_buckets += 1
@@ -74,6 +76,7 @@ cdef inline void _touch_bucket(scheduler_t *state, int32_t bucket) noexcept nogi
 
 cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
     """Everything: after a holder died, or gave up, the inactive copy may hold anything."""
+    fps_plain_store()
     memcpy(target, source, roster_bytes(source.n_workers))
 
 
@@ -81,15 +84,19 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
     """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
     cdef int32_t i, index
     FPS_ASSERT(target.sequence <= source.sequence + 1)  # one more where a holder began and found nothing to do
+    fps_plain_store()
     memcpy(target, source, sizeof(scheduler_t))
     for i in range(source.n_touched_workers):
         index = roster_touched(source)[i]
+        fps_plain_store()
         roster_workers(target)[index] = roster_workers(source)[index]
     for i in range(source.n_touched_links):
         index = _touched_links(source)[i]
+        fps_plain_store()
         roster_links(target)[index] = roster_links(source)[index]
     for i in range(source.n_touched_buckets):
         index = _touched_buckets(source)[i]
+        fps_plain_store()
         roster_buckets(target)[index] = roster_buckets(source)[index]
     if source.policy.grant == GRANT_ROUND_ROBIN:
         tournament_catch_up(roster_iterations(target), roster_iterations(source))

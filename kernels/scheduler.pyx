@@ -57,12 +57,14 @@ from fastps.kernels.round_robin cimport (
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
+    void fps_plain_store()
 
 
 # -- folds -----------------------------------------------------------------------------------------
 
 cdef int _fold_all(scheduler_t *state) noexcept nogil:
     """The sum is complete: one fold of all that was kept, and everyone who waits for the version goes on."""
+    fps_plain_store()
     state.version += 1
     state.n_arrived = 0
     state.n_kept = 0
@@ -192,6 +194,7 @@ cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcep
 # -- events ----------------------------------------------------------------------------------------
 
 cdef inline void _set_time(scheduler_t *state, int64_t now_ns) noexcept nogil:
+    fps_plain_store()
     state.now_ns = max(state.now_ns, now_ns)
     state.n_folds = 0
 

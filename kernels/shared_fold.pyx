@@ -47,17 +47,39 @@ cdef extern from "atomics.h" nogil:
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_event_wake(uint32_t *event)
     void fps_yield()
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_DONE_FIRST
+        FPS_MUTANT_STATE_IN_PLACE
+
+cdef extern from *:
+    """
+    #ifndef FASTPS_HOOKS
+    /* In floats that a fold reads and writes: at about 10 a nanosecond and core. */
+    #define SHARED_LEAST (1LL << 18) /* a shorter fold is over before a helper's core has the ticket */
+    #define CHUNK_LEAST (1LL << 17)
+    #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
+    /* Looks at the helpers before the caller is told to look whether they live. */
+    #define SPINS 4000
+    #define YIELDS 1000
+    #else /* a test's small fold is shared, too */
+    #define SHARED_LEAST 64
+    #define CHUNK_LEAST 64
+    #define ROUSED_LEAST 64
+    #define SPINS 2
+    #define YIELDS 1
+    #endif
+    """
+    const int64_t SHARED_LEAST
+    const int64_t CHUNK_LEAST
+    const int64_t ROUSED_LEAST
+    const int SPINS
+    const int YIELDS
 
 cdef enum:
-    # In floats that a fold reads and writes: at about 10 a nanosecond and core.
-    SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
-    CHUNK_LEAST = 1 << 17
-    ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
     # Floats written, 128 MiB, from which stores past the caches pay; below they cost up to a third (docs/performance.md).
     STREAMED_LEAST = 1 << 25
-    # Looks at the helpers before the caller is told to look whether they live.
-    SPINS = 4000
-    YIELDS = 1000
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
@@ -90,6 +112,7 @@ cdef class SharedFold:
         """Write a push into the order, as its `index`th of at most FPS_MAX_PUSHES."""
         cdef fps_folded_push *push = &self.work.pushes[index]
         FPS_ASSERT(index < FPS_MAX_PUSHES)
+        fps_plain_store()
         push.lane = lane
         push.slot = slot
         push.scale = scale
@@ -98,6 +121,7 @@ cdef class SharedFold:
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
         cdef uint64_t chunks, ticket
+        fps_plain_store()
         self.work.streaming = (
             (self.domain.last - self.domain.first) * (1 + self.arena.header.state_planes) >= STREAMED_LEAST
             and self.arena.header.rule != FPS_RULE_USER)
@@ -166,6 +190,7 @@ cdef class SharedFold:
         if self.helpers == 0 or moved < SHARED_LEAST:
             return 1
         chunks = min(moved // CHUNK_LEAST, <int64_t> FPS_MAX_CHUNKS)
+        fps_plain_store()
         self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
         return (floats + self.work.chunk_floats - 1) // self.work.chunk_floats
 
@@ -202,6 +227,8 @@ cdef class SharedFold:
             # From the first claim on the order stays as it is, for its holder waits for this lane. What is not marked as done
             # the holder folds itself: it answers for an order that makes no sense.
             is_read = is_read or self._read()
+            if fps_mutant(FPS_MUTANT_DONE_FIRST):
+                fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
             if is_read and self._fold(fps_ticket_next(ticket)) == 0:
                 fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
                 self.helped += 1
@@ -252,7 +279,8 @@ cdef class SharedFold:
         self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
         self.job.weights_in = self.arena.weights(weights_in)
         self.job.weights_out = self.arena.weights(weights_out)
-        self._read_state(self.arena.state(state_in), self.arena.state(1 - state_in))
+        self._read_state(self.arena.state(state_in), self.arena.state(
+            state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else 1 - state_in))
         return True
 
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil:
