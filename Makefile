@@ -10,7 +10,7 @@ PACKAGE_TREE := build/tree
 PARALLEL := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug lint clean
+.PHONY: help demo test test-all test-debug hooks lint clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,16 @@ test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds check
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/test_store.py
+
+hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
+
+# Compiled modules beside links to the Python files: a changed header rebuilds, a changed Python file need not.
+build/hooks/.made: $(VENV)/.installed
+	mkdir -p build/hooks/fastps
+	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
+	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
+	for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
+	touch $@
 
 lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff check .

@@ -273,7 +273,9 @@ class Worker:
         due_ns = self.lane.due_ns()
         if due_ns < 0:
             return config.SLICE_NS
-        return min(config.SLICE_NS, max(1, due_ns - self._clock.now_ns()))
+        left_ns = due_ns - self._clock.now_ns()
+        # Overdue: whoever holds the turn will fire it, and may be stopped for long; asking without a pause would eat a core.
+        return min(config.SLICE_NS, left_ns if left_ns > 0 else config.OVERDUE_NS)
 
     def _responded(self, granted: int, shards: int) -> bool:
         """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""

@@ -97,7 +97,7 @@ cdef extern from "atomics.h" nogil:
         FPS_MUTANT_BREAK_AT_ONCE
         FPS_MUTANT_FLIP_FIRST
         FPS_MUTANT_FORGET_CURSOR
-        FPS_MUTANT_FORGET_REPAIR
+        FPS_MUTANT_FORGET_HEADS
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
@@ -160,8 +160,7 @@ cdef class Holder:
         self.awaiting = _NOBODY
         if awaited == _FOLD:
             return self.run(self._end_fold(self.fold.finish()))
-        if not fps_mutant(FPS_MUTANT_FORGET_REPAIR):
-            self._repair()
+        self._repair()
         return self.run()
 
     cdef bint take(self) noexcept nogil:
@@ -555,6 +554,8 @@ cdef class Holder:
         roster_copy(inactive, active)
         self.pushes_of_update = self.staleness_of_update = 0
         fps_counter_set(&self.domain.due_ns, scheduler_due(active))
+        if fps_mutant(FPS_MUTANT_FORGET_HEADS):
+            return
         for index in range(self.arena.header.n_lanes):
             self._publish_seat(active, index)
 

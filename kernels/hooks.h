@@ -23,7 +23,7 @@
     MUTANT(TAIL_FIRST, "tail-first", "the tail is released before the descriptor is written")                            \
     MUTANT(FORGET_HELPERS, "forget-helpers", "a holder does not wait for those who help with its fold")                  \
     MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
-    MUTANT(FORGET_REPAIR, "forget-repair", "who breaks a turn goes on with what its owner left half written")            \
+    MUTANT(FORGET_HEADS, "forget-heads", "who breaks a turn does not write the words that follow from its last commit")  \
     MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a turn does not wait for those who help with its fold")           \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
 
