@@ -9,8 +9,10 @@ PACKAGE_TREE := build/tree
 # Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
 PARALLEL := -n 2 --dist worksteal
 
+HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/hooks
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug hooks lint clean
+.PHONY: help demo test test-all test-debug hooks test-hooks lint clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,11 +31,12 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
-test: $(VENV)/.installed lint  ## lint, types and the tests
+test: $(VENV)/.installed lint test-hooks  ## lint, types and the tests
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
-test-all: $(VENV)/.installed lint test-debug  ## every test, the slow ones and the debug build too
+test-all: $(VENV)/.installed lint test-debug hooks  ## every test, the slow ones and the special builds too
 	$(BIN)/python -m pytest -q
+	$(HOOKS_TESTS)
 
 test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds checks and assertions
 	rm -rf build/debug
@@ -50,7 +53,11 @@ build/hooks/.made: $(VENV)/.installed
 	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
 	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
 	for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
+	ln -sfn ../../tests build/hooks/tests
 	touch $@
+
+test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
+	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
 
 lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ the seeds in child processes that import it. Refuses to know what a seed means (
 
 import json
 import os
+import selectors
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -90,6 +91,15 @@ def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = 
     return findings
 
 
+def mutants(path: Path) -> dict[str, str]:
+    """The mutants of the build at `path`: name to what is wrong."""
+    code = "import json; from fastps.kernels import hooks; print(json.dumps(hooks.MUTANTS))"
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=path, check=True)
+    found: dict[str, str] = json.loads(ended.stdout)
+    return found
+
+
 def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callable[[Findings], None] | None = None) -> Findings:
     """Play `seeds` seeds from `first` on, in a child process a core; `watch` is called with what is known so far.
 
@@ -97,6 +107,9 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
     simulated code itself, whose last seeds are named.
     """
     path = hooks_path()
+    known = mutants(path)
+    if mutant is not None and mutant not in known:
+        raise UsageError(f"--mutant: expected one of {', '.join(known)}, found {mutant!r}")
     cores = min(len(os.sched_getaffinity(0)), max(1, seeds // _BATCH))
     environment = {**os.environ, "PYTHONPATH": str(path)}
     children = []
@@ -123,8 +136,6 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
 
 def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[Findings]:
     """The findings of all children as they come, a line each."""
-    import selectors
-
     with selectors.DefaultSelector() as selector:
         for child in children:
             assert child.stdout is not None

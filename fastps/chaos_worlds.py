@@ -86,6 +86,7 @@ def plan_of(seed: int) -> Plan:
         "partial": policy.pull < 1,
         "at_once": policy.at_once,
         "helpers": rng.choice((0, workers - 1)),
+        "shared_least": rng.choice((64, 1000)),  # or: of one push not, of several it is
         "spins": rng.choice((0, 2, 20)),
         "switch": rng.choice((0.003, 0.03, 0.2, 0.6)),
         "crash": rng.choice((1 / 300, 1 / 2000, 1 / 10_000)) if faulty else 0.0,
@@ -94,7 +95,7 @@ def plan_of(seed: int) -> Plan:
         "null": rng.choice((0.0, 0.1)),
         "crashes": rng.randint(0, workers - 1) if faulty else 0,
         "stalls": rng.randint(0, 6) if faulty else 0,
-        "busy_factor": rng.choice((1, 1, 10)),
+        "busy_factor": rng.choice((1, 1, 10, 100)),
         "skew_ns": rng.choice((0.0, 1e4, 1e7)),
         "policy": dict(_values_of(spec, workers)),
     }

@@ -17,6 +17,7 @@ class World:
         partial: bool,
         at_once: bool,
         helpers: int,
+        shared_least: int,
         spins: int,
         switch: float,
         crash: float,

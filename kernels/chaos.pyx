@@ -46,6 +46,7 @@ cdef extern from "atomics.h" nogil:
         void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
         void (*wake)(const uint32_t *event) noexcept nogil
         void (*wait_a_little "yield")() noexcept nogil
+        int64_t shared_least
     fps_hook_table fps_hooks
 
 cdef enum:
@@ -108,7 +109,7 @@ cdef class World:
     # -- making a job ------------------------------------------------------------------------------
 
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint may_drop,
-            int64_t bound, bint partial, bint at_once, int helpers, int spins, double switch, double crash, double stall,
+            int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch, double crash, double stall,
             double wake, double null, int crashes, int stalls, int busy_factor, double skew_ns, dict policy not None):
         """Play one seed; returns what happened as a dict.
 
@@ -116,7 +117,8 @@ cdef class World:
             workers, steps, shards, slots: measures; `adagrad`: a rule with state, else SGD.
             is_sum, may_drop, bound: what the witness must know of the policy.
             partial: a step waits for one shard only. at_once: a worker goes on without waiting for anything.
-            helpers: how many waiting workers may be woken for a fold; 0: folds are not shared.
+            helpers: how many waiting workers may be woken for a fold; 0: folds are not shared. shared_least: the shortest fold
+                that is, in floats moved.
             spins: looks before a worker sleeps.
             switch: chance of another worker's turn at an access. crash, stall, wake: chances of such a fault at an access.
             busy_factor: by how much likelier crashes and stalls are for who holds a turn or helps with a fold.
@@ -141,6 +143,7 @@ cdef class World:
         fps_hooks.sleep = _sleep_of_world
         fps_hooks.wake = _wake_of_world
         fps_hooks.wait_a_little = _yield_of_world
+        fps_hooks.shared_least = shared_least
         with nogil:
             self._run()
         fps_hooks.at_access = NULL
@@ -258,7 +261,7 @@ cdef class World:
             self.faults[FAULT_STALL] += 1
             self.calm_events = 0
             me.state = STALLED
-            me.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self._draw() % 24))
+            me.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self._draw() % (4 if factor > 1 else 24)))
             self.calm_ns = me.until_ns
             self._switch()
             return

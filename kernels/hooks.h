@@ -49,12 +49,13 @@ typedef struct {
     void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns);
     void (*wake)(const uint32_t *event);
     void (*yield)(void);
+    int64_t shared_least; /* floats that a fold moves, from which on it is shared */
 } fps_hook_table;
 
 /* One table for all extension modules of the process, although each is loaded with its symbols kept local: the loader makes a
  * unique symbol one for the whole process. */
 __asm__(".type fps_hooks, %gnu_unique_object");
-fps_hook_table fps_hooks = {.mutant = -1};
+fps_hook_table fps_hooks = {.mutant = -1, .shared_least = 64};
 
 static inline void fps_hook_load(void) {
     fps_hooks.accesses++;

@@ -64,7 +64,7 @@ cdef extern from *:
     #define SPINS 4000
     #define YIELDS 1000
     #else /* a test's small fold is shared, too */
-    #define SHARED_LEAST 64
+    #define SHARED_LEAST fps_hooks.shared_least
     #define CHUNK_LEAST 64
     #define ROUSED_LEAST 64
     #define SPINS 2
