@@ -77,10 +77,6 @@ cdef extern from *:
     const int SPINS
     const int YIELDS
 
-cdef enum:
-    # Floats written, 128 MiB, from which stores past the caches pay; below they cost up to a third (docs/performance.md).
-    STREAMED_LEAST = 1 << 25
-
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
     return fps_ticket_next(ticket) >= fps_ticket_chunks(ticket)
@@ -122,9 +118,7 @@ cdef class SharedFold:
         """Fold what is ordered, with whoever helps."""
         cdef uint64_t chunks, ticket
         fps_plain_store()
-        self.work.streaming = (
-            (self.domain.last - self.domain.first) * (1 + self.arena.header.state_planes) >= STREAMED_LEAST
-            and self.arena.header.rule != FPS_RULE_USER)
+        self.work.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
         if not self._read():
             return FOLD_REFUSED
         chunks = self._cut()
