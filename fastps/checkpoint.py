@@ -1,8 +1,8 @@
 """Checkpoints: a whole version of a job as files, written while the workers go on, and refused by name when they are damaged.
 
 A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, the rule's state, model buffers) and
-`checkpoint.json` (everything else, and a checksum of every tensor). It is written beside its name, flushed to the disk, and then
-renamed, so that what has the name is whole; when the disk is full the earlier ones stay as they are. Nothing in it is pickled.
+`checkpoint.json` (everything else, and a checksum of every tensor). It is written beside its name, flushed to the disk, then
+renamed, so that what has the name is whole; when the disk is full the earlier ones stay as they are. Nothing is pickled.
 Refuses to choose when: checkpointing.py does, or whoever calls `save`.
 """
 
@@ -168,8 +168,8 @@ def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[n
 class PinnedVersion:
     """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
 
-    Made by a worker between two steps. Under schemes where all are level the shards have one version; elsewhere each has its own,
-    as it has for who pulls.
+    Made by a worker between two steps. Under schemes where all are level the shards have one version; elsewhere each has its
+    own, as it has for who pulls.
     """
 
     def __init__(self, worker: "Worker", param_groups: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ class FaultPolicy:
 
     @staticmethod
     def of(on_worker_loss: str | None = None, nonfinite: str | None = None, max_workers: int | None = None) -> "FaultPolicy":
-        """What is given, else the environment's FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS, else as above."""
+        """What is given, else the environment's FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS."""
         text = os.environ.get("FASTPS_MAX_WORKERS", "0")
         if max_workers is None and not text.isdecimal():
             raise UsageError(f"expected FASTPS_MAX_WORKERS to be a whole number, found {text!r}")
@@ -62,3 +62,6 @@ class FaultPolicy:
     def continues(self) -> bool:
         """Whether the job goes on without a lost worker."""
         return self.on_worker_loss == "continue"
+
+
+DEFAULT_FAULTS = FaultPolicy()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from fastps.faults import FaultPolicy
+from fastps.faults import DEFAULT_FAULTS, FaultPolicy
 from fastps.kernels import arena
 from fastps.policy import Policy
 from fastps.rules import Rule
@@ -46,7 +46,7 @@ class Layout:
     policy: Policy
     workers: int
     extra_bytes: int = 0
-    faults: FaultPolicy = FaultPolicy()
+    faults: FaultPolicy = DEFAULT_FAULTS
 
     @property
     def lanes(self) -> int:

@@ -73,8 +73,8 @@ class Membership:
         if theirs is None or self._told_foreign:
             return
         difference = (
-            f"another worker's model differs from this one's: {first_difference(self._store.layout.text(), theirs)}; all workers"
-            " must build the same model, optimizer and discipline"
+            f"another worker's model differs from this one's: {first_difference(self._store.layout.text(), theirs)}; all"
+            " workers must build the same model, optimizer and discipline"
         )
         if not self._faults.continues:
             raise LayoutError(difference)
@@ -101,8 +101,8 @@ class Membership:
         names = [parameter.name for parameter in self._store.layout.parameters]
         name = names[parameter] if 0 <= parameter < len(names) else "?"
         return (
-            f"worker {lane}'s push of step {step} was rejected: expected a finite gradient and finite weights after it, found Inf or"
-            f" NaN in parameter {name!r}; look at its loss, the learning rate and the data of that step"
+            f"worker {lane}'s push of step {step} was rejected: expected a finite gradient and finite weights after it, found Inf"
+            f" or NaN in parameter {name!r}; look at its loss, the learning rate and the data of that step"
         )
 
     def close(self) -> None:

@@ -163,6 +163,15 @@ class Observer:
         """A row for every worker, as it stands now."""
         return statistics_of(self._arena)
 
+    def members(self) -> list[tuple[int, int]]:
+        """(generation, LANE_ state) of every lane, as they stand now."""
+        return self._arena.members()
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self._arena.version
+
     def look(self) -> Look:
         """Everything at once. The counters are copied again while versions are published meanwhile, a few times at most.
 

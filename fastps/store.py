@@ -29,6 +29,7 @@ from fastps.worker import Worker
 
 Floats = npt.NDArray[np.float32]
 Views = list[Floats]
+_DYING_S = 2.0  # how long a process that was killed may take to end
 
 
 class Store:
@@ -196,16 +197,16 @@ class Store:
     def attach(self, rank: int | None = None) -> Worker:
         """Join as worker `rank`, or in any lane that nobody has.
 
-        Each rank joins once; under on_worker_loss="continue" also in the place of one that died or left. Who joins late begins at
-        the slowest worker's clock with the current version. Raises AttachError, TimeoutExceededError.
+        Each rank joins once; under on_worker_loss="continue" also in the place of one that died or left. Who joins late begins
+        at the slowest worker's clock with the current version. Raises AttachError, TimeoutExceededError.
         """
         if rank is None:
             return self._attach_anywhere()
         lanes = self.layout.lanes
         if not 0 <= rank < lanes:
             raise AttachError(
-                f"worker {rank} cannot attach: the arena was made for {lanes} workers (0 to {lanes - 1}); start fewer, or create"
-                " it for more (max_workers)"
+                f"worker {rank} cannot attach: the arena was made for {lanes} workers (0 to {lanes - 1}); start fewer, or"
+                " create it for more (max_workers)"
             )
         if os.getpid() != self._process_id:
             # Inherited by fork: this process answers for itself from now on.
@@ -227,14 +228,15 @@ class Store:
             raise
 
     def _answer_as(self, rank: int) -> rendezvous.Answerer:
-        """Answer at the lane's name; where its last owner has ended, or is about to leave, wait until it is free."""
-        deadline_ns = self.clock.now_ns() + int(self.timeout_s * 1e9)
+        """Answer at the lane's name; where its last owner has ended, or is about to, wait until it is free."""
+        began_ns = self.clock.now_ns()
         while True:
             try:
                 return self.answer_at(rank)
             except OSError as error:
                 gone = self.arena.lane_state(rank) in (words.LANE_LEFT, words.LANE_DEAD, words.LANE_FAILED)
-                if not gone or not self.layout.faults.continues or self.clock.now_ns() >= deadline_ns:
+                patience_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
+                if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= patience_s * 1e9:
                     raise AttachError(
                         f"worker {rank} cannot attach: another process answers in its place ({error}); choose another rank"
                     ) from error
@@ -251,7 +253,8 @@ class Store:
             with contextlib.suppress(AttachError):  # another was faster
                 return self.attach(lane)
         raise AttachError(
-            f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger max_workers"
+            f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger"
+            " max_workers"
         )
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:

@@ -171,9 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters = place(rows, policy.shards)
         return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes, faults)
 
-    def _resumed(
-        self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None
-    ) -> Checkpoint | None:
+    def _resumed(self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None) -> Checkpoint | None:
         """The checkpoint to go on from; every worker takes the options of its param_groups and the model's buffers."""
         if not path:
             return None
@@ -184,13 +182,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = found.buffers()
         for name, buffer in model.named_buffers() if model is not None else ():
             if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
-                raise refused(found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none")
+                raise refused(
+                    found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none"
+                )
             buffer.copy_(torch.from_numpy(saved[name].copy()))
         return found
 
-    def _join(
-        self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock
-    ) -> Worker:
+    def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         """Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does who replaces it."""
         hypers = self._hypers()
         rank = environment.rank()

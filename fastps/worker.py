@@ -166,7 +166,9 @@ class Worker:
         else:
             self._granted_ns = self._clock.now_ns()
         self._membership.report_rejections()
-        self.lane.count(self.own_steps + self._steps_before, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        self.lane.count(
+            self.own_steps + self._steps_before, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks
+        )
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
