@@ -18,7 +18,7 @@ from typing import Any
 from fastps.chaos_worlds import plan_of
 from fastps.errors import UsageError
 
-KINDS = ("crashes", "stalls", "spurious_wakes", "skewed_clocks", "slow_processes")
+KINDS = ("crashes", "restarts", "stalls", "spurious_wakes", "skewed_clocks", "slow_processes")
 _BATCH = 250  # seeds between two lines of a child
 
 

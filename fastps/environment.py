@@ -40,6 +40,11 @@ def job_name(instance: int) -> str:
     return own if instance == 0 else f"{own}.{instance}"
 
 
+def restarts() -> int:
+    """How often a worker was started in this one's place before."""
+    return _number("FASTPS_RESTART", 0)
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:

@@ -1,10 +1,11 @@
 """The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
 
 Sets torchrun's environment variables, so that a script needs to know only one set. The first worker that fails is the root
-cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. Refuses to restart
-anyone, and to import torch: usage errors must be quick.
+cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
+worker is replaced, from a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -21,6 +22,10 @@ from typing import IO, cast
 
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import UsageError, WorkerDiedError
+from fastps.job_options import JobOptions
+from fastps.live_faults import FaultInjector, FaultReport
+from fastps.spare import DEFAULT_IMPORTS
+from fastps.spare import order as spare_order
 
 logger = logging.getLogger("fastps.launch")
 
@@ -28,17 +33,33 @@ GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGT
 TAIL_LINES = 20
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
 _PR_SET_PDEATHSIG = 1
+_FAULT_TICK_S = 0.02  # how often injected faults look at the job
+NO_OPTIONS = JobOptions()
 
 
 @dataclass
 class LaunchedWorker:
-    """One worker process: how it ended, and the last lines that it wrote to stderr."""
+    """One worker process: how it ended, and the last lines that it wrote to stderr.
+
+    `restart` counts the processes that were lost before it in its place.
+    """
 
     rank: int
     process: "subprocess.Popen[bytes]"
+    restart: int = 0
     exit_code: int | None = None
     ended_ns: int = 0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+    @property
+    def process_id(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal, unless it has ended."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
 
     @property
     def failed(self) -> bool:
@@ -62,12 +83,16 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: all workers, the first that failed (None when none did), and whether Ctrl-C ended it."""
+    """How a job ended: all workers, replaced ones too, the first that failed (None when none did), and whether Ctrl-C ended it.
+
+    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected.
+    """
 
     workers: list[LaunchedWorker]
     first_failure: LaunchedWorker | None
     interrupted: bool
     seconds: float
+    faults: FaultReport | None = None
 
     @property
     def exit_code(self) -> int:
@@ -75,7 +100,9 @@ class Outcome:
         return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
-def environment_of(rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str]) -> dict[str, str]:
+def environment_of(
+    rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str], restart: int = 0, restarts: int = 0
+) -> dict[str, str]:
     """The variables of one worker: torchrun's, the job's name, and a fair number of threads unless the user set one."""
     cores = len(os.sched_getaffinity(0))
     variables = {
@@ -91,8 +118,9 @@ def environment_of(rank: int, workers: int, port: int, job: str, sync: str | Non
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+        "FASTPS_RESTART": str(restart),
         "TORCHELASTIC_RUN_ID": job,
         "FASTPS_JOB": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
@@ -111,6 +139,8 @@ class Launcher:
         workers: how many; at least 1.
         sync: a spec for FASTPS_SYNC, or None to leave it to the script.
         job: the job's name; random by default.
+        options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
+        imports: what a spare imports before it is needed.
         prefix: whether each line of output begins with its worker's number.
     """
 
@@ -121,6 +151,8 @@ class Launcher:
         *,
         sync: str | None = None,
         job: str | None = None,
+        options: JobOptions = NO_OPTIONS,
+        imports: Sequence[str] = DEFAULT_IMPORTS,
         prefix: bool = True,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -130,6 +162,12 @@ class Launcher:
         self._command = list(command)
         self._count = workers
         self._sync = sync
+        self._options = options
+        self._imports = list(imports)
+        self._restarts_left = options.restarts
+        self._port = 0
+        self._spare: LaunchedWorker | None = None
+        self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._prefix = prefix
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
@@ -147,44 +185,86 @@ class Launcher:
         try:
             self._start()
             while any(worker.exit_code is None for worker in self._workers):
-                self._handle_events(tick_s)
+                self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
                 self._enforce_deadline()
+                if self._injector is not None and not self._interrupts:
+                    self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                 if on_tick is not None:
                     on_tick()
             self._drain()
         finally:
+            if self._injector is not None:
+                self._injector.close()
             self._kill_all()
             signal.signal(signal.SIGINT, previous)
             self._selector.close()
         seconds = (self._clock.now_ns() - began_ns) / 1e9
-        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds)
+        report = self._injector.report if self._injector is not None else None
+        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds, report)
 
     def _root_cause(self) -> LaunchedWorker | None:
         """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
         failed = [worker for worker in self._workers if worker.failed]
+        if self._options.continues and any(worker.exit_code == 0 for worker in self._workers):
+            return None  # the others went on to the end
         return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
     def _start(self) -> None:
-        port = _free_port()
+        self._port = _free_port()
         for rank in range(self._count):
-            process = subprocess.Popen(
-                self._command,
-                env=environment_of(rank, self._count, port, self.job, self._sync, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-            worker = LaunchedWorker(rank, process)
-            self._workers.append(worker)
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
-            for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                pipe = cast("IO[bytes]", stream)
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
-                self._open_pipes += 1
+            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL))
+        if self._restarts_left:
+            self._prepare_spare()
         logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _variables(self, rank: int, restart: int) -> dict[str, str]:
+        base = {**os.environ, **self._options.environment()}
+        return environment_of(rank, self._count, self._port, self.job, self._sync, base, restart, self._options.restarts)
+
+    def _launch(self, rank: int, restart: int, command: list[str], stdin: int) -> LaunchedWorker:
+        """Start a process, and listen to what it prints and to its end."""
+        process = subprocess.Popen(
+            command,
+            env=self._variables(rank, restart),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        worker = LaunchedWorker(rank, process, restart)
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
+        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            pipe = cast("IO[bytes]", stream)
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
+            self._open_pipes += 1
+        return worker
+
+    def _prepare_spare(self) -> None:
+        """Start the process that will be the next replacement; only Python programs can be prepared."""
+        if self._command[0] == sys.executable and len(self._command) > 1:
+            command = [sys.executable, "-m", "fastps.spare", *self._imports]
+            self._spare = self._launch(0, 1, command, subprocess.PIPE)
+
+    def _replace(self, lost: LaunchedWorker) -> None:
+        """Start another worker in the place of a lost one: the spare, or if there is none yet, a new process."""
+        self._restarts_left -= 1
+        restart = lost.restart + 1
+        spare, self._spare = self._spare, None
+        if spare is None:
+            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL)
+        else:
+            worker, worker.rank, worker.restart = spare, lost.rank, restart
+            is_module = self._command[1] == "-m"
+            order = spare_order(self._variables(lost.rank, restart), self._command[2 if is_module else 1 :], is_module)
+            with contextlib.suppress(BrokenPipeError):  # it died, which is told by its pidfd
+                with cast("IO[bytes]", worker.process.stdin) as pipe:
+                    pipe.write(order)
+        self._workers.append(worker)
+        logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
+        if self._restarts_left:
+            self._prepare_spare()
 
     def _handle_events(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -197,8 +277,17 @@ class Launcher:
             worker.exit_code = worker.process.wait()
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
-            if worker.failed and self._deadline_ns is None:
-                self._deadline_ns = worker.ended_ns + GRACE_NS
+            if worker is self._spare:
+                self._spare = None
+            elif worker.failed:
+                self._on_loss(worker)
+
+    def _on_loss(self, worker: LaunchedWorker) -> None:
+        """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
+        if self._interrupts or not self._options.continues:
+            self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
+        elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):
+            self._replace(worker)
 
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
         """Write whole lines on, each with its worker's number; keep the last of stderr for the report."""
@@ -243,10 +332,13 @@ class Launcher:
             self._handle_events(0.05)
 
     def _kill_all(self) -> None:
-        for worker in self._workers:
+        for worker in [*self._workers, *([self._spare] if self._spare is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
                 worker.exit_code = worker.process.wait()
+            if worker.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    worker.process.stdin.close()
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, int):

@@ -7,8 +7,10 @@ change anything that it cannot give back at `close()`.
 
 import contextlib
 import itertools
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +18,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from fastps import environment, exits
 from fastps.allocator import keep_freed_memory
+from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load, refused
+from fastps.checkpoint_torch import described_group, restore_group
+from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
+from fastps.errors import AttachError, ParameterChangedError, UnsupportedError, UsageError
+from fastps.faults import FaultPolicy
 from fastps.kernels.attributes import Attribute
 from fastps.layout import Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
@@ -32,7 +38,9 @@ from fastps.worker import Worker, presence_of
 if TYPE_CHECKING:
     from fastps.kernels.arena import Histograms
 
+logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
+_LOOK_FOR_OTHERS_S = 0.5  # how long a restarted worker 0 looks for those who go on without it
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -60,10 +68,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
+        on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
+        checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
+            environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
+        resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.
+        seeds: kept with each checkpoint, for whoever resumes.
         timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
 
     Raises:
-        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError: before anything is changed.
+        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError, CheckpointError: before anything is changed.
     """
 
     # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
@@ -76,6 +89,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         model: torch.nn.Module | None = None,
         batch_size: int = 0,
+        on_worker_loss: str | None = None,
+        nonfinite: str | None = None,
+        max_workers: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        seeds: Mapping[str, int] | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -93,8 +113,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
-        layout = self._layout(model, policy)
-        self._worker = self._join(layout, environment.job_name(next(_instances)), timeout_s, clock)
+        layout = self._layout(model, policy, FaultPolicy.of(on_worker_loss, nonfinite, max_workers))
+        wanted = Checkpointing.wanted(checkpoint, every)
+        resumed = self._resumed(layout, model, resume if resume is not None else os.environ.get("FASTPS_RESUME"))
+        self._worker = self._join(layout, resumed, environment.job_name(next(_instances)), timeout_s, clock)
+        self._model, self._seeds = model, dict(seeds or {})
         self._store = self._worker.store
         self._keeps_gradients = policy.waits_for_fold
         self._present: set[int] = set()
@@ -123,13 +146,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._samples = batch_size
         self._clip = policy.clip
         self._take_weights()
+        self._checkpointing = None
+        if wanted is not None:
+            pin = partial(self.pin_whole_version, {})
+            self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
         _limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         exits.register(self._worker, self.close)
 
     # -- joining -----------------------------------------------------------------------------------
 
-    def _layout(self, model: torch.nn.Module | None, policy: Policy) -> Layout:
+    def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy) -> Layout:
         names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
         rows = []
         for group_index, group in enumerate(self.param_groups):
@@ -142,19 +169,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("expected an optimizer with at least one parameter, found none")
         workers = environment.world_size()
         parameters = place(rows, policy.shards)
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes)
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes, faults)
 
-    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
-        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
+    def _resumed(self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None) -> Checkpoint | None:
+        """The checkpoint to go on from; every worker takes the options of its param_groups and the model's buffers."""
+        if not path:
+            return None
+        found = load(path)
+        found.check_layout(layout)
+        for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
+            restore_group(group, described)
+        saved = found.buffers()
+        for name, buffer in model.named_buffers() if model is not None else ():
+            if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
+                raise refused(
+                    found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none"
+                )
+            buffer.copy_(torch.from_numpy(saved[name].copy()))
+        return found
+
+    def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
+        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does who replaces it."""
         hypers = self._hypers()
         rank = environment.rank()
-        if rank == 0:
+        store = self._running_store(layout, hypers, job, timeout_s, clock) if rank == 0 and environment.restarts() else None
+        if store is not None:
+            pass
+        elif rank == 0:
 
             def write(views: list[Any]) -> None:
                 for view, tensor in zip(views, self._tensors, strict=True):
                     view[:] = _flat(tensor.detach()).numpy()
 
-            store = Store.create_for(layout, write, hypers, job=job, timeout_s=timeout_s, clock=clock)
+            store = Store.create_for(layout, write, hypers, resume=resumed, job=job, timeout_s=timeout_s, clock=clock)
         else:
             store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
         try:
@@ -162,6 +209,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             store.close()
             raise
+
+    def _running_store(
+        self, layout: Layout, hypers: list[Hyper], job: str, timeout_s: float | None, clock: Clock
+    ) -> Store | None:
+        """The arena that the others are in, or None when there is nobody."""
+        try:
+            return Store.connect(job, layout, hypers, timeout_s=_LOOK_FOR_OTHERS_S, clock=clock).with_timeout(timeout_s)
+        except AttachError:
+            return None
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
@@ -264,12 +320,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_unchanged()
         self._adopt_foreign_gradients()
         scale, skipped = self._loss_scaling()
+        skipped = skipped or self._begins_void()
         scale *= self._clip_factor(scale)
         self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
             self._release_gradients()
         self._worker.advance()
         self._take_weights()
+        if self._checkpointing is not None:
+            self._checkpointing.after_step()
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
@@ -334,7 +393,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensors is None:
                 tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
             self._data.set(self._tensors_of_shard[shard], tensors)
-        if self._worker.steps <= 1:
+        if self._worker.generation and self._worker.own_steps == 0:
+            for tensor in self._tensors:  # a script that loads weights now must not write into those of the others
+                tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+        if self._worker.own_steps <= 1:
             self._versions = self._version_counter.get(self._tensors)  # what was written before the first step was allowed
 
     def _weights_of(self, shard: int, buffer: int) -> list[torch.Tensor]:
@@ -348,13 +410,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         """
         changed = self._version_counter.are(self._tensors, self._versions)
-        if changed < 0 or self._worker.steps == 0:
+        if changed < 0 or self._worker.own_steps == 0:
             return
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
             " workers read the same memory; change weights before the first step only, and avoid layers that renormalize their"
             " weights (max_norm)"
         )
+
+    def _begins_void(self) -> bool:
+        """Whether this worker joined a running job and its script then loaded other weights, as at a job's beginning.
+
+        Its first gradient is not of the job's weights: a null push goes in its place.
+        """
+        worker = self._worker
+        if not worker.generation or worker.own_steps or self._version_counter.are(self._tensors, self._versions) < 0:
+            return False
+        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
+        return True
 
     # -- what torch expects of an optimizer --------------------------------------------------------
 
@@ -396,12 +469,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
         """
         self._worker.check_usable()
-        if self._worker.steps:
+        if self._worker.own_steps:
             raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
-        if self._worker.rank == 0:
+        if self._worker.rank == 0 and not self._worker.generation:
             self._publish_state()
 
     def _publish_state(self) -> None:
@@ -453,6 +526,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.loss = loss
         self._samples = samples or self._batch_size
 
+    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
+        groups = [described_group(group) for group in self.param_groups]
+        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra})
+
+    def model_buffers(self) -> dict[str, Array]:
+        """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""
+        return buffers_of(self._model)
+
     def histograms(self) -> "list[Histograms]":
         """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
         return [self._store.arena.histograms(shard) for shard in range(self._store.arena.shards)]
@@ -499,7 +581,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.hold_turns()
         try:
             self._buffers.publish(self._store.extra_view(self._worker.rank))
-            views = [self._store.extra_view(lane) for lane in range(self._store.layout.workers)]
+            views = [self._store.extra_view(lane) for lane in range(self._store.layout.lanes)]
             self._buffers.average(views)
         finally:
             self._worker.release_turns(False)
@@ -522,6 +604,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._worker.closed or self._worker.forked:
             return
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         for hook in self._hooks:
             hook.remove()
         for index, tensor in enumerate(self._tensors):

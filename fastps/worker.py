@@ -11,19 +11,19 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps import config, rendezvous
 from fastps.background import Background
-from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
+from fastps.checkpoint import PinnedVersion
+from fastps.errors import TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
-from fastps.kernels.arena import LANE_FREE, LANE_LIVE
+from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.late_responses import LateResponses
-from fastps.layout import first_difference
-from fastps.peers import Peers
+from fastps.membership import Membership, Owner
 from fastps.rules import Hyper
 from fastps.transfers import Transfers, link_of
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
+_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
 class Worker:
@@ -39,7 +40,9 @@ class Worker:
 
     Attributes:
         rank: this worker's lane.
-        steps: steps pushed so far.
+        steps: steps pushed so far, counted as the scheduler counts them: a worker that joins later begins at the slowest's.
+        begun_at: `steps` when this worker attached.
+        generation: how many workers had this lane before.
         version: the version of the weights that were pulled last.
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
@@ -47,24 +50,23 @@ class Worker:
         gradients: name to float32 array in the slot of the next push; write them, then call `step`.
     """
 
-    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
+    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
         self.store = store
         self.rank = rank
         self.lane = turn.Lane(store.arena, rank)
         self.lane.set_user_rule(store.layout.rule.address)
-        self.steps = 0
         self.slot = 0
+        self.generation = generation
         self.buffers = [0] * store.arena.shards
         self.stale_blocks = 0
-        self.wait_ns = 0
-        self.compute_ns = 0
-        self.samples = 0
+        counted = store.arena.counters(rank)  # of the lane's workers before
+        self._steps_before, self.samples = counted["steps"], counted["samples"]
+        self.wait_ns, self.compute_ns = counted["wait_ns"], counted["compute_ns"]
         self.loss = math.nan
         self.forked = False
         self.closed = False
         self._left = False
         self._answerer = answerer
-        self._peers = Peers(store.arena, store.job, rank)
         self._clock = store.clock
         self._spins = config.spins(store.layout.workers)
         self._timeout_ns = int(store.timeout_s * 1e9)
@@ -81,12 +83,16 @@ class Worker:
             self.lane.share_folds(config.helpers(store.layout.workers))
             written_bytes = 4 * store.layout.buffer_floats * (1 + store.layout.planes)
             self.lane.stream_folds(config.streams(written_bytes, store.layout.workers))
-        self._posts = 0
+        self._posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._membership = Membership(self, generation)
+        if generation:
+            self._membership.join(self._timeout_ns)
+        self.steps = self.begun_at = self.lane.granted() - 1
         _live.add(self)
         self.pull()
 
@@ -138,8 +144,7 @@ class Worker:
         else:
             self._background.send(deliver)
         self._responses.draw(self.steps)
-        if now_ns - self._looked_ns > config.LIVENESS_NS:
-            self._look_around(now_ns)
+        self._look_if_due(now_ns)
         if self._background is not None or self._has_transfers:
             self.wait_ns += self._clock.now_ns() - now_ns
 
@@ -148,7 +153,7 @@ class Worker:
         self._transfers.make()
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
-        self._try_turn()
+        self.try_turn()
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
@@ -162,7 +167,10 @@ class Worker:
             self.wait_ns += self._granted_ns - began_ns
         else:
             self._granted_ns = self._clock.now_ns()
-        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        self._membership.report_rejections()
+        self.lane.count(
+            self.own_steps + self._steps_before, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks
+        )
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
@@ -205,6 +213,11 @@ class Worker:
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that this worker itself has pushed."""
+        return self.steps - self.begun_at
 
     @property
     def batch_size(self) -> int:
@@ -263,12 +276,16 @@ class Worker:
         """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while not self.lane.wait(granted, done, self._spins, self._slice_ns(), shards) or not self._responded(granted, shards):
-            self._try_turn()
+            self.try_turn()
             now_ns = self._clock.now_ns()
-            if now_ns - self._looked_ns > config.LIVENESS_NS:
-                self._look_around(now_ns)
+            self._look_if_due(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
+
+    def _look_if_due(self, now_ns: int) -> None:
+        if now_ns - self._looked_ns > config.LIVENESS_NS:
+            self._looked_ns = now_ns
+            self._membership.look(now_ns)
 
     def _slice_ns(self) -> int:
         """How long to sleep at most: until the next timer is due, for whoever waits fires it."""
@@ -297,9 +314,10 @@ class Worker:
             if all(self._is_fresh(shard, granted) for shard in range(len(self.buffers))):
                 return
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
-            self._try_turn()
+            self.try_turn()
 
-    def _try_turn(self) -> None:
+    def try_turn(self) -> None:
+        """Run every shard's turn that is free. Raises ProtocolError."""
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
             if outcome == turn.AWAITING:
@@ -312,35 +330,24 @@ class Worker:
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while (outcome := self.lane.try_turn(self._clock.now_ns())) == turn.AWAITING:
             now_ns = self._clock.now_ns()
-            if now_ns - self._looked_ns > config.LIVENESS_NS:
-                self._look_around(now_ns)
+            self._look_if_due(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
         return outcome
 
-    def _look_around(self, now_ns: int) -> None:
-        """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""
-        self._looked_ns = now_ns
-        dead = self._peers.dead()
-        if dead is not None:
-            with self._turn_lock:
-                self.lane.break_turn(dead, now_ns)
-            raise self._peers.error(dead)
-        theirs = self.store.foreign_layout()
-        if theirs is not None:
-            raise LayoutError(
-                "another worker's model differs from this one's:"
-                f" {first_difference(self.store.layout.text(), theirs)}; all workers must build the same model, optimizer and"
-                " discipline"
-            )
+    def break_turn(self, owner: Owner, now_ns: int) -> None:
+        """Take the turns that a lane's owner holds, whose process is proved to have ended."""
+        with self._turn_lock:
+            self.lane.break_turn(owner[0], now_ns, owner[1])
 
     def _timeout_text(self) -> str:
         others = []
-        for lane in range(self.store.layout.workers):
-            posted = self.store.arena.counters(lane)["posted"]
-            if lane != self.rank and (posted < self.steps or self.store.arena.lane_state(lane) == LANE_FREE):
-                state = "" if self.store.arena.lane_state(lane) == LANE_LIVE else ", not attached"
-                others.append(f"worker {lane} (at step {posted}{state})")
+        for lane in range(self.store.layout.lanes):
+            if lane >= self.store.layout.workers and self.store.arena.lane_state(lane) == LANE_FREE:
+                continue  # nobody is expected there
+            clock, state = self.store.arena.clock(lane), self.store.arena.lane_state(lane)
+            if lane != self.rank and state in _WAITED_FOR and (clock < self.steps or state == LANE_FREE):
+                others.append(f"worker {lane} (at step {clock}{_WAITED_FOR[state]})")
         return (
             f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self.store.layout.policy.spec}"
             f" for {', '.join(others) or 'a grant'}; raise FASTPS_TIMEOUT if they are only slow"
@@ -349,9 +356,9 @@ class Worker:
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while LANE_FREE in self.store.arena.lane_states():
+        while LANE_FREE in self.store.arena.lane_states()[: self.store.layout.workers]:
             now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
+            self._membership.look(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(1_000_000)
@@ -366,7 +373,7 @@ class Worker:
         self._leave()
         while not self._others_are_done():
             now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
+            self._membership.look(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(5_000_000)
@@ -374,10 +381,10 @@ class Worker:
 
     def _others_are_done(self) -> bool:
         """Whether nobody else will push, and everything that was pushed is folded."""
-        self._try_turn()
+        self.try_turn()
         for lane, state in enumerate(self.store.arena.lane_states()):
             counters = self.store.arena.counters(lane)
-            if state == LANE_LIVE or counters["done"] < counters["posted"]:
+            if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
                 return False
         return True
 
@@ -387,7 +394,7 @@ class Worker:
         for shard in range(len(self.buffers)):
             while not self.lane.hold(shard):
                 now_ns = self._clock.now_ns()
-                self._look_around(now_ns)
+                self._membership.look(now_ns)
                 if now_ns >= deadline_ns:
                     owner = self.lane.owner(shard)
                     raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {owner} holds")
@@ -397,6 +404,31 @@ class Worker:
         """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
         for shard in range(len(self.buffers)):
             self.lane.release(publish, shard, self._clock.now_ns())
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def pin_version(self, shard: int) -> tuple[int, int, int, list[int]]:
+        """Keep a shard's published weights and rule state for a copy: (version, weights buffer, state buffer, clocks).
+
+        One worker at a time does; waits for its turn. End it by `store.arena.unpin_version(rank, shard)`.
+        """
+        self.check_usable()
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while (pinned := self.store.arena.pin_version(self.rank, shard)) is None:
+            now_ns = self._clock.now_ns()
+            self._membership.look(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(f"worker {self.rank} waited to copy version {self.version}, for another copies it")
+            self._clock.sleep_ns(1_000_000)
+        return pinned
+
+    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
+        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra)
+
+    def model_buffers(self) -> Mapping[str, npt.NDArray[Any]]:
+        """None: they are a torch module's."""
+        return {}
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -424,10 +456,10 @@ class Worker:
                 self._leave()
         finally:
             self._end_background()
+            self.lane.unpin()  # first: once it has finished, the lane may have another owner
             self.store.arena.finish(self.rank, failure)
-            self.lane.unpin()
             self.store.stop_answering(self._answerer)
-            self._peers.close()
+            self._membership.close()
             _live.discard(self)
 
     def _leave(self) -> None:
@@ -441,7 +473,7 @@ class Worker:
         while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self.store.arena.leave(self.rank)
-        self._try_turn()
+        self.try_turn()
 
     def _end_background(self) -> None:
         if self._background is not None:

@@ -127,6 +127,16 @@ static inline uint64_t fps_pin_load(const uint64_t *pin) {
     return __atomic_load_n(pin, __ATOMIC_SEQ_CST);
 }
 
+/* A whole version is copied by one reader at a time; as with pins, what follows must re-read commit. 0 where another reads. */
+static inline int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next) {
+    fps_hook_store();
+    return __atomic_compare_exchange_n(reader, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+static inline uint64_t fps_reader_load(const uint64_t *reader) {
+    fps_hook_load();
+    return __atomic_load_n(reader, __ATOMIC_SEQ_CST);
+}
+
 /* -- [GRANT] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the worker: the commit that earned the grant happened before. */
 static inline void fps_grant_release(int64_t *granted, int64_t steps) {
@@ -202,6 +212,11 @@ static inline uint32_t fps_help_load(const uint32_t *helping) {
     if (fps_mutant(FPS_MUTANT_FORGET_HELPERS)) return 0;
     return __atomic_load_n(helping, __ATOMIC_SEQ_CST);
 }
+/* Take a dead lane's word back, if it is still that owner's: a later owner's is another number. */
+static inline int fps_help_end(uint32_t *helping, uint32_t seen) {
+    fps_hook_store();
+    return __atomic_compare_exchange_n(helping, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
 static inline void fps_chunk_done(uint64_t *done, uint64_t bit) {
     fps_hook_store();
     (void)__atomic_fetch_or(done, bit, __ATOMIC_RELEASE);
@@ -227,6 +242,13 @@ static inline void fps_counter_set(int64_t *counter, int64_t value) {
     __atomic_store_n(counter, value, __ATOMIC_RELAXED);
 }
 static inline int64_t fps_counter_get(const int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
+
+/* Samples drawn from an order that all workers share: each is drawn once. */
+static inline uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples) {
+    fps_hook_store();
+    return __atomic_fetch_add(drawn, samples, __ATOMIC_RELAXED);
+}
+static inline uint64_t fps_drawn_load(const uint64_t *drawn) { return __atomic_load_n(drawn, __ATOMIC_RELAXED); }
 
 /* Tell the core that this is a spin loop. */
 static inline void fps_pause(void) {

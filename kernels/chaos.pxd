@@ -24,6 +24,7 @@ cdef enum:
     STALLED = 2     # stopped, until a time
     DEAD = 3
     ENDED = 4
+    RESTARTS = 5    # dead, until its replacement begins
 
 # Kinds of faults, counted.
 cdef enum:
@@ -32,7 +33,8 @@ cdef enum:
     FAULT_WAKE = 2      # a sleeper wakes for nothing, as by a signal
     FAULT_SKEW = 3      # a process whose clock is wrong
     FAULT_SLOW = 4      # a process that is given few steps
-    N_FAULTS = 5
+    FAULT_RESTART = 5   # another process takes the lane of one that died
+    N_FAULTS = 6
 
 cdef struct process_t:
     int32_t state
@@ -41,11 +43,12 @@ cdef struct process_t:
     int64_t skew_ns
     uint32_t weight             # how often it is chosen
     int64_t died_ns
-    int64_t noticed_ns          # when the first survivor took its turn from it, or -1
-    bint retired
+    bint noticed                # by a survivor
     int64_t looked_ns
-    uint32_t known_dead         # bits of the dead whom this process has seen
-    int64_t steps
+    uint32_t generation         # how many had this lane before
+    uint32_t buried[8]          # of each lane, the owners whom this process knows to be dead
+    int64_t steps               # as the scheduler counts them
+    int64_t pushes
     uint64_t posts
     uint32_t slot
     uint64_t slot_free_at[8]
@@ -81,11 +84,17 @@ cdef class World:
     cdef bint at_once
     cdef bint is_partial
     cdef bint has_adagrad
-    cdef int64_t faults[5]
+    cdef int32_t restarts_left
+    cdef list spares
+    cdef PyObject *_spares[8][4]    # by generation, from 1 on
+    cdef int64_t worst_detection_ns
+    cdef int64_t faults[6]
 
     cdef void _make_processes(self, double skew_ns) noexcept
     cdef uint64_t _draw(self) noexcept nogil
     cdef void _at_access(self) noexcept nogil
+    cdef bint _has_claimed(self, process_t *me) noexcept nogil
+    cdef void _die(self, process_t *me) noexcept nogil
     cdef bint _is_busy(self) noexcept nogil
     cdef void _sleep(self, const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
     cdef void _pause(self, int64_t duration_ns) noexcept nogil
@@ -104,6 +113,8 @@ cdef class World:
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _try_turn(self, int32_t index) noexcept nogil
     cdef void _look_around(self, int32_t index) noexcept nogil
-    cdef void _retire(self, int32_t dead) noexcept nogil
+    cdef void _join(self, int32_t index) noexcept nogil
+    cdef uint32_t _dead_owners(self, int32_t lane) noexcept nogil
+    cdef void _begin_life(self, int32_t index) noexcept nogil
     cdef bint _others_are_done(self, int32_t index) noexcept nogil
     cdef void _leave(self, int32_t index) noexcept nogil

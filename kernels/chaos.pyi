@@ -26,6 +26,7 @@ class World:
         null: float,
         crashes: int,
         stalls: int,
+        restarts: int,
         busy_factor: int,
         skew_ns: float,
         policy: Mapping[str, Any],

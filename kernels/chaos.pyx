@@ -17,12 +17,19 @@ from libc.string cimport memset
 
 from fastps.kernels.arena import format_memory, plan
 
-from fastps.kernels.arena cimport Arena, fps_commit_buffer, fps_commit_version, fps_turn_owner
+from fastps.kernels.arena cimport (
+    Arena,
+    fps_commit_buffer,
+    fps_commit_version,
+    fps_member_generation,
+    fps_member_state,
+    fps_turn_owner,
+)
 from fastps.kernels.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD, fps_hyper
-from fastps.kernels.holder cimport TURN_AWAITING, TURN_LOST
+from fastps.kernels.holder cimport TURN_AWAITING, TURN_LOST, Holder
 from fastps.kernels.lane cimport (
-    FPS_LANE_FAILED,
     FPS_LANE_FREE,
+    FPS_LANE_JOINING,
     FPS_LANE_LEAVING,
     FPS_LANE_LEFT,
     FPS_LANE_LIVE,
@@ -35,7 +42,7 @@ from fastps.kernels.turn cimport Lane
 from fastps.kernels.witness cimport MAX_STEPS, MAX_WORKERS, SHARD_FLOATS, Witness
 
 cdef extern from "atomics.h" nogil:
-    int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
+    int64_t fps_grant_acquire(const int64_t *granted)
     uint32_t fps_state_acquire(const uint32_t *state)
     uint64_t fps_tail_acquire(const uint64_t *tail)
     void fps_pin_exchange(uint64_t *pin, uint64_t value)
@@ -55,6 +62,9 @@ cdef enum:
     SLICE_NS = 50_000_000
     LIVENESS_NS = 50_000_000
     IDLE_NS = 5_000_000         # between two looks of who waits for the others' end
+    JOIN_NS = 500_000           # and of who waits to join
+    MOST_RESTART_NS = 200_000_000
+    MOST_RESTARTS = 4           # of one lane
     YIELD_NS = 300_000          # what a yielded core is away at most
     MOST_STALL_NS = 200_000_000
     EVENT_NS = 128              # simulated time of an access, at most
@@ -110,7 +120,8 @@ cdef class World:
 
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint may_drop,
             int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch, double crash, double stall,
-            double wake, double null, int crashes, int stalls, int busy_factor, double skew_ns, dict policy not None):
+            double wake, double null, int crashes, int stalls, int restarts,
+            int busy_factor, double skew_ns, dict policy not None):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -122,19 +133,19 @@ cdef class World:
             spins: looks before a worker sleeps.
             switch: chance of another worker's turn at an access. crash, stall, wake: chances of such a fault at an access.
             busy_factor: by how much likelier crashes and stalls are for who holds a turn or helps with a fold.
-            null: share of null pushes. crashes, stalls: how many at most. skew_ns: how wrong clocks are at most.
+            null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
             policy: the scheduler's values.
         """
         global _world
         self.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
-        self._make(workers, steps, shards, slots, adagrad, helpers, policy)
+        self._make(workers, steps, shards, slots, adagrad, helpers, restarts, policy)
         self.witness = Witness(self.arena, workers, steps, is_sum=is_sum, may_drop=may_drop, bound=bound)
         self.switch_share = <uint32_t> (switch * (1 << 16))
         self.crash_share = <uint32_t> (crash * (1 << 24))
         self.stall_share = <uint32_t> (stall * (1 << 24))
         self.wake_share = <uint32_t> (wake * (1 << 24))
         self.null_share = <uint32_t> (null * (1 << 16))
-        self.crashes_left, self.stalls_left, self.spins = crashes, stalls, spins
+        self.crashes_left, self.stalls_left, self.restarts_left, self.spins = crashes, stalls, restarts, spins
         self.busy_factor = busy_factor
         self.at_once, self.is_partial = at_once, partial
         self._make_processes(skew_ns)
@@ -153,7 +164,7 @@ cdef class World:
         _world = NULL
         return self._outcome()
 
-    def _make(self, int workers, int steps, int shards, int slots, bint adagrad, int helpers, dict policy):
+    def _make(self, int workers, int steps, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy):
         """A fresh arena in the same memory, and a lane for each worker."""
         header, size = plan(
             lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards, buffer_floats=shards * SHARD_FLOATS,
@@ -168,11 +179,17 @@ cdef class World:
                       shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
         self.arena = Arena(self.memory)
         self.n_workers, self.n_steps, self.n_shards, self.has_adagrad = workers, steps, shards, adagrad
+        self.spares = []
         for index in range(workers):
             lane = Lane(self.arena, index)
             lane.share_folds(helpers)
             self.lanes.append(lane)
             self._lanes[index] = <PyObject *> lane
+            for generation in range(1, min(restarts, MOST_RESTARTS - 1) + 1):
+                lane = Lane(self.arena, index)
+                lane.share_folds(helpers)
+                self.spares.append(lane)
+                self._spares[index][generation] = <PyObject *> lane
 
     cdef void _make_processes(self, double skew_ns) noexcept:
         cdef int index
@@ -181,13 +198,13 @@ cdef class World:
         cdef uint32_t weight = 400 if self._draw() % 2 else 8
         memset(self.processes, 0, sizeof(self.processes))
         memset(self.faults, 0, sizeof(self.faults))
+        self.worst_detection_ns = 0
         self.runs = -1
         self.over = False
         self.events = self.calm_events = 0
         self.now_ns = self.calm_ns = 1_000_000_000
         for index in range(self.n_workers):
             process = &self.processes[index]
-            process.noticed_ns = -1
             process.weight = weight
             if has_slow and self._draw() % 2:
                 process.weight = 1
@@ -199,8 +216,6 @@ cdef class World:
             fps_coroutine_begin(&self.coroutines[index], _life_of_world, index)
 
     def _outcome(self):
-        detections = [self.processes[i].noticed_ns - self.processes[i].died_ns for i in range(self.n_workers)
-                      if self.processes[i].state == DEAD and self.processes[i].noticed_ns >= 0]
         return {
             "events": self.events,
             "flips": self.witness.flips,
@@ -210,7 +225,8 @@ cdef class World:
             "spurious_wakes": self.faults[FAULT_WAKE],
             "skewed_clocks": self.faults[FAULT_SKEW],
             "slow_processes": self.faults[FAULT_SLOW],
-            "detection_s": max(detections, default=0) / 1e9,
+            "restarts": self.faults[FAULT_RESTART],
+            "detection_s": self.worst_detection_ns / 1e9,
             "violation": (<bytes> self.witness.message).decode() or None,
         }
 
@@ -247,13 +263,13 @@ cdef class World:
             self._switch()
         draw >>= 8
         factor = self.busy_factor if self.crashes_left + self.stalls_left > 0 and self._is_busy() else 1
-        if self.crashes_left > 0 and (draw & 0xffffff) < self.crash_share * factor:
+        # Who dies before it has claimed its lane is missed by its launcher only.
+        if self.crashes_left > 0 and self._has_claimed(me) and (draw & 0xffffff) < self.crash_share * factor:
             self.crashes_left -= 1
             self.faults[FAULT_CRASH] += 1
             self.calm_events = 0
             self.calm_ns = self.now_ns
-            me.state = DEAD
-            me.died_ns = self.now_ns
+            self._die(me)
             self._switch()
         draw >>= 24
         if self.stalls_left > 0 and (draw & 0xffffff) < self.stall_share * factor:
@@ -268,6 +284,40 @@ cdef class World:
         draw >>= 16
         if (draw & 0xffff) < self.switch_share:
             self._switch()
+
+    cdef bint _has_claimed(self, process_t *me) noexcept nogil:
+        cdef uint32_t member = self.arena.lane(self.runs).state
+        return fps_member_state(member) != FPS_LANE_FREE and fps_member_generation(member) == me.generation
+
+    cdef void _die(self, process_t *me) noexcept nogil:
+        """The process that runs is dead from now on; another may take its lane later."""
+        me.state = DEAD
+        me.died_ns = self.now_ns
+        me.noticed = False
+        if self.restarts_left > 0 and me.generation < MOST_RESTARTS - 1 and self._draw() % 2:
+            self.restarts_left -= 1
+            me.state = RESTARTS
+            me.until_ns = self.now_ns + (<int64_t> MOST_RESTART_NS >> (self._draw() % 16))
+
+    cdef void _begin_life(self, int32_t index) noexcept nogil:
+        """Another process takes the lane of a dead one: nothing of that one's private memory is left."""
+        cdef process_t *process = &self.processes[index]
+        cdef int32_t other
+        self.faults[FAULT_RESTART] += 1
+        self.calm_events = 0
+        self.calm_ns = self.now_ns
+        for other in range(self.n_workers):
+            if other != index:
+                process.buried[other] = self.processes[other].generation  # of the present owner it will be told
+        process.generation += 1
+        self._lanes[index] = self._spares[index][process.generation]
+        process.state = RUNS
+        process.looked_ns = self._clock(process)
+        process.pushes = 0
+        process.slot = 0
+        memset(process.versions, 0, sizeof(process.versions))
+        memset(process.slot_free_at, 0, sizeof(process.slot_free_at))
+        fps_coroutine_begin(&self.coroutines[index], _life_of_world, index)
 
     cdef bint _is_busy(self) noexcept nogil:
         """Whether the process that runs holds a turn or helps with a fold."""
@@ -317,8 +367,10 @@ cdef class World:
             total = 0
             for index in range(self.n_workers):
                 process = &self.processes[index]
-                if process.state in (SLEEPS, STALLED):
-                    if process.until_ns <= self.now_ns:
+                if process.state in (SLEEPS, STALLED, RESTARTS):
+                    if process.until_ns <= self.now_ns and process.state == RESTARTS:
+                        self._begin_life(index)
+                    elif process.until_ns <= self.now_ns:
                         process.state = RUNS
                     elif process.state == SLEEPS and self.wake_share and (self._draw() & 0xffffff) < self.wake_share:
                         self.faults[FAULT_WAKE] += 1
@@ -342,7 +394,7 @@ cdef class World:
 
     cdef void _run(self) noexcept nogil:
         cdef int32_t next_one
-        cdef uint32_t unnoticed = 0
+        cdef uint32_t dead = 0, unnoticed = 0
         while not self.over:
             next_one = self._choose()
             if next_one < 0:
@@ -353,25 +405,48 @@ cdef class World:
                 self.witness.look(next_one)
         self.runs = -1
         for next_one in range(self.n_workers):
-            if self.processes[next_one].state == DEAD and self.processes[next_one].noticed_ns < 0:
+            if self.processes[next_one].state == DEAD:
+                dead |= (<uint32_t> 1) << next_one
+                self.witness.posted[next_one] = self.arena.lane(next_one).tail  # not what it was about to post
+            if self.processes[next_one].state == DEAD and not self.processes[next_one].noticed:
                 unnoticed |= (<uint32_t> 1) << next_one
         if self.witness.message[0] == 0:
-            self.witness.end(unnoticed)
+            self.witness.end(dead, unnoticed)
 
     # -- a worker's life: fastps/worker.py's loop --------------------------------------------------
 
     cdef void _live(self, int32_t index) noexcept nogil:
         cdef process_t *me = &self.processes[index]
         cdef uint32_t kind
-        fps_state_change(&self.arena.lane(index).state, FPS_LANE_FREE, FPS_LANE_LIVE)
+        cdef int64_t generation
+        cdef int32_t shard
+        generation = self.arena._claim(index, index, True)
+        if generation != me.generation:
+            self.witness.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
+        for shard in range(self.n_shards):
+            (<Holder> (<Lane> self._lanes[index])._holders[shard]).generation = me.generation
+        me.posts = (<Lane> self._lanes[index]).words.tail
+        if generation > 0:
+            self._join(index)
+        me.steps = fps_grant_acquire(&self.arena.seat(index, 0).granted) - 1
         self._pull(index, True)
-        while me.steps < self.n_steps:
+        while me.pushes < self.n_steps:
             self._compute(index)
             kind = FPS_NULL if (self._draw() & 0xffff) < self.null_share else FPS_PUSH
             self._push(index, kind)
             self._wait(index, 0 if self.at_once else me.steps + 1, me.slot_free_at[me.slot], 1 if self.is_partial else 0)
             self._pull(index, False)
         self._leave(index)
+
+    cdef void _join(self, int32_t index) noexcept nogil:
+        """Wait until every shard counts this worker."""
+        cdef process_t *me = &self.processes[index]
+        (<Lane> self._lanes[index])._break_turns(index, me.generation - 1, self._clock(me))
+        while not self.arena._has_joined(index):
+            self._try_turn(index)
+            self._look_around(index)
+            self._pause(JOIN_NS)
+        self.arena._move(index, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
     cdef void _compute(self, int32_t index) noexcept nogil:
         """Read the pulled weights, now and then."""
@@ -404,8 +479,8 @@ cdef class World:
                 self.witness.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index,
                                   me.versions[shard], shard)
 
-    cdef void _write_slot(self, int32_t index, int64_t step) noexcept nogil:
-        """The step's own gradient, over whatever was there; who reads too early sees garbage."""
+    cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
+        """The descriptor's own gradient, over whatever was there; who reads too early sees garbage."""
         cdef process_t *me = &self.processes[index]
         cdef char *slot = self.arena.slot(index, me.slot)
         cdef fps_hyper *hyper = <fps_hyper *> slot
@@ -419,7 +494,7 @@ cdef class World:
         memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
         fps_plain_store()
         for shard in range(self.n_shards):
-            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + step] = 1.0
+            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position] = 1.0
         fps_plain_store()
         hyper.learning_rate = 1.0
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
@@ -429,9 +504,10 @@ cdef class World:
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
         cdef process_t *me = &self.processes[index]
         if kind == FPS_PUSH:
-            self._write_slot(index, me.steps)
+            self._write_slot(index, me.posts)
         self._post(index, kind)
         me.steps += 1
+        me.pushes += 1
         if kind == FPS_PUSH:
             me.slot_free_at[me.slot] = me.posts
             me.slot = (me.slot + 1) % self.arena.header.n_slots
@@ -492,57 +568,35 @@ cdef class World:
                               (<Lane> self._lanes[index]).bad_lane)
         self.witness.promised[index] = posted
 
+    cdef uint32_t _dead_owners(self, int32_t lane) noexcept nogil:
+        """How many of a lane's owners have died."""
+        return self.processes[lane].generation + (self.processes[lane].state in (DEAD, RESTARTS))
+
     cdef void _look_around(self, int32_t index) noexcept nogil:
-        """Take the turns of the dead whom this process has not seen yet."""
+        """Break the turns of the dead whom this process has not seen yet, and bury them: fastps/membership.py."""
         cdef process_t *me = &self.processes[index]
-        cdef process_t *other
         cdef int32_t dead
+        cdef uint32_t generation
         me.looked_ns = self._clock(me)
         for dead in range(self.n_workers):
-            other = &self.processes[dead]
-            if other.state != DEAD:
-                continue
-            if not (me.known_dead >> dead) & 1:
-                me.known_dead |= (<uint32_t> 1) << dead
-                if other.noticed_ns < 0:
-                    other.noticed_ns = self.now_ns
-                (<Lane> self._lanes[index])._break_turns(dead, self._clock(me))
-            self._retire(dead)
-
-    cdef void _retire(self, int32_t dead) noexcept nogil:
-        """Post the dead worker's LEAVE for it, in one event, as soon as its ring has room."""
-        cdef process_t *other = &self.processes[dead]
-        cdef int32_t runs = self.runs
-        cdef fps_descriptor descriptor
-        if other.retired:
-            return
-        self.runs = -1
-        other.posts = fps_tail_acquire(&self.arena.lane(dead).tail)
-        self.witness.posted[dead] = other.posts
-        memset(&descriptor, 0, sizeof(descriptor))
-        descriptor.kind = FPS_LEAVE
-        descriptor.step = other.posts
-        descriptor.post_ns = self.now_ns
-        other.retired = other.posts > 0 and self.witness.kinds[dead][other.posts - 1] == FPS_LEAVE
-        if not other.retired and (<Lane> self._lanes[dead])._post(&descriptor):
-            self.witness.kinds[dead][other.posts] = FPS_LEAVE
-            self.witness.posted[dead] = other.posts + 1
-            other.retired = True
-        if other.retired:
-            fps_state_change(&self.arena.lane(dead).state, FPS_LANE_FREE, FPS_LANE_FAILED)
-            fps_state_change(&self.arena.lane(dead).state, FPS_LANE_LIVE, FPS_LANE_FAILED)
-            fps_state_change(&self.arena.lane(dead).state, FPS_LANE_LEAVING, FPS_LANE_FAILED)
-        self.runs = runs
+            while dead != index and me.buried[dead] < self._dead_owners(dead):
+                generation = me.buried[dead]
+                if generation == self.processes[dead].generation and not self.processes[dead].noticed:
+                    self.processes[dead].noticed = True
+                    self.worst_detection_ns = max(self.worst_detection_ns, self.now_ns - self.processes[dead].died_ns)
+                (<Lane> self._lanes[index])._break_turns(dead, generation, self._clock(me))
+                self.arena._bury(dead, generation)
+                me.buried[dead] = generation + 1
+                self._try_turn(index)
 
     cdef bint _others_are_done(self, int32_t index) noexcept nogil:
         cdef int32_t other
         self._try_turn(index)
         for other in range(self.n_workers):
-            if fps_state_acquire(&self.arena.lane(other).state) in (FPS_LANE_LIVE, FPS_LANE_FREE):
+            if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
+                    FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
                 return False
             if (<Lane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
-                return False
-            if self.processes[other].state == DEAD and not self.processes[other].retired:
                 return False
         return True
 
@@ -550,13 +604,13 @@ cdef class World:
         cdef process_t *me = &self.processes[index]
         cdef int32_t shard
         self._post(index, FPS_LEAVE)
-        fps_state_change(&self.arena.lane(index).state, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+        self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
         self._try_turn(index)
         while not self._others_are_done(index):
             if self._clock(me) - me.looked_ns > LIVENESS_NS:
                 self._look_around(index)
             self._pause(IDLE_NS)
         self._pull(index, True)
-        fps_state_change(&self.arena.lane(index).state, FPS_LANE_LEAVING, FPS_LANE_LEFT)
         for shard in range(self.n_shards):
             fps_pin_exchange(&self.arena.seat(index, shard).pin, 0)
+        self.arena._end(index, me.generation, FPS_LANE_LEFT)

@@ -95,6 +95,7 @@ typedef struct {
     float *state_out;
     const int64_t *steps_in;
     int64_t *steps_out;
+    int32_t *unsound; /* set to 1 when a result is infinite or NaN; NULL: nobody asks */
 } fps_fold_job;
 
 /* A fraction of the way from one value to another, as torch.lerp takes it: from the nearer end, so `fraction` may be negative. */

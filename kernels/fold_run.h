@@ -29,6 +29,7 @@ typedef struct {
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
+    int (*is_finite)(const float *, int64_t);
 } fps_tile_functions;
 
 /* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
@@ -220,6 +221,20 @@ static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_j
         tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);
 }
 
+/* Flag a tile whose results are not finite: then a gradient was not, or it overflowed the rule. Inf and NaN of a gradient reach the
+ * weights, or stay in a sum of squares whose root divides it; so these are looked at, while they are in the cache. */
+static void fps_watch(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first, int64_t length) {
+    const float *weights = job->streaming ? stage : job->weights_out + first;
+    const float *state = job->streaming ? stage + FPS_TILE : job->state_out + first;
+    int64_t stride = job->streaming ? FPS_TILE : job->state_stride;
+    int from = job->rule == FPS_RULE_ADAM ? 1 : 0, to = job->rule == FPS_RULE_SGD ? 0 : fps_rule_planes(job);
+    if (!job->unsound) return;
+    if (job->rule == FPS_RULE_RMSPROP) to = 1;
+    if (!tile->is_finite(weights, length)) *job->unsound = 1;
+    for (int plane = from; plane < to; plane++)
+        if (!tile->is_finite(state + plane * stride, length)) *job->unsound = 1;
+}
+
 /* The average's plane follows the weights that were just written. */
 static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int64_t plane = job->ema_plane * place->stride;
@@ -363,6 +378,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                 else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
             }
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -383,6 +399,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -431,6 +448,7 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
                 gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
             fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
         }
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }

@@ -25,6 +25,7 @@
     MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
     MUTANT(FORGET_HEADS, "forget-heads", "who breaks a turn does not write the words that follow from its last commit")  \
     MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a turn does not wait for those who help with its fold")           \
+    MUTANT(FORGET_GENERATION, "forget-generation", "who buries a dead worker buries whoever has its lane by now")         \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
 
 enum {

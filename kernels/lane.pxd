@@ -20,6 +20,8 @@ cdef extern from "arena.h" nogil:
         FPS_LANE_LEFT
         FPS_LANE_FAILED
         FPS_LANE_LEAVING
+        FPS_LANE_DEAD
+        FPS_LANE_JOINING
 
     ctypedef struct fps_descriptor:
         uint64_t step
@@ -37,7 +39,6 @@ cdef extern from "arena.h" nogil:
         uint32_t sleeping
         uint32_t helping
         uint32_t state
-        uint32_t generation
         int64_t process_id
         int64_t steps
         int64_t wait_ns
@@ -55,8 +56,12 @@ cdef extern from "arena.h" nogil:
         int64_t dropped
         int64_t staleness_sum
         int64_t staleness_max
+        int64_t generation
         uint64_t pin
         uint64_t next
+        int64_t rejected
+        int64_t rejected_step
+        int64_t rejected_parameter
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)

@@ -92,7 +92,8 @@ cdef struct worker_t:
     double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
     double line_constant    # a and k
     double line_slope
-    int64_t unused
+    int32_t generation      # of the owner who joined last
+    int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
@@ -158,6 +159,7 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
 
 cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil
 cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil

@@ -27,6 +27,7 @@ from fastps.kernels.roster cimport (
     link_t,
     policy_t,
     prefetch,
+    roster_add,
     roster_advance,
     roster_begin,
     roster_bytes,
@@ -39,6 +40,7 @@ from fastps.kernels.roster cimport (
     roster_links,
     roster_remove,
     roster_slowest,
+    roster_slowest_clock,
     roster_stop_waiting,
     roster_touch,
     roster_touched,
@@ -290,6 +292,26 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
     return action
 
 
+cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int64_t clock) noexcept nogil:
+    """A worker joins that lives not, and of whom nothing is kept: at `clock`, or where that is less than 0 at the slowest
+    live worker's, with an empty history, and granted its first step.
+
+    Nobody waits for less than before, so nobody is granted anything by it; a sum that was nearly complete waits for it, too.
+    """
+    cdef worker_t *w = &roster_workers(state)[worker]
+    FPS_ASSERT(not w.live)
+    _set_time(state, now_ns)
+    if clock < 0:
+        clock = roster_slowest_clock(state) if state.n_live > 0 else w.clock
+    roster_add(state, worker, clock)
+    w.granted = clock + 1
+    w.granted_at = state.sequence
+    w.granted_ns = state.now_ns
+    w.push_ns[0] = w.push_ns[1] = w.kept_version = w.credit = w.relayed = w.iteration_ns = w.base_batch = w.batch = 0
+    w.kept = w.said_leave = w.history = w.waiting = w.measured = 0
+    w.fit_n = w.fit_batch = w.fit_ns = w.fit_batch_batch = w.fit_batch_ns = w.line_constant = w.line_slope = 0
+
+
 cdef int64_t scheduler_due(const scheduler_t *state) noexcept nogil:
     """The deadline of the next timer, or NEVER_NS."""
     if state.policy.grant == GRANT_ROUND_ROBIN:
@@ -400,6 +422,15 @@ cdef class Scheduler:
         self._worker(worker)
         self._begin()
         return self._outcome(scheduler_leave(self.state, worker, now_ns), worker)
+
+    def join(self, int worker, int64_t now_ns, int64_t clock=-1):
+        """A worker that had left joins at `clock`, by default the slowest live worker's; returns the same as push."""
+        cdef worker_t *w = self._worker(worker)
+        if w.live or w.consumed != w.cursor:
+            raise ValueError(f"worker {worker} may not join: {'it lives' if w.live else 'a push of it is not folded yet'}")
+        self._begin()
+        scheduler_join(self.state, worker, now_ns, clock)
+        return self._outcome(ACTION_NONE, worker)
 
     def due_ns(self):
         """The deadline of the next timer, or None."""

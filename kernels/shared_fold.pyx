@@ -8,15 +8,20 @@ into buffers that nobody reads: what a dead helper left undone is folded again.
 What it refuses to know: which pushes are folded and why (holder.pyx), who is dead (fastps/worker.py), arithmetic (fold.pyx).
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.math cimport INFINITY, fabsf
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.arena cimport (
     FPS_MAX_CHUNKS,
+    FPS_STATE_BUFFERS,
     FPS_TICKET_NEXT,
     Arena,
     fps_folded_push,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
     fps_ticket_chunks,
     fps_ticket_next,
     fps_ticket_pack,
@@ -31,7 +36,7 @@ from fastps.kernels.fold cimport (
     fps_push,
     fps_segment,
 )
-from fastps.kernels.lane cimport fps_lane, fps_pause
+from fastps.kernels.lane cimport fps_descriptor, fps_lane, fps_pause
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
@@ -104,15 +109,41 @@ cdef class SharedFold:
 
     # -- the holder --------------------------------------------------------------------------------
 
-    cdef void put(self, uint32_t index, uint32_t lane, uint32_t slot, double scale, double rate_scale) noexcept nogil:
+    cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
+                  double rate_scale) noexcept nogil:
         """Write a push into the order, as its `index`th of at most FPS_MAX_PUSHES."""
         cdef fps_folded_push *push = &self.work.pushes[index]
         FPS_ASSERT(index < FPS_MAX_PUSHES)
         fps_plain_store()
         push.lane = lane
-        push.slot = slot
+        push.slot = descriptor.slot
+        push.step = descriptor.step
+        push.samples = descriptor.samples
         push.scale = scale
         push.rate_scale = rate_scale
+
+    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
+        """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where one is not
+        finite. A pass over one gradient, for the rare fold that came out unsound.
+        """
+        cdef const fps_push *push = &self.pushes[index]
+        cdef const fps_segment *segment
+        cdef float size, most = -1
+        cdef int64_t s, i
+        for s in range(self.job.n_segments):
+            segment = &self.job.segments[s]
+            if (not self.domain.first <= segment.offset < self.domain.last
+                    or not (push.presence[segment.parameter >> 6] >> (segment.parameter & 63)) & 1):
+                continue
+            for i in range(segment.offset, segment.offset + segment.length):
+                size = fabsf((<const float *> push.gradient)[i] * <float> push.scale)  # the store's slots are float32
+                if not size < INFINITY:
+                    parameter[0] = segment.parameter
+                    return INFINITY
+                if size > most:
+                    most = size
+                    parameter[0] = segment.parameter
+        return most
 
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
@@ -123,7 +154,7 @@ cdef class SharedFold:
             return FOLD_REFUSED
         chunks = self._cut()
         if chunks < 2:
-            return FOLD_DONE if fps_fold(&self.job, self.domain.first, self.domain.last) == 0 else FOLD_REFUSED
+            return self._fold_range(self.domain.first, self.domain.last)
         self.own = 0
         fps_chunks_clear(&self.work.done)
         ticket = fps_ticket_acquire(&self.work.ticket)
@@ -143,7 +174,7 @@ cdef class SharedFold:
     cdef int finish(self) noexcept nogil:
         """Wait until nobody helps, for so long; then fold what is missing."""
         cdef uint64_t done, chunk
-        cdef int look
+        cdef int look, outcome
         for look in range(SPINS + YIELDS):
             if not self.is_helped():
                 break
@@ -155,15 +186,17 @@ cdef class SharedFold:
             return FOLD_AWAITING
         done = self.own | fps_chunks_acquire(&self.work.done)
         for chunk in range(fps_ticket_chunks(fps_ticket_acquire(&self.work.ticket))):
-            if not (done >> chunk) & 1 and self._fold(chunk) != 0:
-                return FOLD_REFUSED
+            if not (done >> chunk) & 1:
+                outcome = self._fold(chunk)
+                if outcome != FOLD_DONE:
+                    return outcome
         return FOLD_DONE
 
     cdef bint is_helped(self) noexcept nogil:
         """Whether a chunk may be in another lane's hands. Only once the ticket is exhausted a False lasts."""
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and fps_help_load(&self.arena.lane(index).helping) == self.shard + 1:
+            if index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1:
                 return True
         return False
 
@@ -210,7 +243,7 @@ cdef class SharedFold:
         cdef bint is_read = False, helped = False
         if _is_exhausted(ticket):
             return False
-        fps_help_set(&mine.helping, self.shard + 1)
+        fps_help_set(&mine.helping, fps_member_pack(fps_member_generation(mine.state), self.shard + 1))
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
             if _is_exhausted(ticket):
@@ -235,16 +268,24 @@ cdef class SharedFold:
         cdef int64_t first = self.domain.first + <int64_t> chunk * self.work.chunk_floats
         if not self.domain.first <= first < self.domain.last:
             return FOLD_REFUSED
-        return fps_fold(&self.job, first, min(first + self.work.chunk_floats, self.domain.last))
+        return self._fold_range(first, min(first + self.work.chunk_floats, self.domain.last))
+
+    cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil:
+        self.unsound = 0
+        if fps_fold(&self.job, first, last) != 0:
+            return FOLD_REFUSED
+        return FOLD_UNSOUND if self.unsound else FOLD_DONE
 
     cdef bint _read(self) noexcept nogil:
         """Make a job of the order; False if any number of it is out of range."""
         cdef fps_work *order = self.work
         cdef uint32_t index, n_pushes = order.n_pushes, state_in = order.state_in
-        cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out
+        cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out, state_out = order.state_out
         cdef fps_folded_push *push
         cdef char *slot
-        if n_pushes > FPS_MAX_PUSHES or state_in > 1 or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+        if n_pushes > FPS_MAX_PUSHES or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+            return False
+        if max(state_in, state_out) >= FPS_STATE_BUFFERS or state_in == state_out or weights_in == weights_out:
             return False
         for index in range(n_pushes):
             push = &order.pushes[index]
@@ -273,8 +314,9 @@ cdef class SharedFold:
         self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
         self.job.weights_in = self.arena.weights(weights_in)
         self.job.weights_out = self.arena.weights(weights_out)
+        self.job.unsound = &self.unsound if self.arena.header.checks_finite else NULL
         self._read_state(self.arena.state(state_in), self.arena.state(
-            state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else 1 - state_in))
+            state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out))
         return True
 
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil:

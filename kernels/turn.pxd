@@ -30,4 +30,4 @@ cdef class Lane:
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
     cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
     cdef int _try_turns(self, int64_t now_ns) noexcept nogil
-    cdef int _break_turns(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil
+    cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil

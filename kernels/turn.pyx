@@ -12,8 +12,8 @@ from libc.string cimport memcpy, memset
 from fastps.kernels.arena cimport (
     Arena,
     fps_commit_buffer,
-    fps_commit_record,
     fps_commit_version,
+    fps_member_generation,
     fps_turn_owner,
 )
 from fastps.kernels.fold cimport fps_hyper, fps_user_rule
@@ -45,7 +45,9 @@ cdef extern from "atomics.h" nogil:
     void fps_pin_exchange(uint64_t *pin, uint64_t value)
     int64_t fps_grant_acquire(const int64_t *granted)
     uint32_t fps_event_load(const uint32_t *event)
-    void fps_help_set(uint32_t *helping, uint32_t value)
+    uint32_t fps_help_load(const uint32_t *helping)
+    int fps_help_end(uint32_t *helping, uint32_t seen)
+    uint32_t fps_state_acquire(const uint32_t *state)
     void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
     void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
     void fps_counter_set(int64_t *counter, int64_t value)
@@ -373,23 +375,31 @@ cdef class Lane:
         """The lane that holds a shard's turn, or -1."""
         return <int64_t> fps_turn_owner(fps_turn_load(&self.arena.domain(shard).turn)) - 1
 
-    def break_turn(self, uint32_t dead_lane, int64_t now_ns=0):
-        """Take every turn that `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+    def break_turn(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
+        """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+
+        By default the owner is the present one. An earlier owner's turn is taken, too.
 
         What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
         """
         cdef int found
+        cdef uint32_t dead_generation
+        if generation is None:
+            generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
+        dead_generation = generation
         with nogil:
-            found = self._break_turns(dead_lane, now_ns)
+            found = self._break_turns(dead_lane, dead_generation, now_ns)
         return found
 
-    cdef int _break_turns(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil:
+    cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
         cdef uint32_t shard
         cdef int outcome, found = TURN_BUSY
-        fps_help_set(&self.arena.lane(dead_lane).helping, 0)
+        cdef uint32_t helping = fps_help_load(&self.arena.lane(dead_lane).helping)
+        if helping and fps_member_generation(helping) == generation:
+            fps_help_end(&self.arena.lane(dead_lane).helping, helping)
         for shard in range(self.n_shards):
             (<Holder> self._holders[shard]).resume(now_ns)
-            outcome = (<Holder> self._holders[shard]).break_turn(dead_lane, now_ns)
+            outcome = (<Holder> self._holders[shard]).break_turn(dead_lane, generation, now_ns)
             if outcome != TURN_BUSY:
                 found = outcome
         return found
@@ -406,7 +416,7 @@ cdef class Lane:
         cdef int64_t buffer = holder.spare()
         if buffer < 0:
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
-        return buffer, 1 - holder.domain.records[fps_commit_record(holder.seen)].state_buffer
+        return buffer, holder.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
         """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""

@@ -18,6 +18,7 @@ cdef struct watched_t:
     uint64_t record_state               # the state buffer of the last commit
     int64_t cursor[8]
     int64_t granted[8]
+    int32_t generation[8]
     int64_t head[8]
     int64_t seat_granted[8]
     int64_t folded[8]                   # pushes, null pushes among them
@@ -46,7 +47,7 @@ cdef class Witness:
 
     cdef void look(self, int32_t runs) noexcept nogil
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
-    cdef void end(self, uint32_t unnoticed) noexcept nogil
+    cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 
     cdef void _begin(self)

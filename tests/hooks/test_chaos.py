@@ -21,6 +21,7 @@ FOUND_WITHIN = {
     "forget-helpers": 400,
     "done-first": 1_000,
     "forget-heads": 500,
+    "forget-generation": 2_000,
     "state-in-place": 10,
 }
 RARELY_FOUND_WITHIN = {"break-at-once": 6_000}  # a dead holder, a stopped helper, and a push in between
