@@ -93,7 +93,7 @@ cdef class World:
     cdef void _make_processes(self, double skew_ns) noexcept
     cdef uint64_t _draw(self) noexcept nogil
     cdef void _at_access(self) noexcept nogil
-    cdef bint _has_claimed(self, process_t *me) noexcept nogil
+    cdef bint _may_die(self, process_t *me) noexcept nogil
     cdef void _die(self, process_t *me) noexcept nogil
     cdef bint _is_busy(self) noexcept nogil
     cdef void _sleep(self, const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil

@@ -263,8 +263,7 @@ cdef class World:
             self._switch()
         draw >>= 8
         factor = self.busy_factor if self.crashes_left + self.stalls_left > 0 and self._is_busy() else 1
-        # Who dies before it has claimed its lane is missed by its launcher only.
-        if self.crashes_left > 0 and self._has_claimed(me) and (draw & 0xffffff) < self.crash_share * factor:
+        if self.crashes_left > 0 and (draw & 0xffffff) < self.crash_share * factor and self._may_die(me):
             self.crashes_left -= 1
             self.faults[FAULT_CRASH] += 1
             self.calm_events = 0
@@ -285,9 +284,14 @@ cdef class World:
         if (draw & 0xffff) < self.switch_share:
             self._switch()
 
-    cdef bint _has_claimed(self, process_t *me) noexcept nogil:
+    cdef bint _may_die(self, process_t *me) noexcept nogil:
+        """Whether anybody would miss it: who dies before it has claimed its lane is its launcher's concern, the last one nobody's."""
         cdef uint32_t member = self.arena.lane(self.runs).state
-        return fps_member_state(member) != FPS_LANE_FREE and fps_member_generation(member) == me.generation
+        cdef int32_t index
+        for index in range(self.n_workers):
+            if index != self.runs and self.processes[index].state in (RUNS, SLEEPS, STALLED):
+                return fps_member_state(member) != FPS_LANE_FREE and fps_member_generation(member) == me.generation
+        return False
 
     cdef void _die(self, process_t *me) noexcept nogil:
         """The process that runs is dead from now on; another may take its lane later."""

@@ -14,17 +14,17 @@ FOUND_WITHIN = {
     "forget-pending": 50,
     "flip-first": 5,
     "forget-cursor": 5,
-    "forget-recheck": 1_000,
+    "forget-recheck": 500,
     "forget-pins": 200,
     "acknowledge-first": 5,
     "tail-first": 100,
     "forget-helpers": 400,
-    "done-first": 1_000,
-    "forget-heads": 500,
-    "forget-generation": 2_000,
+    "done-first": 1_500,
+    "forget-heads": 1_000,
+    "forget-generation": 100,
     "state-in-place": 10,
 }
-RARELY_FOUND_WITHIN = {"break-at-once": 6_000}  # a dead holder, a stopped helper, and a push in between
+RARELY_FOUND_WITHIN = {"break-at-once": 2_000}  # a dead holder, a stopped helper, and a push in between
 
 
 def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:

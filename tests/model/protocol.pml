@@ -10,7 +10,7 @@
  *
  * What it refuses to be: a model of weak memory orders, of timers, of shared folds, or of what the scheduler decides (each push
  * is folded when it is seen). Mutants, for a model that finds nothing proves nothing: -DFORGET_PENDING, -DFLIP_FIRST,
- * -DFORGET_RECHECK, -DFORGET_PINS, -DFORGET_REPAIR, -DKEEP_TURN.
+ * -DFORGET_RECHECK, -DFORGET_PINS, -DKEEP_TURN.
  *
  *   spin -a protocol.pml && cc -O2 -DSAFETY -DCOLLAPSE -o pan pan.c && ./pan -m100000
  */
@@ -72,16 +72,6 @@ inline flip(seen_version, seen_epoch, fresh) {
         :: else -> skip /* a late owner: nothing happened */
         fi
     }
-}
-
-/* Holder._repair: after a death the inactive record may hold anything. */
-inline repair() {
-#ifndef FORGET_REPAIR
-    records[1 - record].cursor[0] = records[record].cursor[0];
-    records[1 - record].cursor[1] = records[record].cursor[1]
-#else
-    skip
-#endif
 }
 
 /* Holder._drain: commits, until nothing new is seen. */
@@ -169,7 +159,8 @@ inline try_turn() {
     od
 }
 
-/* Lane.break_turn: the turn of one who is proved dead, then the commit word's epoch, then what it left half written. */
+/* Lane.break_turn: the turn of one who is proved dead, then the commit word's epoch. What it left half written lies in the record
+ * that every commit writes whole here. */
 inline break_turn(victim) {
     atomic {
         if
@@ -181,7 +172,6 @@ inline break_turn(victim) {
     :: mine ->
         mine = 0;
         epoch = epoch + 1;
-        repair();
         run_turn()
     :: else
     fi
