@@ -53,7 +53,7 @@ class Findings:
 
 
 def hooks_path() -> Path:
-    """Where the build with test hooks is: FASTPS_HOOKS_PATH, else build/hooks beside the sources. Raises UsageError if nowhere."""
+    """Where the build with test hooks is: FASTPS_HOOKS_PATH, else build/hooks beside the sources. Raises UsageError."""
     given = os.environ.get("FASTPS_HOOKS_PATH")
     sources = Path(__file__).resolve().parents[1]
     path = Path(given) if given else sources / "build" / "hooks"
@@ -95,7 +95,9 @@ def mutants(path: Path) -> dict[str, str]:
     """The mutants of the build at `path`: name to what is wrong."""
     code = "import json; from fastps.kernels import hooks; print(json.dumps(hooks.MUTANTS))"
     environment = {**os.environ, "PYTHONPATH": str(path)}
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=path, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=path, check=True
+    )
     found: dict[str, str] = json.loads(ended.stdout)
     return found
 
@@ -130,7 +132,9 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
             assert child.stdout is not None
             child.stdout.close()
     if total.seeds != seeds:
-        raise RuntimeError(f"expected the findings of {seeds} seeds, found {total.seeds}: a child process died; run fewer seeds")
+        raise RuntimeError(
+            f"expected the findings of {seeds} seeds, found {total.seeds}: a child process died; run fewer seeds"
+        )
     return total
 
 

@@ -119,7 +119,8 @@ cdef class World:
     # -- making a job ------------------------------------------------------------------------------
 
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint may_drop,
-            int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch, double crash, double stall,
+            int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
+            double crash, double stall,
             double wake, double null, int crashes, int stalls, int restarts,
             int busy_factor, double skew_ns, dict policy not None):
         """Play one seed; returns what happened as a dict.
@@ -285,7 +286,7 @@ cdef class World:
             self._switch()
 
     cdef bint _may_die(self, process_t *me) noexcept nogil:
-        """Whether anybody would miss it: who dies before it has claimed its lane is its launcher's concern, the last one nobody's."""
+        """Whether a peer would miss it. Who dies before it has claimed its lane is its launcher's concern."""
         cdef uint32_t member = self.arena.lane(self.runs).state
         cdef int32_t index
         for index in range(self.n_workers):

@@ -33,7 +33,6 @@ from fastps.kernels.lane cimport (
     FPS_PUSH,
     fps_descriptor,
     fps_head_acquire,
-    fps_lane,
     fps_pause,
     lane_post,
 )

@@ -11,7 +11,7 @@ from libc.math cimport fabs
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy
 
 from fastps.kernels.arena cimport (
     FPS_PENDING,
@@ -194,7 +194,7 @@ cdef class Witness:
         return n
 
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil:
-        """Cursors only move on, not beyond what was posted, and pass no push that is not folded, or dropped where that may be."""
+        """Cursors only move on, not beyond what was posted, and pass no push that is not folded (or may be dropped)."""
         cdef watched_t *known = &self.shards[shard]
         cdef const worker_t *worker
         cdef int32_t index
@@ -214,7 +214,8 @@ cdef class Witness:
                 elif not known.is_folded[index][position]:
                     known.dropped[index] += 1
                     if not self.may_drop:
-                        self.fail(b"lost: step %ld of worker %ld was passed in shard %ld, and not folded", position, index, shard)
+                        self.fail(b"lost: step %ld of worker %ld was passed in shard %ld, and not folded", position, index,
+                                  shard)
             known.cursor[index] = worker.cursor
 
     cdef void _watch_state(self, uint32_t shard, uint64_t buffer, int64_t n, double gradient) noexcept nogil:
@@ -283,7 +284,8 @@ cdef class Witness:
             for index in range(self.n_workers):
                 if (unnoticed >> index) & 1:
                     continue
-                if known.cursor[index] != self.posted[index] or <int64_t> self.arena.seat(index, shard).head != known.cursor[index]:
+                if known.cursor[index] != self.posted[index] \
+                        or <int64_t> self.arena.seat(index, shard).head != known.cursor[index]:
                     self.fail(b"ledger: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
                               known.cursor[index])
                 # Of a null push nobody can see whether it was folded or dropped, only that it was one of them.

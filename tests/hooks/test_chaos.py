@@ -1,4 +1,4 @@
-"""The simulated world: a thousand seeds without a violation, each history played again from its seed, and every mutant found."""
+"""The simulated world: a thousand seeds without a violation, each history played again by its seed, every mutant found."""
 
 import pytest
 
@@ -76,5 +76,5 @@ def test_a_mutant_is_off_again_after_its_seeds() -> None:
 
 
 def test_an_unknown_mutant_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="expected one of keep-turn, .* found 'drop-everything'"):
+    with pytest.raises(ValueError, match=r"expected one of keep-turn, .* found 'drop-everything'"):
         hooks.switch_on("drop-everything")

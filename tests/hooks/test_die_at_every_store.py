@@ -164,9 +164,7 @@ class Job:
             places += [self.arena.plane_offset(state, plane) for plane in range(self.case.planes + 1)]
             steps = self.arena.steps_offset(state) + 8 * shard
             found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
-            found += [
-                self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places
-            ]
+            found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
         return b"".join(found)
 
 
