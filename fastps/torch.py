@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fastps import environment, exits
+from fastps import config, environment, exits
 from fastps.allocator import keep_freed_memory
 from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load, refused
 from fastps.checkpoint_torch import described_group, restore_group
 from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.errors import AttachError, ParameterChangedError, UnsupportedError, UsageError
+from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.kernels.attributes import Attribute
 from fastps.layout import Layout, Parameter, place
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
-_LOOK_FOR_OTHERS_S = 0.5  # how long a restarted worker 0 looks for those who go on without it
+_JOIN_S = 10.0  # how long the replacement of a lost worker looks for those who go on without it
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -177,8 +177,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return None
         found = load(path)
         found.check_layout(layout)
-        for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
-            restore_group(group, described)
         saved = found.buffers()
         for name, buffer in model.named_buffers() if model is not None else ():
             if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
@@ -186,15 +184,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none"
                 )
             buffer.copy_(torch.from_numpy(saved[name].copy()))
+        for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
+            restore_group(group, described)
         return found
 
     def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         """Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does who replaces it."""
         hypers = self._hypers()
         rank = environment.rank()
-        store = self._running_store(layout, hypers, job, timeout_s, clock) if rank == 0 and environment.restarts() else None
-        if store is not None:
-            pass
+        if environment.joins():
+            patience_s = min(_JOIN_S, config.timeout_s(timeout_s))  # the others are there, or have come to their end
+            store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=clock).with_timeout(timeout_s)
         elif rank == 0:
 
             def write(views: list[Any]) -> None:
@@ -209,15 +209,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             store.close()
             raise
-
-    def _running_store(
-        self, layout: Layout, hypers: list[Hyper], job: str, timeout_s: float | None, clock: Clock
-    ) -> Store | None:
-        """The arena that the others are in, or None when there is nobody."""
-        try:
-            return Store.connect(job, layout, hypers, timeout_s=_LOOK_FOR_OTHERS_S, clock=clock).with_timeout(timeout_s)
-        except AttachError:
-            return None
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
