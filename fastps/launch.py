@@ -290,7 +290,9 @@ class Launcher:
         """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
         if killed and worker.exit_code == -signal.SIGKILL:
-            worker.tail.append("killed for want of memory: the control group's limit was reached; use fewer workers or raise it")
+            worker.tail.append(
+                "killed for want of memory: the control group's limit was reached; use fewer workers or raise it"
+            )
         if self._interrupts or not self._options.continues:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
         elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):

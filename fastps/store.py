@@ -6,6 +6,7 @@ turn is run by the workers that wait (worker.py, kernels/turn.pyx).
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -129,6 +130,7 @@ class Store:
             resume.check_layout(layout)
         header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
+        store: Store | None = None
         descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.lanes} workers")
         try:
             memory = memory_of.map_shared(descriptor)
@@ -159,8 +161,15 @@ class Store:
                 for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
                     average[:] = weights
             store.answer_at("host")
-        except BaseException:
-            os.close(descriptor)
+        except BaseException as error:
+            if store is not None:
+                store.close()
+            else:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise AttachError(
+                    f"job {job}: expected a new name, found that a job of this name is running; choose another"
+                ) from None
             raise
         return store
 

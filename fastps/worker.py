@@ -155,6 +155,7 @@ class Worker:
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        self._check_not_forked()
         granted = 0 if self.store.layout.policy.at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
         if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
@@ -175,6 +176,7 @@ class Worker:
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        self._check_not_forked()
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
@@ -313,7 +315,8 @@ class Worker:
             self.try_turn()
 
     def try_turn(self) -> None:
-        """Run every shard's turn that is free. Raises ProtocolError."""
+        """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
+        self._check_not_forked()
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
             if outcome == turn.AWAITING:
@@ -351,6 +354,7 @@ class Worker:
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while LANE_FREE in self.store.arena.lane_states()[: self.store.layout.workers]:
             now_ns = self._clock.now_ns()
@@ -365,6 +369,7 @@ class Worker:
 
         Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
         """
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         self._leave()
         while not self._others_are_done():
@@ -386,6 +391,7 @@ class Worker:
 
     def hold_turns(self) -> None:
         """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         for shard in range(len(self.buffers)):
             while not self.lane.hold(shard):
@@ -430,13 +436,16 @@ class Worker:
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
+        self._check_not_forked()
+        if self.closed or self._left:
+            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+    def _check_not_forked(self) -> None:
         if self.forked:
             raise UsageError(
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
                 " itself, not in its children (such as DataLoader workers)"
             )
-        if self.closed or self._left:
-            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.

@@ -46,7 +46,9 @@ def _work(store: fastps.Store, rank: int, until: int) -> Callable[[], None]:
 
 def _state(store: fastps.Store) -> list[bytes]:
     weights, states = store.committed()
-    views = store.weight_views(weights) + [view for plane in range(store.layout.planes) for view in store.plane_views(states, plane)]
+    views = store.weight_views(weights) + [
+        view for plane in range(store.layout.planes) for view in store.plane_views(states, plane)
+    ]
     return [view.tobytes() for view in views] + [count.tobytes() for count in store.rule_steps(states)]
 
 
@@ -177,7 +179,10 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda it: it.update(clocks=[1.5]), "field 'clocks': expected whole numbers"),
         (lambda it: it.update(format=99), "field 'format': expected 1, which this fastps reads, found 99"),
         (lambda it: it["parameters"][0].pop("shape"), "parameter 0: expected name, shape, group and steps"),
-        (lambda it: it["parameters"][1].update(name="c"), "parameter 'c': tensor 'weights/c': expected float32.*no such tensor"),
+        (
+            lambda it: it["parameters"][1].update(name="c"),
+            "parameter 'c': tensor 'weights/c': expected float32.*no such tensor",
+        ),
         (lambda it: it["rule"].update(planes=["x"]), "parameter 'w': tensor 'state/x/w': expected float32 of shape"),
         (lambda it: it["checksums"].update({"weights/b": 1}), "tensor 'weights/b': expected the checksum 1, found"),
         (lambda it: it["checksums"].pop("weights/b"), "tensor 'weights/b': expected it in both files"),
@@ -192,7 +197,9 @@ def test_a_wrong_description_is_refused_by_field(saved: Path, change: Callable[[
 def test_a_truncated_file_is_refused(saved: Path) -> None:
     file = saved / TENSORS_FILE
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(fastps.CheckpointError, match=r"tensors.safetensors: expected a whole safetensors file, found a damaged"):
+    with pytest.raises(
+        fastps.CheckpointError, match=r"tensors.safetensors: expected a whole safetensors file, found a damaged"
+    ):
         fastps.load(saved)
 
 
@@ -201,7 +208,9 @@ def test_a_flipped_bit_is_refused_by_the_tensors_name(saved: Path) -> None:
     tensors = {name: array.copy() for name, array in tensors.items()}
     tensors["state/momentum_buffer/w"].view(np.uint8).reshape(-1)[5] ^= 4
     save_file(tensors, saved / TENSORS_FILE)
-    with pytest.raises(fastps.CheckpointError, match=r"tensor 'state/momentum_buffer/w': expected the checksum \d+, found \d+: it is"):
+    with pytest.raises(
+        fastps.CheckpointError, match=r"tensor 'state/momentum_buffer/w': expected the checksum \d+, found \d+: it is"
+    ):
         fastps.load(saved)
 
 
@@ -209,19 +218,27 @@ def test_another_shape_is_refused_by_the_parameters_name(saved: Path) -> None:
     tensors = {name: array.copy() for name, array in load_file(saved / TENSORS_FILE).items()}
     tensors["weights/w"] = np.zeros((6, 5), np.float32)
     save_file(tensors, saved / TENSORS_FILE)
-    with pytest.raises(fastps.CheckpointError, match=r"parameter 'w'.*float32 of shape \[5, 6\], found float32 of shape \[6, 5\]"):
+    with pytest.raises(
+        fastps.CheckpointError, match=r"parameter 'w'.*float32 of shape \[5, 6\], found float32 of shape \[6, 5\]"
+    ):
         fastps.load(saved)
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(fastps.CheckpointError, match=r"expected checkpoint.json or folders checkpoint-NUMBER there, found neither"):
+    with pytest.raises(
+        fastps.CheckpointError, match=r"expected checkpoint.json or folders checkpoint-NUMBER there, found neither"
+    ):
         fastps.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
     ("weights", "update", "refusal"),
     [
-        ({**WEIGHTS, "b": np.ones(4, np.float32)}, fastps.SGD(1.0, 0.5), r"parameter 1: expected 'b' of shape \[4\].*found 'b' of"),
+        (
+            {**WEIGHTS, "b": np.ones(4, np.float32)},
+            fastps.SGD(1.0, 0.5),
+            r"parameter 1: expected 'b' of shape \[4\].*found 'b' of",
+        ),
         ({"w": WEIGHTS["w"]}, fastps.SGD(1.0, 0.5), "parameter 1: expected no such parameter as in this model, found 'b'"),
         (WEIGHTS, fastps.Adam(), "rule's name: expected 'adam' as in this optimizer, found 'sgd'"),
         (WEIGHTS, fastps.SGD(1.0), r"rule's planes: expected \[\] as in this optimizer, found \['momentum_buffer'\]"),
@@ -265,7 +282,7 @@ def test_no_damage_is_read_as_something_else(tmp_path_factory: pytest.TempPathFa
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+    return torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:

