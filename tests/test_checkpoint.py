@@ -252,7 +252,7 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path, weights: Any,
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_damage_is_read_as_something_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any bytes written over, cut from or put behind either file: the checkpoint is refused by a CheckpointError, or unchanged."""
+    """Any bytes written over, cut from or put behind either file: a CheckpointError, or tensors as they were."""
     folder = tmp_path_factory.getbasetemp() / "fuzzed"
     if not (folder / "whole").exists():
         with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0, momentum=0.5)) as store, store.attach(0) as worker:

@@ -176,8 +176,8 @@ def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_tor
             weights, fastps.SGD(lr=1.0, momentum=0.0), workers=3, sync="asp", on_worker_loss="continue", timeout_s=20
         )
         with store, store.attach(0) as worker:
-            children = [processes.start(lambda rank=rank: work(store, rank)) for rank in (1, 2)]
-            _wait_until(lambda: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
+            children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in (1, 2)]
+            _wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
             time.sleep(0.001 * np.random.default_rng([case, seed]).random())
             for child in children:
                 os.kill(child.process_id, signal.SIGKILL)
