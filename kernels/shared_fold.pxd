@@ -20,6 +20,7 @@ cdef class SharedFold:
     cdef uint32_t lane
     cdef uint32_t shard
     cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
+    cdef bint streaming             # whether its stores are to go past the caches
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
     # Scratch, allocated once.
     cdef fps_push *pushes
