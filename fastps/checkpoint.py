@@ -284,8 +284,8 @@ def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, 
 
 
 def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
-    tensors = {name: np.ascontiguousarray(array) for name, array in pinned.arrays()}
-    tensors.update({f"buffers/{name}": np.ascontiguousarray(array) for name, array in buffers.items()})
+    tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
+    tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
     checksums = {name: _checksum(array) for name, array in tensors.items()}
     save_file(tensors, folder / TENSORS_FILE)
     del tensors

@@ -20,7 +20,7 @@ def described_group(group: dict[str, Any]) -> dict[str, Any]:
     >>> described_group({"params": [], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
     {'lr': 0.5, 'betas': [0.9, 0.99]}
     """
-    described = {}
+    described: dict[str, Any] = {}
     for name, value in group.items():
         if name in ("params", "param_names"):
             continue

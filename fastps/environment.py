@@ -40,9 +40,9 @@ def job_name(instance: int) -> str:
     return own if instance == 0 else f"{own}.{instance}"
 
 
-def restarts() -> int:
-    """How often a worker was started in this one's place before."""
-    return _number("FASTPS_RESTART", 0)
+def joins() -> bool:
+    """Whether this worker was started in the place of one that was lost, while others of its job are there to be joined."""
+    return _number("FASTPS_JOINS", 0) > 0
 
 
 def _number(name: str, default: int) -> int:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, cast
 
+from fastps import discovery
+from fastps.arena import oom_kills
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
@@ -120,7 +122,6 @@ def environment_of(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "FASTPS_RESTART": str(restart),
         "TORCHELASTIC_RUN_ID": job,
         "FASTPS_JOB": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
@@ -166,6 +167,7 @@ class Launcher:
         self._imports = list(imports)
         self._restarts_left = options.restarts
         self._port = 0
+        self._oom_kills = oom_kills()
         self._spare: LaunchedWorker | None = None
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._prefix = prefix
@@ -219,6 +221,8 @@ class Launcher:
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
         base = {**os.environ, **self._options.environment()}
+        if restart and self.job in discovery.listening():
+            base["FASTPS_JOINS"] = "1"  # others go on: it joins them, and does not begin the job again
         return environment_of(rank, self._count, self._port, self.job, self._sync, base, restart, self._options.restarts)
 
     def _launch(self, rank: int, restart: int, command: list[str], stdin: int) -> LaunchedWorker:
@@ -284,6 +288,11 @@ class Launcher:
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
+        killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
+        if killed and worker.exit_code == -signal.SIGKILL:
+            worker.tail.append(
+                "killed for want of memory: the control group's limit was reached; use fewer workers or raise it"
+            )
         if self._interrupts or not self._options.continues:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
         elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):

@@ -9,9 +9,10 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from fastps.faults import DEFAULT_FAULTS, FaultPolicy
-from fastps.kernels import arena
+from fastps.kernels import arena, fold
 from fastps.policy import Policy
 from fastps.rules import Rule
 
@@ -36,9 +37,15 @@ class Parameter:
         return math.prod(self.shape)
 
 
+GradientType = Literal["float32", "float16", "bfloat16"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """What a job's workers share: parameters, rule, discipline, number of workers, and room for model buffers."""
+    """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
+    precision gradients are pushed; they are summed and applied in single precision in any case.
+    """
 
     parameters: tuple[Parameter, ...]
     groups: int
@@ -47,6 +54,7 @@ class Layout:
     workers: int
     extra_bytes: int = 0
     faults: FaultPolicy = DEFAULT_FAULTS
+    gradient_type: GradientType = "float32"
 
     @property
     def lanes(self) -> int:
@@ -101,6 +109,7 @@ class Layout:
             },
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
+            "gradient_type": self.gradient_type,
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
         return json.dumps(description, sort_keys=True, separators=(",", ":"))

@@ -140,7 +140,8 @@ class FaultInjector:
             if now_ns >= until_ns:
                 del self._stopped[rank]
                 victim.send(signal.SIGCONT)
-        while self._moments and live and now_ns - self._began_ns >= self._moments[0][0] * 1e9:
+        # The last one who is there is spared: with it the job's memory would go.
+        while self._moments and len(live) > 1 and now_ns - self._began_ns >= self._moments[0][0] * 1e9:
             self._hit(self._moments.pop(0)[1], live.pop(self._random.randrange(len(live))), members, now_ns)
 
     def _hit(self, kind: str, victim: Victim, members: list[tuple[int, int]], now_ns: int) -> None:

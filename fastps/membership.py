@@ -101,8 +101,8 @@ class Membership:
         names = [parameter.name for parameter in self._store.layout.parameters]
         name = names[parameter] if 0 <= parameter < len(names) else "?"
         return (
-            f"worker {lane}'s push of step {step} was rejected: expected a finite gradient and finite weights after it, found Inf"
-            f" or NaN in parameter {name!r}; look at its loss, the learning rate and the data of that step"
+            f"worker {lane}'s push of step {step} was rejected: expected a finite gradient and finite weights after it, found"
+            f" Inf or NaN in parameter {name!r}; look at its loss, the learning rate and the data of that step"
         )
 
     def close(self) -> None:

@@ -14,7 +14,9 @@ from fastps.errors import WorkerDiedError
 from fastps.kernels.arena import ABI, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, Arena
 
 _ASK_TIMEOUT_S = 0.05
-_ASK_AGAIN_LOOKS = 20  # a peer that did not answer (a stopped process) is asked again after so many looks: each try costs time
+_MOST_SKIPPED_LOOKS = (
+    20  # a peer that did not answer, time and again (a stopped process), is asked so seldom: each try costs time
+)
 _PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 
 Owner = tuple[int, int]
@@ -32,6 +34,7 @@ class Peers:
         self._owner_of: dict[int, Owner] = {}  # by pidfd
         self._known: set[Owner] = set()
         self._looks_to_skip: dict[Owner, int] = {}
+        self._silences: dict[Owner, int] = {}
 
     def dead(self) -> Owner | None:
         """A worker that failed, or died without leaving; None while all is well. Costs one system call.
@@ -80,6 +83,7 @@ class Peers:
         """This owner is no peer any more."""
         self._known.discard(owner)
         self._looks_to_skip.pop(owner, None)
+        self._silences.pop(owner, None)
         for pidfd in [pidfd for pidfd, known in self._owner_of.items() if known == owner]:
             self._poll.unregister(pidfd)
             del self._owner_of[pidfd]
@@ -107,8 +111,10 @@ class Peers:
             now_generation, state = self._arena.members()[lane]
             return now_generation != generation or state not in _PRESENT
         except rendezvous.Silent:
-            self._looks_to_skip[owner] = _ASK_AGAIN_LOOKS
-            return True  # alive enough to accept: a stopped process is slow, not dead
+            # Alive enough to accept: a stopped process is slow, not dead; or it is about to end, and will be absent soon.
+            self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
+            self._looks_to_skip[owner] = self._silences[owner] - 1
+            return True
         os.close(answer.memfd)
         self._known.add(owner)
         self._owner_of[answer.pidfd] = owner

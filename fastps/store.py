@@ -6,10 +6,12 @@ turn is run by the workers that wait (worker.py, kernels/turn.pyx).
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
-from fastps.layout import Layout, Parameter, first_difference, place
+from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
 from fastps.rules import Hyper, Update, write_initial_state
 from fastps.specs import parse_policy
@@ -82,6 +84,7 @@ class Store:
         nonfinite: str | None = None,
         max_workers: int | None = None,
         resume: Checkpoint | None = None,
+        gradient_type: GradientType = "float32",
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -90,17 +93,23 @@ class Store:
 
         `on_worker_loss`, `nonfinite` and `max_workers` as of FaultPolicy.
 
-        Raises PolicyError, UnsupportedError (a dtype other than float32), ArenaError (too little memory) or ValueError (no
-        weights, or a number of workers out of range), CheckpointError.
+        With `gradient_type` "float16" workers push half as many bytes, which are summed in single precision.
+        Raises PolicyError, UnsupportedError (a dtype other than float32, or a type of gradient that NumPy lacks), ArenaError
+        (too little memory) or ValueError (no weights, or a number of workers out of range), CheckpointError.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
         for name, array in arrays.items():
             if array.dtype != np.float32:
                 raise UnsupportedError(f"parameter {name!r}: expected float32, found {array.dtype}; convert it first")
+        if gradient_type not in ("float32", "float16"):
+            raise UnsupportedError(
+                f"gradient_type: expected 'float32' or 'float16' (NumPy has no other half), found {gradient_type!r}"
+            )
         policy = parse_policy(sync)
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers, faults=faults)
+        placed = place(rows, policy.shards)
+        layout = Layout(placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type)
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -129,6 +138,7 @@ class Store:
             resume.check_layout(layout)
         header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
+        store: Store | None = None
         descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.lanes} workers")
         try:
             memory = memory_of.map_shared(descriptor)
@@ -159,8 +169,15 @@ class Store:
                 for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
                     average[:] = weights
             store.answer_at("host")
-        except BaseException:
-            os.close(descriptor)
+        except BaseException as error:
+            if store is not None:
+                store.close()
+            else:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise AttachError(
+                    f"job {job}: expected a new name, found that a job of this name is running; choose another"
+                ) from None
             raise
         return store
 
@@ -293,9 +310,14 @@ class Store:
             for parameter in self.layout.parameters
         ]
 
-    def gradient_views(self, lane: int, slot: int) -> Views:
-        """A flat view of each parameter's gradient in a slot of a lane."""
-        return [self.floats_at(self.arena.gradient_offset(lane, slot), parameter) for parameter in self.layout.parameters]
+    def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
+        """A flat view of each parameter's gradient in a slot of a lane, of the layout's type; bfloat16 as its bits, uint16."""
+        dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
+        offset = self.arena.gradient_offset(lane, slot)
+        return [
+            np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
+            for parameter in self.layout.parameters
+        ]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
         """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
@@ -398,6 +420,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         shards=len(layout.shards),
         ema_decay=layout.policy.ema,
         checks_finite=layout.faults.nonfinite != "allow",
+        gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
     )
 
 

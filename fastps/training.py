@@ -55,8 +55,8 @@ class Batches:
     """The images in an order that all workers agree on, a new one every pass; nobody shares a sample.
 
     With `draw`, which counts for all workers together, each batch is the next of the one order, so that a lost worker's share
-    is served by the others. Without it each worker has a share of its own, from `begun` samples on: the same whoever is slow, as
-    schemes need that keep all workers level.
+    is served by the others. Without it each worker has a share of its own, from `begun` samples on: the same whoever is slow,
+    as schemes need that keep all workers level.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,8 @@ class Worker:
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
-        gradients: name to float32 array in the slot of the next push; write them, then call `step`.
+        gradients: name to array in the slot of the next push, float32 or as the store's gradient_type says; write them, then
+            call `step`.
     """
 
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
@@ -88,7 +89,7 @@ class Worker:
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
-        self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self._membership = Membership(self, generation)
         if generation:
             self._membership.join(self._timeout_ns)
@@ -157,6 +158,7 @@ class Worker:
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        self._check_not_forked()
         granted = 0 if self.store.layout.policy.at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
         if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
@@ -177,6 +179,7 @@ class Worker:
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        self._check_not_forked()
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
@@ -249,13 +252,13 @@ class Worker:
         return named
 
     @property
-    def gradients(self) -> Mapping[str, npt.NDArray[np.float32]]:
+    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
         """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
         if self.slot not in self._named_gradients:
             self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
         return self._named_gradients[self.slot]
 
-    def _named(self, views: list[npt.NDArray[np.float32]]) -> Mapping[str, npt.NDArray[np.float32]]:
+    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
         pairs = zip(self.store.layout.parameters, views, strict=True)
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
@@ -317,7 +320,8 @@ class Worker:
             self.try_turn()
 
     def try_turn(self) -> None:
-        """Run every shard's turn that is free. Raises ProtocolError."""
+        """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
+        self._check_not_forked()
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
             if outcome == turn.AWAITING:
@@ -355,6 +359,7 @@ class Worker:
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while LANE_FREE in self.store.arena.lane_states()[: self.store.layout.workers]:
             now_ns = self._clock.now_ns()
@@ -369,6 +374,7 @@ class Worker:
 
         Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
         """
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         self._leave()
         while not self._others_are_done():
@@ -390,6 +396,7 @@ class Worker:
 
     def hold_turns(self) -> None:
         """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         for shard in range(len(self.buffers)):
             while not self.lane.hold(shard):
@@ -434,13 +441,16 @@ class Worker:
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
+        self._check_not_forked()
+        if self.closed or self._left:
+            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+    def _check_not_forked(self) -> None:
         if self.forked:
             raise UsageError(
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
                 " itself, not in its children (such as DataLoader workers)"
             )
-        if self.closed or self._left:
-            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.

@@ -194,6 +194,8 @@ typedef struct {
     uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
     uint32_t n_shards;
     uint32_t checks_finite;   /* whether a push that makes results infinite or NaN is rejected */
+    uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
+    uint32_t pad;
     double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
     uint64_t domains_offset;  /* fps_domain[n_shards] */

@@ -51,6 +51,7 @@ def plan(
     shards: int = 1,
     ema_decay: float = 0.0,
     checks_finite: bool = False,
+    gradient_type: int = ...,
 ) -> tuple[bytes, int]: ...
 def format_memory(
     memory: Any,

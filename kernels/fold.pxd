@@ -75,3 +75,5 @@ cdef extern from "fold.h" nogil:
         int32_t *unsound
 
 cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil
+cdef float fps_largest(
+    const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

@@ -26,6 +26,8 @@ cdef extern from "fold_run.h" nogil:
     int fps_isa_available(int isa)
     const fps_tile_functions *fps_isa_functions(int isa)
     int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last)
+    float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                         int64_t last, int32_t *parameter)
 
 RULE_SGD = FPS_RULE_SGD
 RULE_ADAM = FPS_RULE_ADAM
@@ -67,6 +69,11 @@ cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.ge
 
 cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil:
     return fps_fold_range(_chosen, job, first, last)
+
+
+cdef float fps_largest(
+        const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil:
+    return fps_largest_in(_chosen, job, push, first, last, parameter)
 
 
 cdef class Folding:
@@ -184,9 +191,9 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
-            beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a parameter, scale of
-            the gradient, and scale of the learning rates, 1 if it is left out).
+        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening,
+            weight decay, beta1, beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a
+            parameter, scale of the gradient, and scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.

@@ -453,6 +453,29 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
     }
 }
 
+/* The largest absolute value of a push's gradient within [first, last), and the parameter that has it; infinite where a value is
+ * not finite. A pass over one gradient, for the rare fold that came out unsound. */
+static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                            int64_t last, int32_t *parameter) {
+    float room[FPS_TILE] __attribute__((aligned(64))), most = -1;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        const fps_segment *segment = &job->segments[s];
+        if (segment->offset < first || segment->offset >= last || !fps_is_present(push, segment->parameter)) continue;
+        for (int64_t from = segment->offset, end = from + segment->length, length; from < end; from += length) {
+            length = end - from < FPS_TILE ? end - from : FPS_TILE;
+            const float *gradient = fps_gradient(tile, job, push, from, length, room);
+            for (int64_t i = 0; i < length; i++) {
+                float size = fabsf(gradient[i] * (float)push->scale);
+                if (!(size > most) && size <= most) continue;
+                *parameter = segment->parameter;
+                if (!(size < INFINITY)) return INFINITY;
+                most = size;
+            }
+        }
+    }
+    return most;
+}
+
 /* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
  * the call that has its first float. Returns 0 or a negative FPS_FOLD_ status. */
 static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {

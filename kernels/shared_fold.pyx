@@ -8,7 +8,6 @@ into buffers that nobody reads: what a dead helper left undone is folded again.
 What it refuses to know: which pushes are folded and why (holder.pyx), who is dead (fastps/worker.py), arithmetic (fold.pyx).
 """
 
-from libc.math cimport INFINITY, fabsf
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -33,6 +32,7 @@ from fastps.kernels.fold cimport (
     FPS_TILE,
     fps_fold,
     fps_hyper,
+    fps_largest,
     fps_push,
     fps_segment,
 )
@@ -126,24 +126,8 @@ cdef class SharedFold:
         """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where one is not
         finite. A pass over one gradient, for the rare fold that came out unsound.
         """
-        cdef const fps_push *push = &self.pushes[index]
-        cdef const fps_segment *segment
-        cdef float size, most = -1
-        cdef int64_t s, i
-        for s in range(self.job.n_segments):
-            segment = &self.job.segments[s]
-            if (not self.domain.first <= segment.offset < self.domain.last
-                    or not (push.presence[segment.parameter >> 6] >> (segment.parameter & 63)) & 1):
-                continue
-            for i in range(segment.offset, segment.offset + segment.length):
-                size = fabsf((<const float *> push.gradient)[i] * <float> push.scale)  # the store's slots are float32
-                if not size < INFINITY:
-                    parameter[0] = segment.parameter
-                    return INFINITY
-                if size > most:
-                    most = size
-                    parameter[0] = segment.parameter
-        return most
+        parameter[0] = -1
+        return fps_largest(&self.job, &self.pushes[index], self.domain.first, self.domain.last, parameter)
 
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
@@ -294,12 +278,13 @@ cdef class SharedFold:
             slot = self.arena.slot(push.lane, push.slot)
             self.pushes[index].hypers = <fps_hyper *> slot
             self.pushes[index].presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
-            self.pushes[index].gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+            self.pushes[index].gradient = (slot + self.arena.header.slot_gradient_offset)
             self.pushes[index].scale = push.scale
             self.pushes[index].rate_scale = push.rate_scale
         memset(&self.job, 0, sizeof(self.job))
         self.job.rule = self.arena.header.rule
         self.job.mode = order.mode
+        self.job.gradient_type = self.arena.header.gradient_type
         self.job.streaming = order.streaming
         self.job.user_rule = self.user_rule
         self.job.state_planes = self.arena.header.state_planes

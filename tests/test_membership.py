@@ -1,4 +1,4 @@
-"""Lost, replaced and additional workers with real processes and without torch: nobody waits for the dead, joiners are counted."""
+"""Lost, replaced and additional workers, with real processes and without torch: nobody waits for the dead, joiners count."""
 
 import os
 import signal
