@@ -9,8 +9,10 @@ PACKAGE_TREE := build/tree
 # Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
 PARALLEL := -n 2 --dist worksteal
 
+HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/hooks
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug lint clean
+.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers lint clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,11 +31,12 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
-test: $(VENV)/.installed lint  ## lint, types and the tests
+test: $(VENV)/.installed lint test-hooks  ## lint, types and the tests
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
-test-all: $(VENV)/.installed lint test-debug  ## every test, the slow ones and the debug build too
+test-all: $(VENV)/.installed lint test-debug hooks  ## every test, the slow ones and the special builds too
 	$(BIN)/python -m pytest -q
+	$(HOOKS_TESTS)
 
 test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds checks and assertions
 	rm -rf build/debug
@@ -41,6 +44,36 @@ test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds check
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/test_store.py
+
+hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
+
+# Compiled modules beside links to the Python files: a changed header rebuilds, a changed Python file need not.
+build/hooks/.made: $(VENV)/.installed
+	mkdir -p build/hooks/fastps
+	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
+	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
+	for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
+	ln -sfn ../../tests build/hooks/tests
+	touch $@
+
+test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
+	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
+
+# The sanitizer's library must be there before Python; Python itself is not instrumented, and lets go of nothing at its exit.
+test-sanitizers: $(VENV)/.installed  ## threads on one arena under ThreadSanitizer, and the core's tests under AddressSanitizer
+	for sanitizer in thread address; do \
+		mkdir -p build/$$sanitizer/fastps; \
+		for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/$$sanitizer/fastps/; done; \
+		FASTPS_SANITIZE=$$sanitizer $(BIN)/python setup.py -q build_ext --build-lib build/$$sanitizer \
+			--build-temp build/$$sanitizer-objects || exit 1; \
+		for file in kernels/*.py; do ln -sf "../../../../$$file" build/$$sanitizer/fastps/kernels/; done; \
+		ln -sfn ../../tests build/$$sanitizer/tests; \
+	done
+	cd build/thread && LD_PRELOAD=$$(cc -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 exitcode=66" \
+		../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . -k threads tests/kernels/test_turn.py
+	cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS="detect_leaks=0" \
+		../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . -m "not slow" \
+		tests/kernels/test_turn.py tests/kernels/test_lane.py tests/kernels/test_scheduler.py
 
 lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ What it refuses to be: a place for metadata (pyproject.toml has it all) or for m
 fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
 
 FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
-test can count, or die at, every access to shared memory.
+test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer.
 """
 
 import os
@@ -15,7 +15,11 @@ from setuptools import Extension, setup
 
 DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
+SANITIZER = os.environ.get("FASTPS_SANITIZE", "")  # thread or address
 STAGE = Path("build/cimport")
+HOOKS_ONLY = ("chaos", "hooks", "witness")  # modules that only the tests' build has
+# and those that have nothing to hook
+NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator")
 
 
 def stage_cimports() -> str:
@@ -37,7 +41,9 @@ def extensions() -> list[Extension]:
     macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
     macros += [("FASTPS_HOOKS", "1")] if HOOKS else []
     # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
-    flags = ["-std=gnu11", "-O1", "-g"] if DEBUG else ["-std=gnu11", "-O3"]
+    flags = ["-std=gnu11", "-O1", "-g"] if DEBUG else ["-std=gnu11", "-O2" if HOOKS else "-O3"]
+    flags += [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
+    flags += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
     flags += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
     headers = sorted(str(path) for path in Path("kernels").glob("*.h"))
     return [
@@ -48,16 +54,17 @@ def extensions() -> list[Extension]:
             depends=headers,
             define_macros=macros,
             extra_compile_args=flags,
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", *([f"-fsanitize={SANITIZER}"] if SANITIZER else [])],
         )
         for source in sorted(Path("kernels").glob("*.pyx"))
+        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()))
     ]
 
 
 setup(
     ext_modules=cythonize(
         extensions(),
-        build_dir="build/c-debug" if DEBUG else "build/c",
+        build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
         include_path=[stage_cimports()],
         compiler_directives={
             "language_level": 3,

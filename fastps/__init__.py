@@ -12,13 +12,16 @@ This module is the public list and nothing else. What needs torch is imported wh
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fastps.checkpoint import Checkpoint, load, save
 from fastps.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
 from fastps.environment import rank, world_size
 from fastps.errors import (
     ArenaError,
     AttachError,
+    CheckpointError,
     Error,
     LayoutError,
+    NonFiniteGradientError,
     ParameterChangedError,
     PolicyError,
     ProtocolError,
@@ -57,12 +60,15 @@ __all__ = [
     "AttachError",
     "BackupWorkers",
     "BatchSampler",
+    "Checkpoint",
+    "CheckpointError",
     "DistributedOptimizer",
     "Error",
     "GlobalStepLR",
     "HardSync",
     "LayoutError",
     "Look",
+    "NonFiniteGradientError",
     "Observer",
     "ParameterChangedError",
     "Policy",
@@ -84,11 +90,13 @@ __all__ = [
     "WorkerStatistics",
     "__version__",
     "exponential_decay",
+    "load",
     "observe",
     "parse_policies",
     "parse_policy",
     "rank",
     "rule",
+    "save",
     "trace",
     "world_size",
 ]

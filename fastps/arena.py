@@ -75,6 +75,20 @@ def available_bytes() -> tuple[int, str]:
     return free, limit
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory in this process's control groups; 0 where it is not told."""
+    return sum(_oom_kills_of(folder) for folder in _own_cgroups()[:1])
+
+
+def _oom_kills_of(folder: Path) -> int:
+    """The counter in a control group's memory.events, which counts the groups below it, too."""
+    try:
+        events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
+        return int(events.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
 def _own_cgroups() -> list[Path]:
     """This process's control group and all above it (version 2); an empty list where there is none."""
     try:

@@ -7,7 +7,23 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastps.cli_options import SYNC_HELP, Json, TraceFile, Workers, console_of
+from fastps.cli_options import (
+    SYNC_HELP,
+    Chaos,
+    CheckpointDirectory,
+    Every,
+    Json,
+    MaxWorkers,
+    NonFinite,
+    OnWorkerLoss,
+    Restarts,
+    Resume,
+    Seed,
+    TraceFile,
+    Workers,
+    console_of,
+    job_options_of,
+)
 from fastps.errors import UsageError
 from fastps.specs import parse_policy
 
@@ -21,32 +37,46 @@ commands = typer.Typer()
 
 @commands.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train",
+    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
+    "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py",
 )
 def run(
+    context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
     workers: Workers = 1,
     sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     trace: TraceFile = None,
+    restarts: Restarts = 0,
+    on_worker_loss: OnWorkerLoss = "",
+    nonfinite: NonFinite = "",
+    max_workers: MaxWorkers = 0,
+    checkpoint: CheckpointDirectory = None,
+    every: Every = 0,
+    resume: Resume = None,
+    chaos: Chaos = None,
+    seed: Seed = 0,
     json_file: Json = None,
 ) -> None:
     """Run a training script in several workers.
 
-    Each gets torchrun's environment variables. When a worker fails, the first failure is reported and the others are ended.
+    Each gets torchrun's environment variables. When a worker fails, the first failure is reported and the others are ended;
+    with --restarts it is replaced, and the others go on.
     """
     from fastps.launch import Launcher
-    from fastps.report import failure_panel, write_json
+    from fastps.report import chaos_text, failure_panel, write_json
 
     policy = parse_policy(sync).spec if sync is not None else None
     if not module and not Path(arguments[0]).is_file():
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
-    outcome = Launcher(command, workers, sync=policy, trace=trace).run()
+    outcome = Launcher(command, workers, sync=policy, options=job_options_of(context, seed), trace=trace).run()
+    if outcome.faults is not None:
+        Console(stderr=True).print(chaos_text(outcome.faults.row()))
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:
-        rows = [{"worker": worker.rank, "exit_code": worker.exit_code} for worker in outcome.workers]
+        rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
         write_json("run", rows, json_file)
     raise typer.Exit(outcome.exit_code)
 

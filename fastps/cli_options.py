@@ -8,6 +8,8 @@ from rich.console import Console
 
 from fastps.disciplines import DISCIPLINES
 from fastps.errors import UsageError
+from fastps.job_options import JobOptions
+from fastps.live_faults import FaultPlan
 from fastps.specs import MODIFIERS
 from fastps.training_options import TrainingOptions
 
@@ -38,6 +40,26 @@ TraceFile = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Record the run, for fastps trace and fastps advise.")
 ]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
+Restarts = Annotated[int, typer.Option(help="Replace so many lost workers, in all; the job goes on meanwhile.")]
+OnWorkerLoss = Annotated[
+    str,
+    typer.Option(help="What the others do when a worker is lost: stop or continue. Default: stop; with --restarts continue."),
+]
+NonFinite = Annotated[
+    str,
+    typer.Option("--nonfinite", help="A push with Inf or NaN: reject, raise or allow. Default: reject.", show_default=False),
+]
+MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time; 0: as many as at the start.")]
+CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
+Every = Annotated[int, typer.Option(metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000.")]
+Resume = Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or from the newest of a directory of them.")]
+Chaos = Annotated[
+    str | None,
+    typer.Option(
+        metavar="kill:N,stop:N,seconds:S",
+        help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
+    ),
+]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
 
 
@@ -82,6 +104,24 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
         pull_delay_s=delay_s,
         **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
         **others,
+    )
+
+
+def job_options_of(context: typer.Context, seed: int) -> JobOptions:
+    """What a command that starts workers was told of restarts, losses, checkpoints and injected faults."""
+    given = context.params
+    checkpoint, resume, chaos = given["checkpoint"], given["resume"], given["chaos"]
+    if resume is not None and not resume.exists():
+        raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
+    return JobOptions(
+        restarts=given["restarts"],
+        on_worker_loss=given["on_worker_loss"],
+        nonfinite=given["nonfinite"],
+        max_workers=given["max_workers"],
+        checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
+        every=given["every"],
+        resume=str(resume.resolve()) if resume is not None else "",
+        faults=FaultPlan.parse(chaos, seed) if chaos is not None else None,
     )
 
 

@@ -8,14 +8,22 @@ import typer
 from fastps.cli_options import (
     SYNC_HELP,
     BatchSize,
+    Chaos,
+    CheckpointDirectory,
     ComputeMs,
     Data,
     Epochs,
+    Every,
     Json,
     LearningRate,
+    MaxWorkers,
     Momentum,
+    NonFinite,
+    OnWorkerLoss,
     Progress,
     PullDelay,
+    Restarts,
+    Resume,
     Save,
     Seed,
     Straggler,
@@ -24,6 +32,7 @@ from fastps.cli_options import (
     WarmStart,
     Workers,
     console_of,
+    job_options_of,
     options_of,
 )
 from fastps.errors import UsageError
@@ -39,7 +48,10 @@ ITERATIONS_HELP = "Iterations that you measured for some N, used instead, on str
 commands = typer.Typer()
 
 
-@commands.command(epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -")
+@commands.command(
+    epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
+    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --chaos kill:40,stop:20,seconds:600 --epochs 100"
+)
 def train(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "bsp",
@@ -57,13 +69,21 @@ def train(
     warm_start: WarmStart = None,
     save: Save = None,
     trace: TraceFile = None,
+    restarts: Restarts = 0,
+    on_worker_loss: OnWorkerLoss = "",
+    nonfinite: NonFinite = "",
+    max_workers: MaxWorkers = 0,
+    checkpoint: CheckpointDirectory = None,
+    every: Every = 0,
+    resume: Resume = None,
+    chaos: Chaos = None,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
     from fastps import compare as runs
     from fastps.data import load
-    from fastps.report import training_table, write_json
+    from fastps.report import chaos_text, training_table, write_json
 
     policy = parse_policy(sync)
     options = options_of(
@@ -76,8 +96,11 @@ def train(
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
     policy.check_workers(workers)
     console = console_of(json_file)
-    row = runs.train(options, load(data), console, progress=progress and console.is_terminal, trace=trace)
+    job = job_options_of(context, seed)
+    row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
     console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    if "chaos" in row:
+        console.print(chaos_text(row["chaos"]))
     if trace is not None:
         console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
     if json_file is not None:

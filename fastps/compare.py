@@ -16,7 +16,8 @@ from rich.console import Console
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.data import Dataset
 from fastps.errors import Error
-from fastps.launch import Launcher, Outcome
+from fastps.job_options import JobOptions
+from fastps.launch import NO_OPTIONS, Launcher, Outcome
 from fastps.policy import Policy
 from fastps.report import LiveWorkers, Row, failure_panel
 from fastps.statistics import Observer, observe
@@ -36,12 +37,22 @@ def train(
     data: Dataset,
     console: Console,
     *,
+    job: JobOptions = NO_OPTIONS,
     progress: bool = True,
     trace: Path | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
-    """Run one training job on `data`, recorded into `trace` if given, and return its row. Raises RunFailedError."""
-    return merged(options, results_of(options, data, console, progress=progress, trace=trace, clock=clock))
+    """Run one training job on `data`, recorded into `trace` if given, and return its row, with what injected faults cost.
+
+    Raises RunFailedError.
+    """
+    results, outcome = _run(options, data, console, job, progress, trace, clock)
+    row = merged(options, results)
+    if job.restarts:
+        row["restarts"] = sum(worker.restart > 0 for worker in outcome.workers)
+    if outcome.faults is not None:
+        row["chaos"] = outcome.faults.row()
+    return row
 
 
 def results_of(
@@ -54,18 +65,33 @@ def results_of(
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Row]:
     """Run one training job on `data` and return what each worker measured. Raises RunFailedError."""
+    return _run(options, data, console, NO_OPTIONS, progress, trace, clock)[0]
+
+
+def _run(
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    job: JobOptions,
+    progress: bool,
+    trace: Path | None,
+    clock: Clock,
+) -> tuple[list[Row], Outcome]:
+    """What each worker measured who came to the end, worker 0 first, and how the job ended."""
     with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
         file = Path(folder) / "options.json"
         options.save(file)
         data.save(file.parent)  # read once, here; the workers map it
         command = [executable, "-m", "fastps.training", str(file)]
-        launcher = Launcher(command, options.workers, trace=trace, clock=clock)
+        imports = ["fastps.torch", "fastps.data", "fastps.models", "fastps.prefetch"]
+        launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace, clock=clock)
         outcome = _run_watched(launcher, options, data, console, progress, clock)
         if outcome.exit_code:
             if outcome.first_failure is not None:
                 console.print(failure_panel(outcome))
             raise RunFailedError(outcome)
-        return [json.loads((Path(folder) / f"worker-{rank}.json").read_text()) for rank in range(options.workers)]
+        files = [Path(folder) / f"worker-{rank}.json" for rank in range(options.workers)]
+        return [json.loads(file.read_text()) for file in files if file.is_file()], outcome
 
 
 def _run_watched(

@@ -11,6 +11,7 @@ from fastps.policy import MOST_SLOTS
 
 RING_SIZE = 8  # descriptors of a lane's ring
 SLICE_NS = 50_000_000  # no wait is longer without a look at the peers (protocol A.8)
+OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the turn will fire it
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
 STREAMED_BYTES = 128 << 20  # written by a fold that two cores share: from here stores past the caches pay (docs/performance.md)

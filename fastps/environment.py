@@ -42,6 +42,11 @@ def job_name(instance: int) -> str:
     return own if instance == 0 else f"{own}.{instance}"
 
 
+def joins() -> bool:
+    """Whether this worker was started in the place of one that was lost, while others of its job are there to be joined."""
+    return _number("FASTPS_JOINS", 0) > 0
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:

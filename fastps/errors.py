@@ -47,6 +47,18 @@ class WorkerDiedError(Error):
         self.worker = worker
 
 
+class NonFiniteGradientError(Error, ArithmeticError):
+    """A worker pushed a gradient that is not finite, or made the weights so; it was not folded."""
+
+    def __init__(self, message: str, worker: int) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class CheckpointError(Error, ValueError):
+    """A checkpoint that cannot be read, is damaged, or is of another job."""
+
+
 class TimeoutExceededError(Error, TimeoutError):
     """A wait took longer than the job's one timeout."""
 

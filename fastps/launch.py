@@ -1,10 +1,11 @@
 """The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
 
 Sets torchrun's environment variables, so that a script needs to know only one set. The first worker that fails is the root
-cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. Refuses to restart
-anyone, and to import torch: usage errors must be quick.
+cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
+worker is replaced, from a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -20,10 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from fastps import trace_parts
+from fastps import discovery, trace_parts
+from fastps.arena import oom_kills
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
+from fastps.job_options import JobOptions
+from fastps.live_faults import FaultInjector, FaultReport
+from fastps.spare import DEFAULT_IMPORTS
+from fastps.spare import order as spare_order
 
 logger = logging.getLogger("fastps.launch")
 
@@ -31,17 +37,33 @@ GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGT
 TAIL_LINES = 20
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
 _PR_SET_PDEATHSIG = 1
+_FAULT_TICK_S = 0.02  # how often injected faults look at the job
+NO_OPTIONS = JobOptions()
 
 
 @dataclass
 class LaunchedWorker:
-    """One worker process: how it ended, and the last lines that it wrote to stderr."""
+    """One worker process: how it ended, and the last lines that it wrote to stderr.
+
+    `restart` counts the processes that were lost before it in its place.
+    """
 
     rank: int
     process: "subprocess.Popen[bytes]"
+    restart: int = 0
     exit_code: int | None = None
     ended_ns: int = 0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+
+    @property
+    def process_id(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal, unless it has ended."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
 
     @property
     def failed(self) -> bool:
@@ -65,12 +87,16 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: all workers, the first that failed (None when none did), and whether Ctrl-C ended it."""
+    """How a job ended: all workers, replaced ones too, the first that failed (None when none did), and whether Ctrl-C ended it.
+
+    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected.
+    """
 
     workers: list[LaunchedWorker]
     first_failure: LaunchedWorker | None
     interrupted: bool
     seconds: float
+    faults: FaultReport | None = None
 
     @property
     def exit_code(self) -> int:
@@ -79,7 +105,16 @@ class Outcome:
 
 
 def environment_of(
-    rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str], trace: Path | None = None
+    rank: int,
+    workers: int,
+    port: int,
+    job: str,
+    sync: str | None,
+    base: Mapping[str, str],
+    *,
+    restart: int = 0,
+    restarts: int = 0,
+    trace: Path | None = None,
 ) -> dict[str, str]:
     """The variables of one worker: torchrun's, the job's name, and a fair number of threads unless the user set one."""
     cores = len(os.sched_getaffinity(0))
@@ -96,8 +131,8 @@ def environment_of(
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         "TORCHELASTIC_RUN_ID": job,
         "FASTPS_JOB": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
@@ -118,6 +153,8 @@ class Launcher:
         workers: how many; at least 1.
         sync: a spec for FASTPS_SYNC, or None to leave it to the script.
         job: the job's name; random by default.
+        options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
+        imports: what a spare imports before it is needed.
         prefix: whether each line of output begins with its worker's number.
         trace: a file into which all workers record the run; it is written when the run has ended.
     """
@@ -129,6 +166,8 @@ class Launcher:
         *,
         sync: str | None = None,
         job: str | None = None,
+        options: JobOptions = NO_OPTIONS,
+        imports: Sequence[str] = DEFAULT_IMPORTS,
         prefix: bool = True,
         trace: Path | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -136,9 +175,18 @@ class Launcher:
         if workers < 1:
             raise UsageError(f"expected at least 1 worker, found {workers}: use -n 1 or more")
         self.job = job or secrets.token_hex(8)
+        if trace is not None and options.restarts:
+            raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
         self._command = list(command)
         self._count = workers
         self._sync = sync
+        self._options = options
+        self._imports = list(imports)
+        self._restarts_left = options.restarts
+        self._port = 0
+        self._oom_kills = oom_kills()
+        self._spare: LaunchedWorker | None = None
+        self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._prefix = prefix
         self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
@@ -157,46 +205,93 @@ class Launcher:
         try:
             self._start()
             while any(worker.exit_code is None for worker in self._workers):
-                self._handle_events(tick_s)
+                self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
                 self._enforce_deadline()
+                if self._injector is not None and not self._interrupts:
+                    self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                 if on_tick is not None:
                     on_tick()
             self._drain()
         finally:
+            if self._injector is not None:
+                self._injector.close()
             self._kill_all()
             signal.signal(signal.SIGINT, previous)
             self._selector.close()
             if self._trace is not None:
                 trace_parts.finish(self._trace, self.job)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
-        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds)
+        report = self._injector.report if self._injector is not None else None
+        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds, report)
 
     def _root_cause(self) -> LaunchedWorker | None:
         """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
         failed = [worker for worker in self._workers if worker.failed]
+        if self._options.continues and any(worker.exit_code == 0 for worker in self._workers):
+            return None  # the others went on to the end
         return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
     def _start(self) -> None:
-        port = _free_port()
+        self._port = _free_port()
         for rank in range(self._count):
-            process = subprocess.Popen(
-                self._command,
-                env=environment_of(rank, self._count, port, self.job, self._sync, os.environ, self._trace),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
-                preexec_fn=die_with_parent(os.getpid()),
-            )
-            worker = LaunchedWorker(rank, process)
-            self._workers.append(worker)
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
-            for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                pipe = cast("IO[bytes]", stream)
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
-                self._open_pipes += 1
+            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL))
+        if self._restarts_left:
+            self._prepare_spare()
         logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _variables(self, rank: int, restart: int) -> dict[str, str]:
+        base = {**os.environ, **self._options.environment()}
+        if restart and self.job in discovery.listening():
+            base["FASTPS_JOINS"] = "1"  # others go on: it joins them, and does not begin the job again
+        restarts = self._options.restarts
+        return environment_of(
+            rank, self._count, self._port, self.job, self._sync, base, restart=restart, restarts=restarts, trace=self._trace
+        )
+
+    def _launch(self, rank: int, restart: int, command: list[str], stdin: int) -> LaunchedWorker:
+        """Start a process, and listen to what it prints and to its end."""
+        process = subprocess.Popen(
+            command,
+            env=self._variables(rank, restart),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        worker = LaunchedWorker(rank, process, restart)
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
+        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            pipe = cast("IO[bytes]", stream)
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
+            self._open_pipes += 1
+        return worker
+
+    def _prepare_spare(self) -> None:
+        """Start the process that will be the next replacement; only Python programs can be prepared."""
+        if self._command[0] == sys.executable and len(self._command) > 1:
+            command = [sys.executable, "-m", "fastps.spare", *self._imports]
+            self._spare = self._launch(0, 1, command, subprocess.PIPE)
+
+    def _replace(self, lost: LaunchedWorker) -> None:
+        """Start another worker in the place of a lost one: the spare, or if there is none yet, a new process."""
+        self._restarts_left -= 1
+        restart = lost.restart + 1
+        spare, self._spare = self._spare, None
+        if spare is None:
+            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL)
+        else:
+            worker, worker.rank, worker.restart = spare, lost.rank, restart
+            is_module = self._command[1] == "-m"
+            order = spare_order(self._variables(lost.rank, restart), self._command[2 if is_module else 1 :], is_module)
+            with contextlib.suppress(BrokenPipeError):  # it died, which is told by its pidfd
+                with cast("IO[bytes]", worker.process.stdin) as pipe:
+                    pipe.write(order)
+        self._workers.append(worker)
+        logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
+        if self._restarts_left:
+            self._prepare_spare()
 
     def _handle_events(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -209,8 +304,22 @@ class Launcher:
             worker.exit_code = worker.process.wait()
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
-            if worker.failed and self._deadline_ns is None:
-                self._deadline_ns = worker.ended_ns + GRACE_NS
+            if worker is self._spare:
+                self._spare = None
+            elif worker.failed:
+                self._on_loss(worker)
+
+    def _on_loss(self, worker: LaunchedWorker) -> None:
+        """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
+        killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
+        if killed and worker.exit_code == -signal.SIGKILL:
+            worker.tail.append(
+                "killed for want of memory: the control group's limit was reached; use fewer workers or raise it"
+            )
+        if self._interrupts or not self._options.continues:
+            self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
+        elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):
+            self._replace(worker)
 
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
         """Write whole lines on, each with its worker's number; keep the last of stderr for the report."""
@@ -255,10 +364,13 @@ class Launcher:
             self._handle_events(0.05)
 
     def _kill_all(self) -> None:
-        for worker in self._workers:
+        for worker in [*self._workers, *([self._spare] if self._spare is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
                 worker.exit_code = worker.process.wait()
+            if worker.process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    worker.process.stdin.close()
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, int):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from fastps.faults import DEFAULT_FAULTS, FaultPolicy
 from fastps.kernels import arena, fold
 from fastps.policy import Policy
 from fastps.rules import Rule
@@ -52,7 +53,13 @@ class Layout:
     policy: Policy
     workers: int
     extra_bytes: int = 0
+    faults: FaultPolicy = DEFAULT_FAULTS
     gradient_type: GradientType = "float32"
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the arena: so many workers at a time."""
+        return self.faults.lanes(self.workers)
 
     @property
     def planes(self) -> int:
@@ -62,12 +69,14 @@ class Layout:
     @property
     def slots(self) -> int:
         """Gradient slots of a lane."""
-        return self.policy.slots(self.workers)
+        return self.policy.slots(self.lanes)
 
     @property
     def buffers(self) -> int:
-        """Weights buffers: one a reader, or two where the next is fetched in the background, the published one, a free one."""
-        return self.workers * (2 if self.policy.overlap else 1) + 2
+        """Weights buffers: one a worker, or two where the next is fetched in the background; and the published one, a free one,
+        and one for who copies a whole version.
+        """
+        return self.lanes * (2 if self.policy.overlap else 1) + 3
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -91,6 +100,7 @@ class Layout:
             "byte_order": sys.byteorder,
             "workers": self.workers,
             "sync": self.policy.spec,
+            "faults": asdict(self.faults),
             "rule": {
                 "name": self.rule.name,
                 "planes": list(self.rule.planes),
@@ -147,7 +157,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "rule", "groups"):
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

@@ -2,7 +2,8 @@
 
 Each process opens its own pidfd and hands it to whoever asks its answering thread; no number is looked up, so no reused process
 id can deceive. A lane that is live in the arena while nobody listens at its name belongs to a process that died before it was
-asked. Refuses to act on a death: it names it, and store and worker decide.
+asked. A lane's owners follow one another; each is known by its generation. Refuses to act on a death: it names it, and
+membership.py decides.
 """
 
 import os
@@ -10,11 +11,16 @@ import select
 
 from fastps import rendezvous
 from fastps.errors import WorkerDiedError
-from fastps.kernels.arena import ABI, LANE_FAILED, LANE_LEAVING, LANE_LIVE, Arena
+from fastps.kernels.arena import ABI, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, Arena
 
 _ASK_TIMEOUT_S = 0.05
-_ASK_AGAIN_LOOKS = 20  # a peer that did not answer (a stopped process) is asked again after so many looks: each try costs time
-_PRESENT = (LANE_LIVE, LANE_LEAVING)
+_MOST_SKIPPED_LOOKS = (
+    20  # a peer that did not answer, time and again (a stopped process), is asked so seldom: each try costs time
+)
+_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+
+Owner = tuple[int, int]
+"""A lane, and the generation of its owner."""
 
 
 class Peers:
@@ -25,36 +31,45 @@ class Peers:
         self._job = job
         self._own = own
         self._poll = select.poll()
-        self._lane_of: dict[int, int] = {}
-        self._known: set[int] = set()
-        self._looks_to_skip: dict[int, int] = {}
+        self._owner_of: dict[int, Owner] = {}  # by pidfd
+        self._known: set[Owner] = set()
+        self._looks_to_skip: dict[Owner, int] = {}
+        self._silences: dict[Owner, int] = {}
 
-    def dead(self) -> int | None:
-        """A lane whose worker failed, or died without leaving; None while all is well. Costs one system call."""
-        states = self._arena.lane_states()
-        for lane, state in enumerate(states):
-            if state not in _PRESENT or lane == self._own or lane in self._known:
+    def dead(self) -> Owner | None:
+        """A worker that failed, or died without leaving; None while all is well. Costs one system call.
+
+        Who acts on it calls `forget`; until then it may be named again.
+        """
+        members = self._arena.members()
+        for lane, (generation, state) in enumerate(members):
+            owner = lane, generation
+            if state not in _PRESENT or lane == self._own or owner in self._known:
                 continue
-            if self._looks_to_skip.get(lane, 0) > 0:
-                self._looks_to_skip[lane] -= 1
-            elif not self._meet(lane):
-                return lane
-        for descriptor, _ in self._poll.poll(0):
-            lane = self._lane_of[descriptor]
-            # The state is read again: its worker may have left in good order just before its process ended.
-            if self._arena.lane_state(lane) in (*_PRESENT, LANE_FAILED):
-                return lane
-            self._poll.unregister(descriptor)
+            if self._looks_to_skip.get(owner, 0) > 0:
+                self._looks_to_skip[owner] -= 1
+            elif not self._meet(owner):
+                return owner
+        for pidfd, _ in self._poll.poll(0):
+            owner = self._owner_of[pidfd]
+            # The state is read again: its worker may have left in good order just before its process ended. Where another
+            # owns the lane already, the dead one's turn may still have to be broken.
+            generation, state = self._arena.members()[owner[0]]
+            if generation != owner[1] or state in (*_PRESENT, LANE_FAILED):
+                return owner
+            self.forget(owner)
         # Last, for a worker that fails because another died says so itself, and the first cause is the better answer.
-        failed = [lane for lane, state in enumerate(states) if state == LANE_FAILED and lane != self._own]
-        return min(failed, key=self._is_consequence, default=None)
+        failed = [lane for lane, (_, state) in enumerate(members) if state == LANE_FAILED and lane != self._own]
+        lane = min(failed, key=self._is_consequence, default=-1)
+        return (lane, members[lane][0]) if lane >= 0 else None
 
     def _is_consequence(self, lane: int) -> bool:
         """Whether a lane failed because another had."""
         return self._arena.failure(lane).startswith(WorkerDiedError.__name__)
 
-    def error(self, lane: int) -> WorkerDiedError:
-        """The named error for a lane that `dead` returned."""
+    def error(self, owner: Owner) -> WorkerDiedError:
+        """The named error for a worker that `dead` returned."""
+        lane = owner[0]
         who = f"worker {lane} (process {self._arena.process_id(lane)})"
         if self._arena.lane_state(lane) == LANE_FAILED:
             return WorkerDiedError(f"{who} failed: {self._arena.failure(lane)}", lane)
@@ -64,27 +79,44 @@ class Peers:
             lane,
         )
 
+    def forget(self, owner: Owner) -> None:
+        """This owner is no peer any more."""
+        self._known.discard(owner)
+        self._looks_to_skip.pop(owner, None)
+        self._silences.pop(owner, None)
+        for pidfd in [pidfd for pidfd, known in self._owner_of.items() if known == owner]:
+            self._poll.unregister(pidfd)
+            del self._owner_of[pidfd]
+            os.close(pidfd)
+
     def close(self) -> None:
         """Let go of all pidfds."""
-        for descriptor in self._lane_of:
+        for descriptor in self._owner_of:
             os.close(descriptor)
-        self._lane_of.clear()
+        self._owner_of.clear()
         self._known.clear()
         self._poll = select.poll()
 
-    def _meet(self, lane: int) -> bool:
-        """Ask a lane's process for its pidfd; False when nobody is there although the lane is still live."""
+    def _meet(self, owner: Owner) -> bool:
+        """Ask a lane's process for its pidfd; False when nobody is there although the lane has the same owner still.
+
+        Should the next owner have answered already, then it finds out about this one's death itself, before it joins.
+        """
+        lane, generation = owner
         try:
             answer = rendezvous.ask(
                 self._job, lane, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Absent:
-            return self._arena.lane_state(lane) not in _PRESENT
+            now_generation, state = self._arena.members()[lane]
+            return now_generation != generation or state not in _PRESENT
         except rendezvous.Silent:
-            self._looks_to_skip[lane] = _ASK_AGAIN_LOOKS
-            return True  # alive enough to accept: a stopped process is slow, not dead
+            # Alive enough to accept: a stopped process is slow, not dead; or it is about to end, and will be absent soon.
+            self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
+            self._looks_to_skip[owner] = self._silences[owner] - 1
+            return True
         os.close(answer.memfd)
-        self._known.add(lane)
-        self._lane_of[answer.pidfd] = lane
+        self._known.add(owner)
+        self._owner_of[answer.pidfd] = owner
         self._poll.register(answer.pidfd, select.POLLIN)
         return True

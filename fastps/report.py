@@ -166,3 +166,13 @@ def failure_panel(outcome: Outcome) -> Panel:
     lines += [f"the others: {', '.join(others)}"] if others else []
     lines += ["its last lines:", *(f"  {line}" for line in first.tail)] if first.tail else ["it wrote nothing to stderr"]
     return Panel("\n".join(lines).replace("[", "\\["), title="fastps: the job failed", border_style="red")
+
+
+def chaos_text(row: Mapping[str, Any]) -> str:
+    """One sentence on what injected faults did; `row` is FaultReport's."""
+    faults = row["faults"]
+    return (
+        f"{faults['kill']} workers killed and {faults['stop']} stopped in {row['seconds']:.0f} s: {row['updates']:,} updates,"
+        f" {row['updates_per_live_worker_s']:.1f} a second and live worker; the slowest replacement took"
+        f" {row['worst_recovery_s']:.2f} s"
+    )

@@ -10,11 +10,19 @@ from fastps import arena as memory_of
 from fastps import discovery, store
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError
-from fastps.kernels.arena import LANE_FAILED, LANE_FREE, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
+from fastps.kernels.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
 from fastps.rendezvous import Place
 
 _TRIES = 4  # looks at the counters before one is taken that a commit fell into
-_STATES = {LANE_FREE: "not attached", LANE_LIVE: "live", LANE_LEAVING: "leaving", LANE_LEFT: "left", LANE_FAILED: "failed"}
+_STATES = {
+    LANE_FREE: "not attached",
+    LANE_JOINING: "joining",
+    LANE_LIVE: "live",
+    LANE_LEAVING: "leaving",
+    LANE_LEFT: "left",
+    LANE_FAILED: "failed",
+    LANE_DEAD: "died",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class WorkerStatistics:
     compute_ns: int
     folded: int
     dropped: int
+    rejected: int
     staleness_sum: int
     staleness_max: int
     stale_blocks: int
@@ -96,6 +105,7 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
                 compute_ns=counters["compute_ns"],
                 folded=counters["folded"],
                 dropped=counters["dropped"],
+                rejected=counters["rejected"],
                 staleness_sum=counters["staleness_sum"],
                 staleness_max=counters["staleness_max"],
                 stale_blocks=counters["stale_blocks"],
@@ -152,6 +162,15 @@ class Observer:
     def statistics(self) -> list[WorkerStatistics]:
         """A row for every worker, as it stands now."""
         return statistics_of(self._arena)
+
+    def members(self) -> list[tuple[int, int]]:
+        """(generation, LANE_ state) of every lane, as they stand now."""
+        return self._arena.members()
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self._arena.version
 
     def look(self) -> Look:
         """Everything at once. The counters are copied again while versions are published meanwhile, a few times at most.

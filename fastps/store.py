@@ -6,6 +6,7 @@ turn is run by the workers that wait (worker.py, kernels/turn.pyx).
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -17,8 +18,10 @@ import numpy.typing as npt
 
 from fastps import arena as memory_of
 from fastps import config, placement, rendezvous
+from fastps.checkpoint import Checkpoint
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
+from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
 from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
@@ -28,6 +31,7 @@ from fastps.worker import Worker
 
 Floats = npt.NDArray[np.float32]
 Views = list[Floats]
+_DYING_S = 2.0  # how long a process that was killed may take to end
 
 
 class Store:
@@ -76,16 +80,22 @@ class Store:
         *,
         sync: str | Policy = "bsp",
         workers: int = 1,
+        on_worker_loss: str | None = None,
+        nonfinite: str | None = None,
+        max_workers: int | None = None,
+        resume: Checkpoint | None = None,
         gradient_type: GradientType = "float32",
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
-        """Make a job's arena and write `weights` (name to float32 array) into it as version 0.
+        """Make a job's arena and write `weights` (name to float32 array) into it as version 0, or what `resume` has.
+
+        `on_worker_loss`, `nonfinite` and `max_workers` as of FaultPolicy.
 
         With `gradient_type` "float16" workers push half as many bytes, which are summed in single precision.
         Raises PolicyError, UnsupportedError (a dtype other than float32, or a type of gradient that NumPy lacks), ArenaError
-        (too little memory) or ValueError (no weights, or a number of workers out of range).
+        (too little memory) or ValueError (no weights, or a number of workers out of range), CheckpointError.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
         for name, array in arrays.items():
@@ -101,13 +111,15 @@ class Store:
                 f"sync {policy.spec!r} is for fastps.DistributedOptimizer, which can move a model: choose a discipline"
             )
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
-        layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers, gradient_type=gradient_type)
+        faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
+        placed = place(rows, policy.shards)
+        layout = Layout(placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type)
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
                 view[:] = array.reshape(-1)
 
-        return cls.create_for(layout, write, [update.hyper], job=job, timeout_s=timeout_s, clock=clock)
+        return cls.create_for(layout, write, [update.hyper], resume=resume, job=job, timeout_s=timeout_s, clock=clock)
 
     @classmethod
     def create_for(
@@ -116,6 +128,7 @@ class Store:
         write_weights: Callable[[Views], None],
         hypers: list[Hyper],
         *,
+        resume: Checkpoint | None = None,
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -123,12 +136,16 @@ class Store:
     ) -> "Store":
         """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it.
 
-        `finish` may write more, before anybody can join.
+        With `resume` the weights, the rule's state, the version and the clocks are the checkpoint's. `finish` may write more,
+        before anybody can join.
         """
         values = layout.policy.values(layout.workers)
+        if resume is not None:
+            resume.check_layout(layout)
         header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
-        descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.workers} workers")
+        store: Store | None = None
+        descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.lanes} workers")
         try:
             memory = memory_of.map_shared(descriptor)
             words.format_memory(
@@ -136,6 +153,8 @@ class Store:
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
                 shards=layout.shards,
+                started=layout.workers,
+                **(resume.beginning(layout) if resume is not None else {}),
                 **values,
             )
             store = cls(
@@ -147,16 +166,26 @@ class Store:
                 clock,
                 list(hypers),
             )
-            write_weights(store.weight_views(0))
-            write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
-            if layout.policy.ema:
+            if resume is not None:
+                resume.write_into(store)
+            else:
+                write_weights(store.weight_views(0))
+                write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
+            if layout.policy.ema and (resume is None or not resume.has_average):
                 for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
                     average[:] = weights
             if finish is not None:
                 finish(store)
             store.answer_at("host")
-        except BaseException:
-            os.close(descriptor)
+        except BaseException as error:
+            if store is not None:
+                store.close()
+            else:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise AttachError(
+                    f"job {job}: expected a new name, found that a job of this name is running; choose another"
+                ) from None
             raise
         return store
 
@@ -185,25 +214,74 @@ class Store:
             os.close(answer.memfd)
             raise ArenaError(f"job {job}: {error}") from error
 
-    def attach(self, rank: int) -> Worker:
-        """Join as worker `rank`; each rank once. Raises AttachError."""
-        if not 0 <= rank < self.layout.workers:
+    def with_timeout(self, timeout_s: float | None) -> "Store":
+        """This store with another longest wait; None: the environment's."""
+        self.timeout_s = config.timeout_s(timeout_s)
+        return self
+
+    def attach(self, rank: int | None = None) -> Worker:
+        """Join as worker `rank`, or in any lane that nobody has.
+
+        Each rank joins once; under on_worker_loss="continue" also in the place of one that died or left. Who joins late begins
+        at the slowest worker's clock with the current version. Raises AttachError, TimeoutExceededError.
+        """
+        if rank is None:
+            return self._attach_anywhere()
+        lanes = self.layout.lanes
+        if not 0 <= rank < lanes:
             raise AttachError(
-                f"worker {rank} cannot attach: the arena was made for {self.layout.workers} workers"
-                f" (0 to {self.layout.workers - 1}); start fewer, or create it for more"
+                f"worker {rank} cannot attach: the arena was made for {lanes} workers (0 to {lanes - 1}); start fewer, or"
+                " create it for more (max_workers)"
             )
         if os.getpid() != self._process_id:
             # Inherited by fork: this process answers for itself from now on.
             self._process_id, self._pidfd, self._answerers = os.getpid(), os.pidfd_open(os.getpid()), []
-        try:
-            answerer = self.answer_at(rank)
-        except OSError as error:
-            raise AttachError(f"worker {rank} cannot attach: another process answers in its place ({error})") from error
-        if not self.arena.claim(rank, os.getpid()):
+        answerer = self._answer_as(rank)
+        rejoins = self.layout.faults.continues
+        if rejoins and self.arena.lane_state(rank) not in (words.LANE_FREE, words.LANE_LEFT):
+            # Nobody but this process answers at the lane's name: whoever had it has ended.
+            self.arena.bury(rank, self.arena.generation(rank))
+        generation = self.arena.claim(rank, os.getpid(), rejoins)
+        if generation < 0:
             self.stop_answering(answerer)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         placement.bring_slots(self.memory, *self.arena.slots_range(rank))
-        return Worker(self, rank, answerer)
+        try:
+            return Worker(self, rank, answerer, generation)
+        except BaseException:
+            self.arena.finish(rank, "it could not join")
+            self.stop_answering(answerer)
+            raise
+
+    def _answer_as(self, rank: int) -> rendezvous.Answerer:
+        """Answer at the lane's name; where its last owner has ended, or is about to, wait until it is free."""
+        began_ns = self.clock.now_ns()
+        while True:
+            try:
+                return self.answer_at(rank)
+            except OSError as error:
+                gone = self.arena.lane_state(rank) in (words.LANE_LEFT, words.LANE_DEAD, words.LANE_FAILED)
+                patience_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
+                if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= patience_s * 1e9:
+                    raise AttachError(
+                        f"worker {rank} cannot attach: another process answers in its place ({error}); choose another rank"
+                    ) from error
+            self.clock.sleep_ns(1_000_000)
+
+    def _attach_anywhere(self) -> Worker:
+        """In a lane that has none yet and is not one of the start's; else where one died or left."""
+        late = [lane for lane in range(self.layout.workers, self.layout.lanes)]
+        empty = [lane for lane in late if self.arena.lane_state(lane) == words.LANE_FREE]
+        if self.layout.faults.continues:
+            gone = (words.LANE_DEAD, words.LANE_LEFT, words.LANE_FAILED)
+            empty += [lane for lane, state in enumerate(self.arena.lane_states()) if state in gone]
+        for lane in empty:
+            with contextlib.suppress(AttachError):  # another was faster
+                return self.attach(lane)
+        raise AttachError(
+            f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger"
+            " max_workers"
+        )
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
         """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
@@ -301,7 +379,7 @@ class Store:
 def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
     """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(layout.workers if layout else 64)]
+    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else 64)]
     text = layout.text() if layout else ""
     digest = layout.digest() if layout else bytes(32)
     while True:
@@ -338,7 +416,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
     return words.plan(
-        lanes=layout.workers,
+        lanes=layout.lanes,
         slots=layout.slots,
         ring_size=config.RING_SIZE,
         groups=layout.groups,
@@ -350,6 +428,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         buffers=layout.buffers,
         shards=len(layout.shards),
         ema_decay=layout.policy.ema,
+        checks_finite=layout.faults.nonfinite != "allow",
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
     )
 

@@ -7,18 +7,24 @@ change anything that it cannot give back at `close()`.
 
 import contextlib
 import itertools
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fastps import environment, exits
+from fastps import config, environment, exits
 from fastps.allocator import keep_freed_memory
 from fastps.auto_sync import WarmUp, move, room_bytes
+from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load, refused
+from fastps.checkpoint_torch import described_group, restore_group
+from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
+from fastps.faults import FaultPolicy
 from fastps.kernels.attributes import Attribute
 from fastps.layout import GradientType, Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
@@ -34,7 +40,9 @@ from fastps.worker import Worker
 if TYPE_CHECKING:
     from fastps.kernels.arena import Histograms
 
+logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
+_JOIN_S = 10.0  # how long the replacement of a lost worker looks for those who go on without it
 _PUSH_TYPES: dict[torch.dtype, GradientType] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -68,12 +76,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             first 32 steps are bsp's, and what they took decides how to go on (docs/traces.md).
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
+        on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
+        checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
+            environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
+        resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.
+        seeds: kept with each checkpoint, for whoever resumes.
         push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
             beyond float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays there after `step()`.
         timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
 
     Raises:
-        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError: before anything is changed.
+        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError, CheckpointError: before anything is changed.
     """
 
     # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
@@ -86,6 +99,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         model: torch.nn.Module | None = None,
         batch_size: int = 0,
+        on_worker_loss: str | None = None,
+        nonfinite: str | None = None,
+        max_workers: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        seeds: Mapping[str, int] | None = None,
         push_dtype: torch.dtype = torch.float32,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -107,11 +127,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
         self._push_dtype = push_dtype
-        layout = self._layout(model, policy, _PUSH_TYPES[push_dtype])
+        faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
+        layout = self._layout(model, policy, faults, _PUSH_TYPES[push_dtype])
+        wanted = Checkpointing.wanted(checkpoint, every)
+        resumed = self._resumed(layout, model, resume if resume is not None else os.environ.get("FASTPS_RESUME"))
+        if policy.warm_up and (wanted or resumed or faults.continues):
+            raise UsageError(
+                'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
+                ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
+            )
+        self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._data = Attribute("data", self._tensors)
         self._version_counter = Attribute("_version", self._tensors)
-        self._use(self._join(layout, environment.job_name(next(_instances)), timeout_s, clock))
+        self._use(self._join(layout, resumed, environment.job_name(next(_instances)), timeout_s, clock))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(index))
@@ -122,6 +151,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._batch_size = batch_size
         self._samples = batch_size
         self._take_weights()
+        self._checkpointing = None
+        if wanted is not None:
+            pin = partial(self.pin_whole_version, {})
+            self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
         _limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
 
@@ -159,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         old.close()
         old.store.close()
 
-    def _layout(self, model: torch.nn.Module | None, policy: Policy, pushed: GradientType) -> Layout:
+    def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
         names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
         rows = []
         for group_index, group in enumerate(self.param_groups):
@@ -173,19 +206,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
         workers = environment.world_size()
         parameters = place(rows, policy.shards)
         extra_bytes = self._buffers.nbytes + room_bytes(policy)
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, extra_bytes, pushed)
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, extra_bytes, faults, pushed)
 
-    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
-        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
+    def _resumed(self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None) -> Checkpoint | None:
+        """The checkpoint to go on from; every worker takes the options of its param_groups and the model's buffers."""
+        if not path:
+            return None
+        found = load(path)
+        found.check_layout(layout)
+        saved = found.buffers()
+        for name, buffer in model.named_buffers() if model is not None else ():
+            if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
+                raise refused(
+                    found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none"
+                )
+            buffer.copy_(torch.from_numpy(saved[name].copy()))
+        for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
+            restore_group(group, described)
+        return found
+
+    def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
+        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does who replaces it."""
         hypers = self._hypers()
         rank = environment.rank()
-        if rank == 0:
+        if environment.joins():
+            patience_s = min(_JOIN_S, config.timeout_s(timeout_s))  # the others are there, or have come to their end
+            store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=clock).with_timeout(timeout_s)
+        elif rank == 0:
 
             def write(views: list[Any]) -> None:
                 for view, tensor in zip(views, self._tensors, strict=True):
                     view[:] = _flat(tensor.detach()).numpy()
 
-            store = Store.create_for(layout, write, hypers, job=job, timeout_s=timeout_s, clock=clock)
+            store = Store.create_for(layout, write, hypers, resume=resumed, job=job, timeout_s=timeout_s, clock=clock)
         else:
             store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
         try:
@@ -264,6 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_unchanged()
         self._gradients.adopt(self._worker.slot)
         scale, skipped = self._loss_scaling()
+        skipped = skipped or self._begins_void()
         scale *= self._clip_factor(scale)
         warm_up = self._warm_up
         if warm_up is not None and self._worker.steps + 1 == warm_up.steps:
@@ -275,6 +329,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_weights()
         if warm_up is not None and self._worker.steps == warm_up.steps:
             self._take_advice(warm_up)
+        if self._checkpointing is not None:
+            self._checkpointing.after_step()
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
@@ -304,6 +360,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensors is None:
                 tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
             self._data.set(self._tensors_of_shard[shard], tensors)
+        if self._worker.generation and self._total_steps == 0:
+            for tensor in self._tensors:  # a script that loads weights now must not write into those of the others
+                tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
         if self._total_steps <= 1:
             self._versions = self._version_counter.get(self._tensors)  # what was written before the first step was allowed
 
@@ -325,6 +384,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             " workers read the same memory; change weights before the first step only, and avoid layers that renormalize their"
             " weights (max_norm)"
         )
+
+    def _begins_void(self) -> bool:
+        """Whether this worker joined a running job and its script then loaded other weights, as at a job's beginning.
+
+        Its first gradient is not of the job's weights: a null push goes in its place.
+        """
+        worker = self._worker
+        if not worker.generation or worker.own_steps or self._version_counter.are(self._tensors, self._versions) < 0:
+            return False
+        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
+        return True
 
     # -- what torch expects of an optimizer --------------------------------------------------------
 
@@ -371,7 +441,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
-        if self._worker.rank == 0:
+        if self._worker.rank == 0 and not self._worker.generation:
             self._publish_state()
 
     def _publish_state(self) -> None:
@@ -420,7 +490,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _total_steps(self) -> int:
-        return self._worker.earlier_steps + self._worker.steps
+        return self._worker.earlier_steps + self._worker.own_steps
 
     @property
     def worker(self) -> Worker:
@@ -431,6 +501,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
         self._worker.loss = loss
         self._samples = samples or self._batch_size
+
+    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
+        groups = [described_group(group) for group in self.param_groups]
+        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra})
+
+    def model_buffers(self) -> dict[str, Array]:
+        """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""
+        return buffers_of(self._model)
 
     def histograms(self) -> "list[Histograms]":
         """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
@@ -478,7 +557,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.hold_turns()
         try:
             self._buffers.publish(self._store.extra_view(self._worker.rank))
-            views = [self._store.extra_view(lane) for lane in range(self._store.layout.workers)]
+            views = [self._store.extra_view(lane) for lane in range(self._store.layout.lanes)]
             self._buffers.average(views)
         finally:
             self._worker.release_turns(False)
@@ -501,6 +580,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._worker.closed or self._worker.forked:
             return
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         for hook in self._hooks:
             hook.remove()
         for tensor in self._tensors:

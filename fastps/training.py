@@ -7,8 +7,9 @@ to show anything: report.py and compare.py do.
 import copy
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,30 +53,50 @@ class WorkerResult:
 
 
 class Batches:
-    """This worker's share of the images: every pass has a new order that all workers agree on, and nobody shares a sample."""
+    """The images in an order that all workers agree on, a new one every pass; nobody shares a sample.
 
-    def __init__(self, data: Dataset, options: TrainingOptions, rank: int) -> None:
+    With `draw`, which counts for all workers together, each batch is the next of the one order, so that a lost worker's share
+    is served by the others. Without it each worker has a share of its own, from `begun` samples on: the same whoever is slow,
+    as schemes need that keep all workers level.
+    """
+
+    def __init__(
+        self, data: Dataset, options: TrainingOptions, rank: int, begun: int = 0, draw: Callable[[int], int] | None = None
+    ) -> None:
         self._data = data
         self._options = options
         self._rank = rank
-        self._pass = 0
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._next = begun
+        self._draw = draw
+        self._orders: dict[int, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
             yield self.next()
 
     def next(self, tuned: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch, of `tuned` samples if that is not 0; a new pass begins when the share has fewer left than a batch."""
+        """The next batch, of `tuned` samples if that is not 0; a new pass begins where the last one ends."""
         size = tuned or self._options.batch_size
-        while len(self._order) < size:
-            generator = torch.Generator().manual_seed(1_000_003 * self._options.seed + self._pass)
-            order = torch.randperm(len(self._data.train_labels), generator=generator)
-            self._order = torch.cat([self._order, order[self._rank :: self._options.workers]])
-            self._pass += 1
-        chosen, self._order = self._order[:size], self._order[size:]
-        index = chosen.numpy()
+        first = self._next if self._draw is None else self._draw(size)
+        self._next += size
+        chosen, position = [], first
+        while position < first + size:
+            order = self._order(position)
+            begin = position % len(order)
+            chosen.append(order[begin : begin + first + size - position])
+            position += len(chosen[-1])
+        index = torch.cat(chosen).numpy()
         return inputs_of(self._data, self._data.train_images[index]), torch.from_numpy(self._data.train_labels[index])
+
+    def _order(self, position: int) -> torch.Tensor:
+        """The pass that a sample's place lies in: the whole of it, or this worker's share."""
+        samples = len(self._data.train_labels)
+        rank, workers = (0, 1) if self._draw is not None else (self._rank % self._options.workers, self._options.workers)
+        number = position // len(range(rank, samples, workers))
+        if number not in self._orders:
+            generator = torch.Generator().manual_seed(1_000_003 * self._options.seed + number)
+            self._orders = {number: torch.randperm(samples, generator=generator)[rank::workers]}
+        return self._orders[number]
 
 
 class TrainingRun:
@@ -88,6 +109,8 @@ class TrainingRun:
         self._policy: Policy = parse_policy(options.sync)
         self._data = data
         self._budget = options.epochs * len(data.train_labels)
+        resume = os.environ.get("FASTPS_RESUME")
+        self._drawn_before = fastps.load(resume).drawn if resume else 0
         torch.manual_seed(options.seed)
         self._model = model_for(data)
         # Weights at the end of each epoch, kept by worker 0 and judged when the clock is off.
@@ -99,9 +122,10 @@ class TrainingRun:
         if options.straggler:
             torch.set_num_threads(1)  # processor time of the step is then the time of this thread
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
-        with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model) as optimizer:
-            batches = Batches(self._data, options, self._rank)
-            if options.warm_start:
+        seeds = {"seed": options.seed}
+        with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model, seeds=seeds) as optimizer:
+            batches = self._batches(optimizer.worker)
+            if options.warm_start and not optimizer.worker.generation:
                 load_weights(self._model, Path(options.warm_start))
             optimizer.worker.transfer_ms(options.transfer_ms)
             optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
@@ -147,6 +171,12 @@ class TrainingRun:
                 if self._rank == 0:
                     self._keep_snapshot(optimizer, began_ns)
 
+    def _batches(self, worker: fastps.Worker) -> Batches:
+        """Where all workers are at the same step, each has its share from its step on; elsewhere they draw from one order."""
+        if self._policy.is_level:
+            return Batches(self._data, self._options, self._rank, worker.steps * self._options.batch_size)
+        return Batches(self._data, self._options, self._rank, draw=worker.store.arena.draw)
+
     def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         cpu_ns = self._clock.thread_cpu_ns()
         optimizer.zero_grad()
@@ -159,8 +189,10 @@ class TrainingRun:
     def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
         """Samples that all workers together have drawn."""
         if optimizer.policy.is_level and not optimizer.policy.warm_up:
-            return optimizer.worker.samples * self._options.workers  # all are at the same step
-        return sum(row.samples for row in optimizer.statistics())
+            # All are at the same step, also those who resumed or joined.
+            steps = optimizer.worker.earlier_steps + optimizer.worker.steps
+            return steps * self._options.batch_size * self._options.workers
+        return self._drawn_before + sum(row.samples for row in optimizer.statistics())
 
     def _finished(self, optimizer: fastps.DistributedOptimizer) -> bool:
         return self._drawn(optimizer) >= self._budget

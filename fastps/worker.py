@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from fastps import config, recording, rendezvous
 from fastps.background import Background
-from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
+from fastps.checkpoint import PinnedVersion
+from fastps.errors import TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
-from fastps.kernels.arena import LANE_FREE, LANE_LIVE
+from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.late_responses import LateResponses
-from fastps.layout import first_difference
-from fastps.peers import Peers
+from fastps.membership import Membership, Owner
 from fastps.rules import Hyper
 from fastps.transfers import Transfers, link_of
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
+_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
 class Worker:
@@ -39,8 +40,10 @@ class Worker:
 
     Attributes:
         rank: this worker's lane.
-        steps: steps pushed so far.
+        steps: steps pushed so far, counted as the scheduler counts them: a worker that joins later begins at the slowest's.
         earlier_steps: steps that this process's worker pushed in an arena before this one (sync="auto").
+        begun_at: `steps` when this worker attached.
+        generation: how many workers had this lane before.
         version: the version of the weights that were pulled last.
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
@@ -53,25 +56,24 @@ class Worker:
         injected_transfer_ns: what `transfer_ms` was told.
     """
 
-    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
+    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
         self.store = store
         self.rank = rank
         self.lane = turn.Lane(store.arena, rank)
         self.lane.set_user_rule(store.layout.rule.address)
-        self.steps = 0
         self.earlier_steps = 0
         self.slot = 0
+        self.generation = generation
         self.buffers = [0] * store.arena.shards
         self.stale_blocks = 0
-        self.wait_ns = 0
-        self.compute_ns = 0
-        self.samples = 0
+        counted = store.arena.counters(rank)  # of the lane's workers before
+        self._steps_before, self.samples = counted["steps"], counted["samples"]
+        self.wait_ns, self.compute_ns = counted["wait_ns"], counted["compute_ns"]
         self.loss = math.nan
         self.forked = False
         self.closed = False
         self._left = False
         self._answerer = answerer
-        self._peers = Peers(store.arena, store.job, rank)
         self._clock = store.clock
         self._spins = config.spins(store.layout.workers)
         self._timeout_ns = int(store.timeout_s * 1e9)
@@ -89,13 +91,17 @@ class Worker:
             self.lane.share_folds(config.helpers(store.layout.workers))
             written_bytes = 4 * store.layout.buffer_floats * (1 + store.layout.planes)
             self.lane.stream_folds(config.streams(written_bytes, store.layout.workers))
-        self.posts = 0
+        self.posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self.recorder: recording.Recorder | None = None
+        self._membership = Membership(self, generation)
+        if generation:
+            self._membership.join(self._timeout_ns)
+        self.steps = self.begun_at = self.lane.granted() - 1
         _live.add(self)
         self.pull()
         self.recorder = recording.recorder_for(self)
@@ -150,8 +156,7 @@ class Worker:
         else:
             self._background.send(deliver)
         self._responses.draw(self.steps)
-        if now_ns - self._looked_ns > config.LIVENESS_NS:
-            self._look_around(now_ns)
+        self._look_if_due(now_ns)
         if self._background is not None or self._has_transfers:
             self.wait_ns += self._clock.now_ns() - now_ns
         if self.recorder is not None:
@@ -165,10 +170,11 @@ class Worker:
             recorder.posted(step, self._clock.now_ns(), transfer_ns)
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
-        self._try_turn()
+        self.try_turn()
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        self._check_not_forked()
         granted = 0 if self.store.layout.policy.at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
         if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
@@ -181,15 +187,16 @@ class Worker:
             self._granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.granted(self._granted_ns)
-        self.lane.count(
-            self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks
-        )
+        self._membership.report_rejections()
+        steps = self.earlier_steps + self._steps_before + self.own_steps
+        self.lane.count(steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        self._check_not_forked()
         transfer_ns = 0
         if self._background is not None:
             newest = self._background.newest()
@@ -230,7 +237,7 @@ class Worker:
 
     def carry_on(self, before: "Worker") -> None:
         """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
-        self.earlier_steps = before.earlier_steps + before.steps
+        self.earlier_steps = before.earlier_steps + before.own_steps
         self.samples, self.wait_ns, self.compute_ns = before.samples, before.wait_ns, before.compute_ns
         self.stale_blocks, self.loss = before.stale_blocks, before.loss
         self.transfer_ms(before.injected_transfer_ns / 1e6)
@@ -247,6 +254,11 @@ class Worker:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
         self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that this worker itself has pushed."""
+        return self.steps - self.begun_at
 
     @property
     def batch_size(self) -> int:
@@ -305,19 +317,25 @@ class Worker:
         """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while not self.lane.wait(granted, done, self._spins, self._slice_ns(), shards) or not self._responded(granted, shards):
-            self._try_turn()
+            self.try_turn()
             now_ns = self._clock.now_ns()
-            if now_ns - self._looked_ns > config.LIVENESS_NS:
-                self._look_around(now_ns)
+            self._look_if_due(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
+
+    def _look_if_due(self, now_ns: int) -> None:
+        if now_ns - self._looked_ns > config.LIVENESS_NS:
+            self._looked_ns = now_ns
+            self._membership.look(now_ns)
 
     def _slice_ns(self) -> int:
         """How long to sleep at most: until the next timer is due, for whoever waits fires it."""
         due_ns = self.lane.due_ns()
         if due_ns < 0:
             return config.SLICE_NS
-        return min(config.SLICE_NS, max(1, due_ns - self._clock.now_ns()))
+        left_ns = due_ns - self._clock.now_ns()
+        # Overdue: whoever holds the turn will fire it, and may be stopped for long; asking without a pause would eat a core.
+        return min(config.SLICE_NS, left_ns if left_ns > 0 else config.OVERDUE_NS)
 
     def _responded(self, granted: int, shards: int) -> bool:
         """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""
@@ -337,9 +355,11 @@ class Worker:
             if all(self._is_fresh(shard, granted) for shard in range(len(self.buffers))):
                 return
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
-            self._try_turn()
+            self.try_turn()
 
-    def _try_turn(self) -> None:
+    def try_turn(self) -> None:
+        """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
+        self._check_not_forked()
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
             if outcome == turn.AWAITING:
@@ -352,39 +372,28 @@ class Worker:
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         while (outcome := self.lane.try_turn(self._clock.now_ns())) == turn.AWAITING:
             now_ns = self._clock.now_ns()
-            if now_ns - self._looked_ns > config.LIVENESS_NS:
-                self._look_around(now_ns)
+            self._look_if_due(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
         return outcome
 
     def look_around(self) -> None:
-        """Raise if a peer has died."""
-        self._look_around(self._clock.now_ns())
+        """Act on every peer that has died; raises WorkerDiedError where the job ends with one."""
+        self._membership.look(self._clock.now_ns())
 
-    def _look_around(self, now_ns: int) -> None:
-        """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""
-        self._looked_ns = now_ns
-        dead = self._peers.dead()
-        if dead is not None:
-            with self._turn_lock:
-                self.lane.break_turn(dead, now_ns)
-            raise self._peers.error(dead)
-        theirs = self.store.foreign_layout()
-        if theirs is not None:
-            raise LayoutError(
-                "another worker's model differs from this one's:"
-                f" {first_difference(self.store.layout.text(), theirs)}; all workers must build the same model, optimizer and"
-                " discipline"
-            )
+    def break_turn(self, owner: Owner, now_ns: int) -> None:
+        """Take the turns that a lane's owner holds, whose process is proved to have ended."""
+        with self._turn_lock:
+            self.lane.break_turn(owner[0], now_ns, owner[1])
 
     def _timeout_text(self) -> str:
         others = []
-        for lane in range(self.store.layout.workers):
-            posted = self.store.arena.counters(lane)["posted"]
-            if lane != self.rank and (posted < self.steps or self.store.arena.lane_state(lane) == LANE_FREE):
-                state = "" if self.store.arena.lane_state(lane) == LANE_LIVE else ", not attached"
-                others.append(f"worker {lane} (at step {posted}{state})")
+        for lane in range(self.store.layout.lanes):
+            if lane >= self.store.layout.workers and self.store.arena.lane_state(lane) == LANE_FREE:
+                continue  # nobody is expected there
+            clock, state = self.store.arena.clock(lane), self.store.arena.lane_state(lane)
+            if lane != self.rank and state in _WAITED_FOR and (clock < self.steps or state == LANE_FREE):
+                others.append(f"worker {lane} (at step {clock}{_WAITED_FOR[state]})")
         return (
             f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self.store.layout.policy.spec}"
             f" for {', '.join(others) or 'a grant'}; raise FASTPS_TIMEOUT if they are only slow"
@@ -392,10 +401,11 @@ class Worker:
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while LANE_FREE in self.store.arena.lane_states():
+        while LANE_FREE in self.store.arena.lane_states()[: self.store.layout.workers]:
             now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
+            self._membership.look(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(1_000_000)
@@ -408,11 +418,12 @@ class Worker:
 
         Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
         """
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         self._leave()
         while not self._others_are_done():
             now_ns = self._clock.now_ns()
-            self._look_around(now_ns)
+            self._membership.look(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(5_000_000)
@@ -420,20 +431,21 @@ class Worker:
 
     def _others_are_done(self) -> bool:
         """Whether nobody else will push, and everything that was pushed is folded."""
-        self._try_turn()
+        self.try_turn()
         for lane, state in enumerate(self.store.arena.lane_states()):
             counters = self.store.arena.counters(lane)
-            if state == LANE_LIVE or counters["done"] < counters["posted"]:
+            if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
                 return False
         return True
 
     def hold_turns(self) -> None:
         """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
+        self._check_not_forked()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
         for shard in range(len(self.buffers)):
             while not self.lane.hold(shard):
                 now_ns = self._clock.now_ns()
-                self._look_around(now_ns)
+                self._membership.look(now_ns)
                 if now_ns >= deadline_ns:
                     owner = self.lane.owner(shard)
                     raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {owner} holds")
@@ -444,17 +456,45 @@ class Worker:
         for shard in range(len(self.buffers)):
             self.lane.release(publish, shard, self._clock.now_ns())
 
+    # -- copies ------------------------------------------------------------------------------------
+
+    def pin_version(self, shard: int) -> tuple[int, int, int, list[int]]:
+        """Keep a shard's published weights and rule state for a copy: (version, weights buffer, state buffer, clocks).
+
+        One worker at a time does; waits for its turn. End it by `store.arena.unpin_version(rank, shard)`.
+        """
+        self.check_usable()
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while (pinned := self.store.arena.pin_version(self.rank, shard)) is None:
+            now_ns = self._clock.now_ns()
+            self._membership.look(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(f"worker {self.rank} waited to copy version {self.version}, for another copies it")
+            self._clock.sleep_ns(1_000_000)
+        return pinned
+
+    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
+        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra)
+
+    def model_buffers(self) -> Mapping[str, npt.NDArray[Any]]:
+        """None: they are a torch module's."""
+        return {}
+
     # -- the end -----------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
+        self._check_not_forked()
+        if self.closed or self._left:
+            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+    def _check_not_forked(self) -> None:
         if self.forked:
             raise UsageError(
                 f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
                 " itself, not in its children (such as DataLoader workers)"
             )
-        if self.closed or self._left:
-            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
@@ -473,10 +513,10 @@ class Worker:
             recorder = self.recorder
             if recorder is not None:
                 recorder.finish(failure)
+            self.lane.unpin()  # first: once it has finished, the lane may have another owner
             self.store.arena.finish(self.rank, failure)
-            self.lane.unpin()
             self.store.stop_answering(self._answerer)
-            self._peers.close()
+            self._membership.close()
             _live.discard(self)
             if recorder is not None:
                 recorder.merge_if_last()
@@ -492,7 +532,7 @@ class Worker:
         while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self.store.arena.leave(self.rank)
-        self._try_turn()
+        self.try_turn()
 
     def _end_background(self) -> None:
         if self._background is not None:

@@ -15,6 +15,7 @@
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
 #define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
 #define FPS_MAX_SHARDS 64
+#define FPS_STATE_BUFFERS 3    /* of rule state: the published one, the one that is written, and one for who copies it */
 #define FPS_MESSAGE_BYTES 448
 #define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
 #define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all that are staler */
@@ -34,6 +35,13 @@
 #define FPS_LANE_LEFT 2
 #define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
 #define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still takes turns: its death matters */
+#define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's holder retires it */
+#define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's holder has let it join */
+
+/* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
+static inline uint32_t fps_member_pack(uint32_t generation, uint32_t state) { return (generation << 8) | state; }
+static inline uint32_t fps_member_state(uint32_t member) { return member & 0xff; }
+static inline uint32_t fps_member_generation(uint32_t member) { return member >> 8; }
 
 /* One push as posted: exactly one cache line. */
 typedef struct {
@@ -58,11 +66,11 @@ typedef struct {
     uint8_t pad_event[60];
     /* Line of the worker. */
     uint32_t sleeping; /* paired with [EVENT] */
-    uint32_t helping;  /* [HELP] shard + 1 whose fold this lane is helping with, or 0 */
+    uint32_t helping;  /* [HELP] (generation : 24 | shard + 1 : 8) whose fold this lane is helping with, or 0 */
     uint8_t pad_sleeping[56];
     /* Membership. */
-    uint32_t state; /* [STATE] */
-    uint32_t generation;
+    uint32_t state; /* [STATE] fps_member_pack */
+    uint32_t pad_member;
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
     uint8_t pad_state[48];
     /* Counters of the worker, only looked at. */
@@ -78,13 +86,17 @@ typedef struct {
     uint64_t head;   /* [HEAD] descriptors that this shard is done with */
     int64_t granted; /* [GRANT] steps that the worker may have begun, as far as this shard is concerned */
     int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
-    int64_t folded, dropped, staleness_sum, staleness_max, pad_holder;
+    int64_t folded, dropped, staleness_sum, staleness_max;
+    int64_t generation; /* [GRANT] of the owner who joined last */
     /* Line of the worker. */
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
     uint8_t pad_pin[48];
+    /* Line of the holder, for whoever looks: pushes that were rejected since they were not finite, and the last of them. */
+    int64_t rejected, rejected_step, rejected_parameter;
+    uint8_t pad_rejected[40];
 } fps_seat;
-_Static_assert(sizeof(fps_seat) == 2 * FPS_LINE, "holder and worker write lines of their own");
+_Static_assert(sizeof(fps_seat) == 3 * FPS_LINE, "holder and worker write lines of their own");
 
 /* What became of one push in one shard, for a job that is recorded. The holder writes it before the commit that makes it true,
  * and whoever takes over from a dead holder decides again and writes it again; so it is true for every push that the seat's head
@@ -118,13 +130,21 @@ typedef struct {
     uint8_t pad_due[48];
     int64_t first, last; /* its floats of every buffer: [first, last). Never changes. */
     int64_t recorded;    /* whether somebody records what becomes of pushes; set before the pushes that are to be recorded */
-    uint8_t pad_range[40];
+    int64_t rejections;  /* of all lanes, for whoever looks */
+    uint8_t pad_range[32];
+    /* [PIN] who copies a whole version, one at a time: (generation : 24 | lane + 1 : 16 | state buffer + 1 : 8 |
+     * weights buffer + 1 : 8), or 0. */
+    uint64_t reader;
+    uint8_t pad_reader[56];
+    uint64_t drawn; /* of shard 0: samples that all workers have drawn from the shared order of them */
+    uint8_t pad_drawn[56];
 } fps_domain;
-_Static_assert(sizeof(fps_domain) == 6 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+_Static_assert(sizeof(fps_domain) == 8 * FPS_LINE, "turn, commit and the records are each on a line of their own");
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
-    uint32_t lane, slot;
+    uint32_t lane, slot, samples, pad;
+    uint64_t step;
     double scale, rate_scale; /* as of fps_push in fold.h */
 } fps_folded_push;
 
@@ -141,8 +161,8 @@ typedef struct {
     int64_t chunk_floats;
     double scale, rate_scale;
     int32_t mode, streaming;
-    uint32_t weights_in, weights_out, state_in, n_pushes;
-    uint64_t pad_order[2];
+    uint32_t weights_in, weights_out, state_in, n_pushes, state_out, pad_state_out;
+    uint64_t pad_order[1];
     fps_folded_push pushes[]; /* FPS_MAX_PUSHES of fold.h */
 } fps_work;
 _Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the order have a line each");
@@ -190,7 +210,9 @@ typedef struct {
     uint32_t rule;            /* FPS_RULE_* of fold.h */
     uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
     uint32_t n_shards;
+    uint32_t checks_finite;   /* whether a push that makes results infinite or NaN is rejected */
     uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
+    uint32_t pad;
     double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
     uint64_t domains_offset;  /* fps_domain[n_shards] */
@@ -201,7 +223,7 @@ typedef struct {
     uint64_t seats_offset, fates_offset;        /* within a lane */
     uint64_t scheduler_offset, scheduler_bytes; /* shard-major, two copies a shard, one a record */
     uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
-    uint64_t state_offset, state_bytes;         /* two of them: int64 steps[n_parameters], then the planes */
+    uint64_t state_offset, state_bytes;         /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */
     uint64_t state_steps_bytes;
     uint64_t slots_offset, slot_bytes;          /* lane-major */
     uint64_t slot_presence_offset, slot_versions_offset, slot_gradient_offset;
@@ -215,6 +237,7 @@ static inline uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64
     return (epoch << 33) | ((generation & 0xffff) << 17) | (owner << 1);
 }
 static inline uint64_t fps_turn_owner(uint64_t turn) { return (turn >> 1) & 0xffff; } /* lane + 1, or 0: free */
+static inline uint64_t fps_turn_generation(uint64_t turn) { return (turn >> 17) & 0xffff; } /* of that lane, its low bits */
 static inline uint64_t fps_turn_epoch(uint64_t turn) { return turn >> 33; }
 
 static inline uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record) {
@@ -225,4 +248,11 @@ static inline uint64_t fps_commit_epoch(uint64_t commit) { return (commit >> 8) 
 static inline uint64_t fps_commit_buffer(uint64_t commit) { return (commit >> 1) & 0x7f; }
 static inline uint64_t fps_commit_record(uint64_t commit) { return commit & 1; }
 
+
+static inline uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights) {
+    return (generation << 32) | ((lane + 1) << 16) | ((state + 1) << 8) | (weights + 1);
+}
+static inline uint64_t fps_reader_weights(uint64_t reader) { return reader & 0xff; } /* + 1; 0: none */
+static inline uint64_t fps_reader_state(uint64_t reader) { return (reader >> 8) & 0xff; } /* + 1; 0: none */
+static inline uint64_t fps_reader_owner(uint64_t reader) { return reader >> 16; } /* (generation : 24 | lane + 1 : 16) */
 #endif

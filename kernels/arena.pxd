@@ -3,9 +3,16 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.lane cimport fps_lane, fps_seat
-from fastps.kernels.roster cimport scheduler_t
+from fastps.kernels.roster cimport scheduler_t, worker_t
 
 cdef extern from "arena.h" nogil:
+    enum:
+        FPS_STATE_BUFFERS
+
+    uint32_t fps_member_pack(uint32_t generation, uint32_t state)
+    uint32_t fps_member_state(uint32_t member)
+    uint32_t fps_member_generation(uint32_t member)
+
     ctypedef struct fps_record:
         uint64_t version
         uint32_t weights_buffer
@@ -20,10 +27,15 @@ cdef extern from "arena.h" nogil:
         int64_t first
         int64_t last
         int64_t recorded
+        int64_t rejections
+        uint64_t reader
+        uint64_t drawn
 
     ctypedef struct fps_folded_push:
         uint32_t lane
         uint32_t slot
+        uint32_t samples
+        uint64_t step
         double scale
         double rate_scale
 
@@ -39,6 +51,7 @@ cdef extern from "arena.h" nogil:
         uint32_t weights_out
         uint32_t state_in
         uint32_t n_pushes
+        uint32_t state_out
         fps_folded_push *pushes
 
     enum:
@@ -77,6 +90,7 @@ cdef extern from "arena.h" nogil:
         uint32_t rule
         uint32_t state_planes
         uint32_t n_shards
+        uint32_t checks_finite
         uint32_t gradient_type
         double ema_decay
         uint64_t buffer_floats
@@ -121,11 +135,16 @@ cdef extern from "arena.h" nogil:
     uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
     uint64_t fps_turn_owner(uint64_t turn)
     uint64_t fps_turn_epoch(uint64_t turn)
+    uint64_t fps_turn_generation(uint64_t turn)
     uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record)
     uint64_t fps_commit_version(uint64_t commit)
     uint64_t fps_commit_epoch(uint64_t commit)
     uint64_t fps_commit_buffer(uint64_t commit)
     uint64_t fps_commit_record(uint64_t commit)
+    uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights)
+    uint64_t fps_reader_weights(uint64_t reader)
+    uint64_t fps_reader_state(uint64_t reader)
+    uint64_t fps_reader_owner(uint64_t reader)
 
 
 cdef class Arena:
@@ -139,6 +158,13 @@ cdef class Arena:
     cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
     cdef fps_work *work(self, uint32_t shard) noexcept nogil
+    cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
+    cdef bint _has_joined(self, uint32_t lane) noexcept nogil
+    cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil
+    cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
+    cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
+    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil
+    cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil

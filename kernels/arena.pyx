@@ -10,8 +10,10 @@ from libc.string cimport memcmp, memcpy, memset, strncpy
 from fastps.kernels.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
 from fastps.kernels.lane cimport (
     FPS_ABI,
+    FPS_LANE_DEAD,
     FPS_LANE_FAILED,
     FPS_LANE_FREE,
+    FPS_LANE_JOINING,
     FPS_LANE_LEAVING,
     FPS_LANE_LEFT,
     FPS_LANE_LIVE,
@@ -30,19 +32,35 @@ from fastps.kernels.lane cimport (
 from fastps.kernels.policy_words cimport policy_from_values
 from fastps.kernels.roster cimport (
     policy_t,
+    roster_add,
     roster_bytes,
     roster_copy,
     roster_initialise,
+    roster_remove,
+    roster_workers,
     scheduler_t,
+    worker_t,
 )
 
 cdef extern from "atomics.h" nogil:
     uint32_t fps_state_acquire(const uint32_t *state)
     int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
+    void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
+    void fps_help_set(uint32_t *helping, uint32_t value)
+    void fps_pin_exchange(uint64_t *pin, uint64_t value)
+    int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
+    uint64_t fps_reader_load(const uint64_t *reader)
+    uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples)
+    uint64_t fps_drawn_load(const uint64_t *drawn)
+    int64_t fps_grant_acquire(const int64_t *granted)
     uint64_t fps_commit_load(const uint64_t *commit)
     uint64_t fps_pin_load(const uint64_t *pin)
     int64_t fps_counter_get(const int64_t *counter)
     void fps_counter_set(int64_t *counter, int64_t value)
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_FORGET_GENERATION
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -56,6 +74,9 @@ LANE_FAILED = FPS_LANE_FAILED
 LANE_LEAVING = FPS_LANE_LEAVING
 FATE_FOLDED = FPS_FATE_FOLDED
 FATE_DROPPED = FPS_FATE_DROPPED
+LANE_DEAD = FPS_LANE_DEAD
+LANE_JOINING = FPS_LANE_JOINING
+STATE_BUFFERS = FPS_STATE_BUFFERS
 
 cdef enum:
     PAGE = 4096
@@ -67,7 +88,7 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, uint32_t gradient_type) except -1:
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
@@ -98,6 +119,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.rule = rule
     header.state_planes = state_planes
     header.n_shards = shards
+    header.checks_finite = checks_finite
     header.ema_decay = ema_decay
     header.gradient_type = gradient_type
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
@@ -118,7 +140,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.state_offset = offset + buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
-    offset = header.slots_offset = offset + 2 * header.state_bytes
+    offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
     header.slot_presence_offset = groups * sizeof(fps_hyper)
     header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
     header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
@@ -130,7 +152,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
 
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
-         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, int gradient_type=FPS_FLOAT32):
+         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
+         int gradient_type=FPS_FLOAT32):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -139,16 +162,18 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, gradient_type)
+          shards, ema_decay, checks_finite, gradient_type)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
 def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, list shards=None,
-                  **policy_values):
+                  int started=0, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
     """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
 
     `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
-    one that holds everything. The policy's values are those of fastps.kernels.scheduler.Scheduler.
+    one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join. `versions`
+    (one a shard), `clocks` (one a started lane) and `drawn` go on where a job ended. The policy's values are those of
+    fastps.kernels.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
@@ -156,6 +181,10 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     cdef uint32_t index
     cdef Arena arena
     memcpy(header, <char *> header_bytes, sizeof(fps_header))
+    started = started or header.n_lanes
+    clocks = clocks or [0] * started
+    if not 1 <= started <= <int> header.n_lanes or len(clocks) != started or min(clocks) < 0:
+        raise ValueError(f"expected clocks of at least 0 for 1 to {header.n_lanes} workers, found {clocks} for {started}")
     policy_from_values(&policy, policy_values, header.n_lanes)
     for index, (offset, length, group) in enumerate(segments):
         segment = <fps_segment *> (&memory[0] + header.segments_offset) + index
@@ -167,22 +196,39 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     shards = shards or [(0, header.buffer_floats)]
     if len(shards) != header.n_shards:
         raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
+    versions = versions or [0] * len(shards)
+    if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):
+        raise ValueError(f"expected {header.n_shards} versions of 0 to 2^40, found {versions}")
     for index, (first, last) in enumerate(shards):
         if not 0 <= first <= last <= header.buffer_floats:
             raise ValueError(f"expected a shard within {header.buffer_floats} floats, found {first} to {last}")
-        _format_shard(arena, index, first, last, &policy)
+        _format_shard(arena, index, first, last, &policy, clocks, versions[index])
+    arena.domain(0).drawn = drawn
 
 
-cdef void _format_shard(Arena arena, uint32_t shard, int64_t first, int64_t last, const policy_t *policy):
+cdef int _format_shard(Arena arena, uint32_t shard, int64_t first, int64_t last, const policy_t *policy, list clocks,
+                       int64_t version) except -1:
+    cdef scheduler_t *state = arena.scheduler(shard, 0)
     cdef uint32_t lane
+    cdef int record
     arena.domain(shard).first = first
     arena.domain(shard).last = last
     arena.domain(shard).due_ns = -1
-    roster_initialise(arena.scheduler(shard, 0), arena.header.n_lanes, policy)
+    roster_initialise(state, arena.header.n_lanes, policy)
+    state.version = version
+    for lane in range(arena.header.n_lanes):
+        roster_remove(state, lane)
+    for lane, clock in enumerate(clocks):
+        roster_add(state, lane, clock)
+        roster_workers(state)[lane].granted = clock + 1
+    arena.domain(shard).commit = fps_commit_pack(version, 0, 0, 0)
+    for record in range(2):
+        arena.domain(shard).records[record].version = version
     arena.scheduler(shard, 1).n_workers = arena.header.n_lanes
     roster_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))
     for lane in range(arena.header.n_lanes):
-        arena.seat(lane, shard).granted = 1
+        arena.seat(lane, shard).granted = roster_workers(state)[lane].granted
+    return 0
 
 
 cdef int _check(const fps_header *found, int64_t size) except -1:
@@ -190,7 +236,7 @@ cdef int _check(const fps_header *found, int64_t size) except -1:
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
           found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.gradient_type)
+          found.checks_finite, found.gradient_type)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0
@@ -338,39 +384,198 @@ cdef class Arena:
 
     # -- membership --------------------------------------------------------------------------------
 
-    def claim(self, uint32_t lane, int64_t process_id):
-        """Make the lane this process's own; False if another has it, or had it."""
-        if fps_state_acquire(&self.lane(lane).state) != FPS_LANE_FREE:
-            return False
-        # The number is there before the state is, so that whoever sees the lane live can name its process.
-        self.lane(lane).process_id = process_id
-        return bool(fps_state_change(&self.lane(lane).state, FPS_LANE_FREE, FPS_LANE_LIVE))
+    def claim(self, uint32_t lane, int64_t process_id, bint rejoin=False):
+        """Make the lane this process's own. Returns its new generation, or -1 if another has it, or had it.
+
+        The first owner of a lane whose worker is counted from the beginning is live at once, as generation 0. Any other,
+        which `rejoin` allows where there was one before, is JOINING until `joined`. The caller answers at the lane's name,
+        so nobody else claims it, and whoever is said to own it has ended.
+        """
+        return self._claim(lane, process_id, rejoin)
+
+    cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
+        cdef fps_lane *words = self.lane(lane)
+        cdef uint32_t member = fps_state_acquire(&words.state), shard, generation
+        cdef bint is_counted = self._committed(lane, 0).live
+        if fps_member_state(member) == FPS_LANE_FREE and is_counted:
+            # The number is there before the state is, so that whoever sees the lane live can name its process.
+            fps_plain_store()
+            words.process_id = process_id
+            return 0 if fps_state_change(&words.state, member, fps_member_pack(0, FPS_LANE_LIVE)) else -1
+        if not rejoin and fps_member_state(member) != FPS_LANE_FREE:
+            return -1
+        fps_help_set(&words.helping, 0)
+        fps_sleeping_set(&words.sleeping, 0)
+        for shard in range(self.header.n_shards):
+            fps_pin_exchange(&self.seat(lane, shard).pin, 0)
+            fps_pin_exchange(&self.seat(lane, shard).next, 0)
+        fps_plain_store()
+        words.process_id = process_id
+        words.message[0] = 0
+        generation = (fps_member_generation(member) + 1) & 0xffffff
+        while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
+            # A peer may bury the last owner just now; that is no other owner.
+            member = fps_state_acquire(&words.state)
+            if (fps_member_generation(member) + 1) & 0xffffff != generation:
+                return -1
+        return generation
+
+    def clock(self, uint32_t lane, uint32_t shard=0):
+        """Pushes of the lane's worker that a shard has received, as the slowest is told by."""
+        return self._committed(lane, shard).clock
+
+    def has_joined(self, uint32_t lane):
+        """Whether every shard counts the lane's owner; who finds it so calls `joined`."""
+        return bool(self._has_joined(lane))
+
+    cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
+        cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        for shard in range(self.header.n_shards):
+            if fps_grant_acquire(&self.seat(lane, shard).generation) != generation:
+                return False
+        return True
+
+    def joined(self, uint32_t lane):
+        """The lane's owner may push from now on."""
+        self._move(lane, FPS_LANE_JOINING, FPS_LANE_LIVE)
+
+    cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil:
+        """The lane's owner goes from one state to another."""
+        self._change(lane, fps_member_generation(fps_state_acquire(&self.lane(lane).state)), seen, state)
+
+    cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil:
+        """Whoever is present as that generation is not any more."""
+        return (self._change(lane, generation, FPS_LANE_LIVE, state) or self._change(lane, generation, FPS_LANE_LEAVING, state)
+                or self._change(lane, generation, FPS_LANE_JOINING, state))
+
+    cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil:
+        return fps_state_change(&self.lane(lane).state, fps_member_pack(generation, seen), fps_member_pack(generation, state))
+
+    cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        """What a shard's last commit says of a lane. Only a hint, unless the turn is held."""
+        return &roster_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain(shard).commit))))[lane]
 
     def finish(self, uint32_t lane, str failure=None):
         """The lane's worker has ended: in good order, or by the error that `failure` describes in one line."""
         cdef bytes message
+        cdef uint32_t generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
         cdef uint32_t state = FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED
         if failure is not None:
             message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
+            fps_plain_store()
             strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
-        if not fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, state):
-            fps_state_change(&self.lane(lane).state, FPS_LANE_LEAVING, state)
+        self._end(lane, generation, state)
 
     def leave(self, uint32_t lane):
         """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns."""
-        fps_state_change(&self.lane(lane).state, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+        self._move(lane, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+
+    def bury(self, uint32_t lane, uint32_t generation):
+        """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: it is not the owner.
+
+        An owner that has left in good order stays so. A reader's place that it held is given back.
+        """
+        return bool(self._bury(lane, generation))
+
+    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil:
+        cdef uint32_t shard
+        cdef uint64_t reader
+        for shard in range(self.header.n_shards):
+            reader = fps_reader_load(&self.domain(shard).reader)
+            if fps_reader_owner(reader) == (<uint64_t> generation << 16 | (lane + 1)):
+                fps_reader_change(&self.domain(shard).reader, reader, 0)
+        if fps_mutant(FPS_MUTANT_FORGET_GENERATION):
+            generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        return (self._end(lane, generation, FPS_LANE_DEAD)
+                or self._change(lane, generation, FPS_LANE_FAILED, FPS_LANE_DEAD))
 
     def lane_state(self, uint32_t lane):
         """One of the LANE_ constants."""
-        return fps_state_acquire(&self.lane(lane).state)
+        return fps_member_state(fps_state_acquire(&self.lane(lane).state))
+
+    def generation(self, uint32_t lane):
+        """Of the lane's owner: how many there were before."""
+        return fps_member_generation(fps_state_acquire(&self.lane(lane).state))
 
     def lane_states(self):
         """The state of every lane, as bytes: one look at all of them."""
         cdef uint32_t index
         cdef bytearray states = bytearray(self.header.n_lanes)
         for index in range(self.header.n_lanes):
-            states[index] = fps_state_acquire(&self.lane(index).state)
+            states[index] = fps_member_state(fps_state_acquire(&self.lane(index).state))
         return bytes(states)
+
+    def members(self):
+        """(generation, state) of every lane."""
+        return [(fps_member_generation(member), fps_member_state(member))
+                for member in [fps_state_acquire(&self.lane(index).state) for index in range(self.header.n_lanes)]]
+
+    # -- copies of a whole version -----------------------------------------------------------------
+
+    def pin_version(self, uint32_t lane, uint32_t shard):
+        """Keep a shard's published weights and rule state as they are: (version, weights buffer, state buffer, clocks), or None
+        while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker is live.
+
+        Commits go on meanwhile. Call `unpin_version` soon after the copy.
+        """
+        cdef fps_domain *domain = self.domain(shard)
+        cdef uint64_t commit, mine
+        cdef uint32_t state_buffer, index
+        cdef worker_t *worker
+        while True:
+            commit = fps_commit_load(&domain.commit)
+            state_buffer = domain.records[fps_commit_record(commit)].state_buffer
+            mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
+                                   fps_commit_buffer(commit))
+            if not fps_reader_change(&domain.reader, 0, mine):
+                return None
+            clocks = []
+            for index in range(self.header.n_lanes):
+                worker = &roster_workers(self.scheduler(shard, fps_commit_record(commit)))[index]
+                clocks.append(worker.clock - (worker.consumed - worker.cursor) if worker.live else -1)
+            if fps_commit_load(&domain.commit) == commit:
+                return fps_commit_version(commit), fps_commit_buffer(commit), state_buffer, clocks
+            fps_reader_change(&domain.reader, mine, 0)
+
+    def unpin_version(self, uint32_t lane, uint32_t shard):
+        """End what `pin_version` of this lane began."""
+        cdef uint64_t reader = fps_reader_load(&self.domain(shard).reader)
+        cdef uint32_t generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        if fps_reader_owner(reader) == (<uint64_t> generation << 16 | (lane + 1)):
+            fps_reader_change(&self.domain(shard).reader, reader, 0)
+
+    def draw(self, uint64_t samples):
+        """Draw the next samples of an order that all workers share: the first one's place, counted from the job's beginning."""
+        return fps_drawn_add(&self.domain(0).drawn, samples)
+
+    @property
+    def drawn(self):
+        """Samples that were drawn so far."""
+        return fps_drawn_load(&self.domain(0).drawn)
+
+    # -- pushes that were rejected -----------------------------------------------------------------
+
+    @property
+    def rejections(self):
+        """Pushes, counted in each shard, that were not folded since they or what they would have made was not finite."""
+        cdef uint32_t shard
+        cdef int64_t count = 0
+        for shard in range(self.header.n_shards):
+            count += fps_counter_get(&self.domain(shard).rejections)
+        return count
+
+    def rejected(self, uint32_t lane):
+        """How many of a lane's, over all shards, and (step, parameter) of the last of them, or None."""
+        cdef fps_seat *seat
+        cdef uint32_t shard
+        count, last = 0, None
+        for shard in range(self.header.n_shards):
+            seat = self.seat(lane, shard)
+            if fps_counter_get(&seat.rejected):
+                count += fps_counter_get(&seat.rejected)
+                found = fps_counter_get(&seat.rejected_step), fps_counter_get(&seat.rejected_parameter)
+                last = found if last is None else max(last, found)
+        return count, last
 
     def failure(self, uint32_t lane):
         """What a failed lane's worker said."""
@@ -440,6 +645,7 @@ cdef class Arena:
             "stale_blocks": fps_counter_get(&words.stale_blocks),
             "folded": folded,
             "dropped": dropped,
+            "rejected": self.rejected(lane)[0],
             "staleness_sum": staleness_sum,
             "staleness_max": staleness_max,
             "loss": loss,

@@ -27,8 +27,13 @@
 
 #define FPS_MAX_PUSHES 1024
 #define FPS_MAX_USER_PLANES 8
+#ifndef FASTPS_HOOKS
 #define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
 #define FPS_STREAMED_TILE 256 /* of a tile that is streamed: its stores overlap with the loads of the next */
+#else
+#define FPS_TILE 32 /* so that a test's small fold has many tiles, and as many places to die at */
+#define FPS_STREAMED_TILE 16
+#endif
 
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or not the last for the average */
@@ -90,6 +95,7 @@ typedef struct {
     float *state_out;
     const int64_t *steps_in;
     int64_t *steps_out;
+    int32_t *unsound; /* set to 1 when a result is infinite or NaN; NULL: nobody asks */
 } fps_fold_job;
 
 /* A fraction of the way from one value to another, as torch.lerp takes it: from the nearer end, so `fraction` may be negative. */

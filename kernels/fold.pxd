@@ -72,5 +72,8 @@ cdef extern from "fold.h" nogil:
         float *state_out
         const int64_t *steps_in
         int64_t *steps_out
+        int32_t *unsound
 
 cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil
+cdef float fps_largest(
+    const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

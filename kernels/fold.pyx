@@ -26,6 +26,8 @@ cdef extern from "fold_run.h" nogil:
     int fps_isa_available(int isa)
     const fps_tile_functions *fps_isa_functions(int isa)
     int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last)
+    float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                         int64_t last, int32_t *parameter)
 
 RULE_SGD = FPS_RULE_SGD
 RULE_ADAM = FPS_RULE_ADAM
@@ -67,6 +69,11 @@ cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.ge
 
 cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil:
     return fps_fold_range(_chosen, job, first, last)
+
+
+cdef float fps_largest(
+        const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil:
+    return fps_largest_in(_chosen, job, push, first, last, parameter)
 
 
 cdef class Folding:

@@ -11,6 +11,7 @@
 #endif
 
 #include "fold.h"
+#include "hooks.h"
 
 typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
@@ -28,6 +29,7 @@ typedef struct {
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
+    int (*is_finite)(const float *, int64_t);
 } fps_tile_functions;
 
 /* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
@@ -200,6 +202,7 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
                        job->state_stride};
+    fps_plain_store();
     if (!job->streaming) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
         memcpy(stage + (1 + plane) * FPS_TILE, place.state + plane * place.stride, length * sizeof(float));
@@ -212,9 +215,24 @@ static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, in
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
                                 int64_t length) {
     if (!job->streaming) return;
+    fps_plain_store();
     tile->stream(job->weights_out + first, stage, length);
     for (int plane = 0; plane < job->state_planes; plane++)
         tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);
+}
+
+/* Flag a tile whose results are not finite: then a gradient was not, or it overflowed the rule. Inf and NaN of a gradient reach the
+ * weights, or stay in a sum of squares whose root divides it; so these are looked at, while they are in the cache. */
+static void fps_watch(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first, int64_t length) {
+    const float *weights = job->streaming ? stage : job->weights_out + first;
+    const float *state = job->streaming ? stage + FPS_TILE : job->state_out + first;
+    int64_t stride = job->streaming ? FPS_TILE : job->state_stride;
+    int from = job->rule == FPS_RULE_ADAM ? 1 : 0, to = job->rule == FPS_RULE_SGD ? 0 : fps_rule_planes(job);
+    if (!job->unsound) return;
+    if (job->rule == FPS_RULE_RMSPROP) to = 1;
+    if (!tile->is_finite(weights, length)) *job->unsound = 1;
+    for (int plane = from; plane < to; plane++)
+        if (!tile->is_finite(state + plane * stride, length)) *job->unsound = 1;
 }
 
 /* The average's plane follows the weights that were just written. */
@@ -269,6 +287,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     float *weights_out = place->weights_out, *state_out = place->state_out;
     const float *gradient = gradients[0];
     int64_t stride = place->stride;
+    fps_plain_store();
     if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
     else if (job->rule == FPS_RULE_ADAM)
         tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride, state_out + stride);
@@ -359,6 +378,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                 else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
             }
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -379,6 +399,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -427,8 +448,32 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
                 gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
             fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
         }
+        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
+}
+
+/* The largest absolute value of a push's gradient within [first, last), and the parameter that has it; infinite where a value is
+ * not finite. A pass over one gradient, for the rare fold that came out unsound. */
+static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                            int64_t last, int32_t *parameter) {
+    float room[FPS_TILE] __attribute__((aligned(64))), most = -1;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        const fps_segment *segment = &job->segments[s];
+        if (segment->offset < first || segment->offset >= last || !fps_is_present(push, segment->parameter)) continue;
+        for (int64_t from = segment->offset, end = from + segment->length, length; from < end; from += length) {
+            length = end - from < FPS_TILE ? end - from : FPS_TILE;
+            const float *gradient = fps_gradient(tile, job, push, from, length, room);
+            for (int64_t i = 0; i < length; i++) {
+                float size = fabsf(gradient[i] * (float)push->scale);
+                if (!(size > most) && size <= most) continue;
+                *parameter = segment->parameter;
+                if (!(size < INFINITY)) return INFINITY;
+                most = size;
+            }
+        }
+    }
+    return most;
 }
 
 /* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
@@ -451,9 +496,11 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
                 present[count++] = job->pushes[push];
             }
-        if (begins_here)
+        if (begins_here) {
+            fps_plain_store();
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
+        }
         if (from >= to) continue;
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes))) {
             for (int push = 0; push < count; push++)

@@ -317,6 +317,18 @@ static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const f
 #undef FPS_RMSPROP
 }
 
+/* Whether no value is infinite or NaN: the largest exponent of all, on a tile that was written just now. */
+static int FPS_ISA(is_finite)(const float *values, int64_t length) {
+    int32_t most = 0;
+    for (int64_t i = 0; i < length; i++) {
+        int32_t bits;
+        memcpy(&bits, values + i, sizeof(bits));
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most < 0x7f800000;
+}
+
 /* Copy a tile past the caches: whoever reads it next does so after everything else has gone through them. `from` is a stage. */
 static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
     const int64_t width = sizeof(FPS_STREAM_WORD) / sizeof(float);
@@ -328,4 +340,5 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
 
 const static fps_tile_functions FPS_ISA(tile_functions) = {
     FPS_ISA(sum),  FPS_ISA(add),      FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
-    FPS_ISA(adam), FPS_ISA(sgd_each), FPS_ISA(adam_each),     FPS_ISA(adagrad),        FPS_ISA(rmsprop), FPS_ISA(stream)};
+    FPS_ISA(adam), FPS_ISA(sgd_each), FPS_ISA(adam_each),     FPS_ISA(adagrad),        FPS_ISA(rmsprop), FPS_ISA(stream),
+    FPS_ISA(is_finite)};

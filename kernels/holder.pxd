@@ -1,8 +1,8 @@
 # The turn of one shard as one lane takes it, for the lane's worker (turn.pyx).
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport Arena, fps_domain
+from fastps.kernels.arena cimport Arena, fps_domain, fps_folded_push
 from fastps.kernels.lane cimport fps_descriptor
 from fastps.kernels.roster cimport policy_t, scheduler_t
 from fastps.kernels.shared_fold cimport SharedFold
@@ -28,9 +28,12 @@ cdef class Holder:
     cdef int64_t now_ns         # when the turn was tried: which timers are due
     cdef SharedFold fold
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
+    cdef uint32_t spare_state   # the state buffer that goes with it
+    cdef uint32_t generation    # of this lane's owner: a turn is its owner's, not its lane's
     cdef int awaiting           # what is waited for while TURN_AWAITING
     # Scratch of a turn, allocated once.
     cdef uint64_t *tails
+    cdef uint32_t *members
     cdef uint32_t *to_wake
     cdef uint32_t n_to_wake
     cdef uint32_t n_batch
@@ -42,7 +45,7 @@ cdef class Holder:
     cdef bint take(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
-    cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil
+    cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
     cdef int64_t spare(self) noexcept nogil
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
 
@@ -53,6 +56,11 @@ cdef class Holder:
     cdef void _look(self) noexcept nogil
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
+    cdef int _next_change(self, scheduler_t *state) noexcept nogil
+    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil
+    cdef uint32_t _free_state(self) noexcept nogil
+    cdef int _reject(self) noexcept nogil
+    cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
     cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,

@@ -8,7 +8,7 @@ What it refuses to know: processes (fastps/worker.py proves an owner dead and th
 descriptors and as arguments), files, and Python objects on the way of a push.
 """
 
-from libc.math cimport sqrt
+from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -17,6 +17,7 @@ from fastps.kernels.arena cimport (
     FPS_FATE_FOLDED,
     FPS_PENDING,
     FPS_STALENESS_BUCKETS,
+    FPS_STATE_BUFFERS,
     Arena,
     fps_commit_buffer,
     fps_commit_epoch,
@@ -24,15 +25,23 @@ from fastps.kernels.arena cimport (
     fps_commit_record,
     fps_commit_version,
     fps_fate,
+    fps_folded_push,
+    fps_member_generation,
+    fps_member_state,
+    fps_reader_state,
+    fps_reader_weights,
     fps_record,
     fps_statistics,
     fps_time_bucket,
     fps_turn_epoch,
+    fps_turn_generation,
     fps_turn_owner,
     fps_turn_pack,
 )
 from fastps.kernels.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 from fastps.kernels.lane cimport (
+    FPS_LANE_DEAD,
+    FPS_LANE_JOINING,
     FPS_LEAVE,
     FPS_MAX_BATCH,
     FPS_NULL,
@@ -69,13 +78,15 @@ from fastps.kernels.scheduler cimport (
     ACTION_FOLD,
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
+    ACTION_NONE,
     scheduler_due,
     scheduler_fire,
+    scheduler_join,
     scheduler_leave,
     scheduler_push,
 )
 
-from fastps.kernels.shared_fold cimport FOLD_AWAITING, FOLD_DONE, SharedFold
+from fastps.kernels.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
@@ -87,12 +98,23 @@ cdef extern from "atomics.h" nogil:
     int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
     uint64_t fps_commit_load(const uint64_t *commit)
     uint64_t fps_pin_load(const uint64_t *pin)
+    uint64_t fps_reader_load(const uint64_t *reader)
+    uint32_t fps_state_acquire(const uint32_t *state)
+    int64_t fps_grant_acquire(const int64_t *granted)
     void fps_grant_release(int64_t *granted, int64_t steps)
     void fps_event_add(uint32_t *event)
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_event_wake(uint32_t *event)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_ACKNOWLEDGE_FIRST
+        FPS_MUTANT_BREAK_AT_ONCE
+        FPS_MUTANT_FLIP_FIRST
+        FPS_MUTANT_FORGET_CURSOR
+        FPS_MUTANT_FORGET_HEADS
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
@@ -126,13 +148,16 @@ cdef class Holder:
         self.domain = arena.domain(shard)
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
+        self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
         self.to_wake = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        if not self.tails or not self.to_wake:
+        if not self.tails or not self.members or not self.to_wake:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.tails)
+        free(self.members)
         free(self.to_wake)
 
     # -- taking and letting go ---------------------------------------------------------------------
@@ -163,7 +188,7 @@ cdef class Holder:
         cdef uint64_t seen = fps_turn_load(word)
         while True:
             if fps_turn_owner(seen) == 0:
-                self.turn = fps_turn_pack(fps_turn_epoch(seen), 0, self.lane + 1)
+                self.turn = fps_turn_pack(fps_turn_epoch(seen), self.generation, self.lane + 1)
                 if fps_turn_take(word, seen, self.turn):
                     return True
                 seen = fps_turn_load(word)
@@ -267,6 +292,8 @@ cdef class Holder:
     cdef void _look(self) noexcept nogil:
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
+            # The state first: the tail of one who is proved dead is then its last.
+            self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
             self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
 
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
@@ -293,7 +320,7 @@ cdef class Holder:
         if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
             return scheduler_fire(state)
         if earliest == NULL:
-            return _NOTHING
+            return self._next_change(state)
         if (earliest.kind > FPS_LEAVE or earliest.slot >= self.arena.header.n_slots or not worker.live
                 or (worker.waiting and earliest.kind != FPS_LEAVE and not state.policy.repeats)
                 or self.tails[lane] - worker.cursor > self.arena.header.ring_size):
@@ -303,6 +330,7 @@ cdef class Holder:
         roster_touch(state, lane)
         if earliest.kind == FPS_LEAVE:
             action = scheduler_leave(state, lane, earliest.post_ns)
+            worker.said_leave = 1
             if worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # nothing of this worker is kept for a fold
             return action
@@ -312,9 +340,40 @@ cdef class Holder:
             self._end_update(state)
         elif action == ACTION_DROP:
             self._write_fate(state, lane, worker.consumed - 1, FPS_FATE_DROPPED, state.version, 0)
+        if fps_mutant(FPS_MUTANT_FORGET_CURSOR):
+            worker.consumed = worker.cursor
         if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
             worker.cursor = worker.consumed
         return action
+
+    cdef int _next_change(self, scheduler_t *state) noexcept nogil:
+        """Who died is counted no more, and who joins is counted, once all that was posted is decided. As _next_event.
+
+        Both follow from the lane's state word and from what is committed, so they are said once, whoever holds the turn.
+        """
+        cdef uint32_t lane, member
+        cdef worker_t *worker
+        for lane in range(self.arena.header.n_lanes):
+            member = fps_member_state(self.members[lane])
+            if member != FPS_LANE_DEAD and member != FPS_LANE_JOINING:
+                continue
+            worker = &roster_workers(state)[lane]
+            if worker.live and (member == FPS_LANE_DEAD
+                                or worker.generation != <int32_t> fps_member_generation(self.members[lane])):
+                return scheduler_leave(state, lane, self.now_ns)
+            # What its last owner pushed and is kept for a fold lies in its slots.
+            if (member == FPS_LANE_JOINING and not worker.live and worker.cursor == worker.consumed
+                    and (self.shard == 0 or self._clock_of(lane) >= 0)):
+                scheduler_join(state, lane, self.now_ns, -1 if self.shard == 0 else self._clock_of(lane))
+                worker.generation = fps_member_generation(self.members[lane])
+                return ACTION_NONE
+        return _NOTHING
+
+    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
+        """The clock at which the first shard has let a lane's owner join, which is its clock in all of them; -1: it has not."""
+        if fps_grant_acquire(&self.arena.seat(lane, 0).generation) != fps_member_generation(self.members[lane]):
+            return -1
+        return fps_grant_acquire(&self.arena.seat(lane, 0).granted) - 1
 
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
         """Give the scheduler a push, and count when it came within its version."""
@@ -335,6 +394,7 @@ cdef class Holder:
         if not fps_counter_get(&self.domain.recorded):
             return
         fate = self.arena.fate(lane, self.shard, position)
+        fps_plain_store()
         fate.position, fate.version, fate.decided_ns = position + 1, version, state.now_ns
         fate.staleness, fate.kind = <int32_t> staleness, kind
 
@@ -363,7 +423,7 @@ cdef class Holder:
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
-        self.fold.put(self.n_batch, lane, descriptor.slot, scale, rate_scale)
+        self.fold.put(self.n_batch, lane, descriptor, scale, rate_scale)
         self.batch_samples += descriptor.samples
         self.n_batch += 1
 
@@ -377,7 +437,7 @@ cdef class Holder:
             self._take_push(state, lane, worker.cursor, state.version - state.n_folds + i)
             self._end_update(state)
             worker.cursor += 1
-            if not worker.live:
+            if worker.said_leave:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
 
@@ -400,7 +460,7 @@ cdef class Holder:
                     self._take_push(state, lane, position, state.version - 1)
             worker.cursor = end
             worker.relayed = 0
-            if not worker.live and worker.cursor + 1 == worker.consumed:
+            if not worker.live and worker.said_leave and worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
         self._end_update(state)
@@ -417,6 +477,7 @@ cdef class Holder:
             _count(&counted.gaps[0], self.pushes_of_update - 1)
         _count(&counted.updates, 1)
         _count(&counted.average_staleness_sum, 1000 * self.staleness_of_update // self.pushes_of_update)
+        fps_plain_store()
         self.domain.last_update_ns = state.folded_ns
         self.pushes_of_update = self.staleness_of_update = 0
 
@@ -429,7 +490,11 @@ cdef class Holder:
         cdef uint64_t pinned[2]
         cdef uint32_t index
         pinned[0] = pinned[1] = 0
+        _mark(pinned, fps_reader_weights(fps_reader_load(&self.domain.reader)))
         for index in range(self.arena.header.n_lanes):
+            # A dead worker's pin counts no more; the next owner pins what is published after its state changed.
+            if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
+                continue
             # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
             _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).next))
             _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).pin))
@@ -440,6 +505,16 @@ cdef class Holder:
                 return index
         return -1
 
+    cdef uint32_t _free_state(self) noexcept nogil:
+        """The lowest state buffer that is neither active nor being copied; there is always one."""
+        cdef uint32_t active = self.domain.records[fps_commit_record(self.seen)].state_buffer
+        cdef uint64_t read = fps_reader_state(fps_reader_load(&self.domain.reader))
+        cdef uint32_t index
+        for index in range(FPS_STATE_BUFFERS - 1):
+            if index != active and index + 1 != read:
+                return index
+        return FPS_STATE_BUFFERS - 1
+
     cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
         """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
         cdef uint32_t state_in = self.domain.records[record].state_buffer
@@ -449,7 +524,10 @@ cdef class Holder:
         self.spare_buffer = self._free_buffer()
         if self.spare_buffer < 0:
             return TURN_NO_BUFFER
+        self.spare_state = self._free_state()
         self._order(state, state_in)
+        if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
+            self._publish(state)
         return self._end_fold(self.fold.run())
 
     cdef int _end_fold(self, int outcome) noexcept nogil:
@@ -458,14 +536,61 @@ cdef class Holder:
         if outcome == FOLD_AWAITING:
             self.awaiting = _FOLD
             return TURN_AWAITING
+        if outcome == FOLD_UNSOUND:
+            return self._reject()
         if outcome != FOLD_DONE:
             return TURN_BAD_FOLD
-        return self._commit(self.arena.scheduler(self.shard, 1 - record), record, 1 - self.domain.records[record].state_buffer)
+        return self._commit(self.arena.scheduler(self.shard, 1 - record), record, self.spare_state)
+
+    cdef int _reject(self) noexcept nogil:
+        """Drop the pushes that the fold would have spoiled the weights with, whole, and fold the others again.
+
+        To the scheduler they are null pushes then: steps that count and change nothing. Where every gradient is finite and
+        only the result is not, the largest one goes.
+        """
+        cdef uint64_t record = fps_commit_record(self.seen)
+        cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
+        cdef uint32_t index, kept = 0, largest = 0
+        cdef int32_t parameter, found = -1
+        cdef float most = -1, size
+        for index in range(self.n_batch):
+            size = self.fold.largest(index, &parameter)
+            if size > most:
+                most = size
+                largest = index
+                found = parameter
+        for index in range(self.n_batch):
+            size = self.fold.largest(index, &parameter)
+            if size == INFINITY or (most < INFINITY and index == largest):
+                self._count_rejection(&self.fold.work.pushes[index], parameter)
+                roster_workers(state)[self.fold.work.pushes[index].lane].folded -= 1
+                roster_workers(state)[self.fold.work.pushes[index].lane].dropped += 1
+            else:
+                self.fold.work.pushes[kept] = self.fold.work.pushes[index]
+                kept += 1
+        self.n_batch = kept
+        self.batch_samples = 0
+        for index in range(kept):
+            self.batch_samples += self.fold.work.pushes[index].samples
+        return self._fold_and_flip(state, record)
+
+    cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil:
+        cdef fps_seat *seat = self.arena.seat(push.lane, self.shard)
+        fps_counter_set(&seat.rejected_step, <int64_t> push.step)
+        fps_counter_set(&seat.rejected_parameter, parameter)
+        _count(&seat.rejected, 1)
+        _count(&self.domain.rejections, 1)
 
     cdef int _commit(self, scheduler_t *state, uint64_t record, uint32_t state_buffer) noexcept nogil:
         cdef fps_record *after = &self.domain.records[1 - record]
+        if fps_mutant(FPS_MUTANT_FLIP_FIRST):
+            self._flip(state, self.spare_buffer, 1 - record)
+            self.seen = fps_commit_load(&self.domain.commit)
+        fps_plain_store()
         after.version = state.version
+        fps_plain_store()
         after.weights_buffer = self.spare_buffer
+        fps_plain_store()
         after.state_buffer = state_buffer
         return self._flip(state, self.spare_buffer, 1 - record)
 
@@ -479,13 +604,16 @@ cdef class Holder:
     cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil:
         """What is to be folded, and into which buffers."""
         cdef bint is_sum = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        fps_plain_store()
         self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
         self.fold.work.n_pushes = self.n_batch
         self.fold.work.scale = 1.0 / self.n_batch if is_sum else 1.0
         self.fold.work.rate_scale = self._rate_scale(&state.policy)
+        fps_plain_store()
         self.fold.work.weights_in = fps_commit_buffer(self.seen)
         self.fold.work.weights_out = self.spare_buffer
         self.fold.work.state_in = state_in
+        self.fold.work.state_out = self.spare_state
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
         """What the learning rate of a sum is multiplied by."""
@@ -519,11 +647,13 @@ cdef class Holder:
         fps_counter_set(&seat.dropped, worker.dropped)
         fps_counter_set(&seat.staleness_sum, worker.staleness_sum)
         fps_counter_set(&seat.staleness_max, worker.staleness_max)
-        if seat.head == <uint64_t> worker.cursor and seat.granted == worker.granted:
+        if (seat.head == <uint64_t> worker.cursor and seat.granted == worker.granted
+                and seat.generation == worker.generation):
             return
         fps_counter_set(&seat.batch, worker.batch)
         fps_head_release(&seat.head, worker.cursor)
         fps_grant_release(&seat.granted, worker.granted)
+        fps_grant_release(&seat.generation, worker.generation)
         self._rouse(index)
 
     cdef void _rouse(self, uint32_t index) noexcept nogil:
@@ -544,27 +674,33 @@ cdef class Holder:
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
+        fps_plain_store()
         inactive.n_workers = active.n_workers
         roster_copy(inactive, active)
         self.pushes_of_update = self.staleness_of_update = 0
         fps_counter_set(&self.domain.due_ns, scheduler_due(active))
+        if fps_mutant(FPS_MUTANT_FORGET_HEADS):
+            return
         for index in range(self.arena.header.n_lanes):
             self._publish_seat(active, index)
 
     # -- turns of the dead, and writing by hand ----------------------------------------------------
 
-    cdef int break_turn(self, uint32_t dead_lane, int64_t now_ns) noexcept nogil:
+    cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
         """First the turn, then the commit word's epoch: from then on a flip of the late owner fails.
 
         Those who help with its fold are waited for: they write the buffers that the next fold will write.
         """
         cdef uint64_t seen = fps_turn_load(&self.domain.turn)
-        cdef uint64_t commit
+        cdef uint64_t commit, present
         self.now_ns = now_ns
         while True:
-            if fps_turn_owner(seen) != dead_lane + 1:
+            # An owner before the present one has died, too: the next joins after that only.
+            present = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state)) & 0xffff
+            if fps_turn_owner(seen) != dead_lane + 1 or (
+                    fps_turn_generation(seen) != generation & 0xffff and fps_turn_generation(seen) == present):
                 return TURN_BUSY
-            self.turn = fps_turn_pack(fps_turn_epoch(seen) + 1, 0, self.lane + 1)
+            self.turn = fps_turn_pack(fps_turn_epoch(seen) + 1, self.generation, self.lane + 1)
             if fps_turn_take(&self.domain.turn, seen, self.turn):
                 break
             seen = fps_turn_load(&self.domain.turn)
@@ -575,6 +711,9 @@ cdef class Holder:
                     fps_commit_record(commit))):
                 break
         self.fold.close()
+        if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
+            self._repair()
+            return self.run()
         self.awaiting = _BROKEN_FOLD
         return self.resume(now_ns)
 
@@ -582,6 +721,7 @@ cdef class Holder:
         """While holding: a weights buffer that nobody reads, or -1."""
         self.seen = fps_commit_load(&self.domain.commit)
         self.spare_buffer = self._free_buffer()
+        self.spare_state = self._free_state()
         return self.spare_buffer
 
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
@@ -595,5 +735,5 @@ cdef class Holder:
             state = self.arena.scheduler(self.shard, 1 - record)
             roster_catch_up(state, self.arena.scheduler(self.shard, record))
             roster_begin(state)
-            outcome = self._commit(state, record, 1 - self.domain.records[record].state_buffer)
+            outcome = self._commit(state, record, self.spare_state)
         return self.run() if outcome == TURN_DONE else outcome

@@ -20,6 +20,8 @@ cdef extern from "arena.h" nogil:
         FPS_LANE_LEFT
         FPS_LANE_FAILED
         FPS_LANE_LEAVING
+        FPS_LANE_DEAD
+        FPS_LANE_JOINING
 
     ctypedef struct fps_descriptor:
         uint64_t step
@@ -37,7 +39,6 @@ cdef extern from "arena.h" nogil:
         uint32_t sleeping
         uint32_t helping
         uint32_t state
-        uint32_t generation
         int64_t process_id
         int64_t steps
         int64_t wait_ns
@@ -55,8 +56,12 @@ cdef extern from "arena.h" nogil:
         int64_t dropped
         int64_t staleness_sum
         int64_t staleness_max
+        int64_t generation
         uint64_t pin
         uint64_t next
+        int64_t rejected
+        int64_t rejected_step
+        int64_t rejected_parameter
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
@@ -65,6 +70,10 @@ cdef extern from "atomics.h" nogil:
     void fps_head_release(uint64_t *head, uint64_t value)
     uint64_t fps_head_acquire(const uint64_t *head)
     void fps_pause()
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_TAIL_FIRST
 
 
 # The ring lies behind its lane's control words, and the seats behind the ring; `ring_size` is a power of two.
@@ -79,6 +88,9 @@ cdef inline int lane_post(
     cdef uint64_t tail = lane.tail  # the producer's own word: nobody else writes it
     if tail - done >= ring_size:
         return -1
+    if fps_mutant(FPS_MUTANT_TAIL_FIRST):
+        fps_tail_release(&lane.tail, tail + 1)
+    fps_plain_store()
     lane_descriptor(lane, ring_size, tail)[0] = descriptor[0]
     fps_tail_release(&lane.tail, tail + 1)
     return 0

@@ -92,7 +92,8 @@ cdef struct worker_t:
     double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
     double line_constant    # a and k
     double line_slope
-    int64_t unused
+    int32_t generation      # of the owner who joined last
+    int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
@@ -158,6 +159,7 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
 
 cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil
 cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
@@ -169,6 +171,9 @@ cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
 
 cdef extern from * nogil:
     void prefetch "__builtin_prefetch"(const void *address)
+
+cdef extern from "hooks.h" nogil:
+    void fps_plain_store()
 
 
 cdef inline worker_t *roster_workers(const scheduler_t *state) noexcept nogil:
@@ -205,6 +210,7 @@ cdef inline int32_t *roster_folds(const scheduler_t *state) noexcept nogil:
 
 cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
     """Begin the changes of a new commit: nothing is touched yet."""
+    fps_plain_store()
     state.sequence += 1
     state.n_touched_workers = 0
     state.n_touched_links = 0
@@ -217,6 +223,7 @@ cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
 cdef inline void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef worker_t *w = &roster_workers(state)[worker]
     if w.touched_at != state.sequence:
+        fps_plain_store()
         w.touched_at = state.sequence
         roster_touched(state)[state.n_touched_workers] = worker
         state.n_touched_workers += 1

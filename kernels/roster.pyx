@@ -59,6 +59,7 @@ cdef inline int32_t *_touched_buckets(const scheduler_t *state) noexcept nogil:
 cdef inline void _touch_link(scheduler_t *state, int32_t worker) noexcept nogil:
     cdef link_t *link = &roster_links(state)[worker]
     if link.touched_at != state.sequence:
+        fps_plain_store()
         link.touched_at = state.sequence
         _touched_links(state)[state.n_touched_links] = worker
         state.n_touched_links += 1
@@ -67,6 +68,7 @@ cdef inline void _touch_link(scheduler_t *state, int32_t worker) noexcept nogil:
 cdef inline void _touch_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
     cdef bucket_t *b = &roster_buckets(state)[bucket]
     if b.touched_at != state.sequence:
+        fps_plain_store()
         b.touched_at = state.sequence
         _touched_buckets(state)[state.n_touched_buckets] = bucket
         state.n_touched_buckets += 1
@@ -74,6 +76,7 @@ cdef inline void _touch_bucket(scheduler_t *state, int32_t bucket) noexcept nogi
 
 cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
     """Everything: after a holder died, or gave up, the inactive copy may hold anything."""
+    fps_plain_store()
     memcpy(target, source, roster_bytes(source.n_workers))
 
 
@@ -81,15 +84,19 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
     """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
     cdef int32_t i, index
     FPS_ASSERT(target.sequence <= source.sequence + 1)  # one more where a holder began and found nothing to do
+    fps_plain_store()
     memcpy(target, source, sizeof(scheduler_t))
     for i in range(source.n_touched_workers):
         index = roster_touched(source)[i]
+        fps_plain_store()
         roster_workers(target)[index] = roster_workers(source)[index]
     for i in range(source.n_touched_links):
         index = _touched_links(source)[i]
+        fps_plain_store()
         roster_links(target)[index] = roster_links(source)[index]
     for i in range(source.n_touched_buckets):
         index = _touched_buckets(source)[i]
+        fps_plain_store()
         roster_buckets(target)[index] = roster_buckets(source)[index]
     if source.policy.grant == GRANT_ROUND_ROBIN:
         tournament_catch_up(roster_iterations(target), roster_iterations(source))
@@ -200,6 +207,65 @@ cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil:
         tournament_set(roster_equal_times(state), worker, 0)
 
 
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
+    """A worker lives again, or for the first time, at this clock: the opposite of roster_remove. It waits for nothing."""
+    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef int32_t before = worker
+    _append(state, _bucket_of(state, clock), worker)
+    w.live = 1
+    w.clock = clock
+    if state.n_live == 0:
+        w.next_live = w.previous_live = state.fold_next = state.grant_next = worker
+    else:
+        while True:
+            before = before - 1 if before > 0 else state.n_workers - 1
+            if before != worker and roster_workers(state)[before].live:
+                break
+        w.previous_live = before
+        w.next_live = roster_workers(state)[before].next_live
+        roster_workers(state)[before].next_live = worker
+        roster_workers(state)[w.next_live].previous_live = worker
+        roster_touch(state, before)
+        roster_touch(state, w.next_live)
+    state.n_live += 1
+    roster_touch(state, worker)
+    if state.policy.groups:
+        roster_workers(state)[w.leader].leaf_live += 1
+        roster_touch(state, w.leader)
+
+
+cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
+    """The bucket of any clock; made, at its place in the order, if it is not there."""
+    cdef int32_t following = state.first_bucket, before = -1, index
+    cdef bucket_t *made
+    while following >= 0 and roster_buckets(state)[following].clock < clock:
+        before = following
+        following = roster_buckets(state)[following].next
+    if following >= 0 and roster_buckets(state)[following].clock == clock:
+        return following
+    if before >= 0:
+        return _bucket_after(state, before, clock)
+    index = state.free_bucket
+    FPS_ASSERT(index >= 0)
+    made = &roster_buckets(state)[index]
+    state.free_bucket = made.next
+    made.clock = clock
+    made.first = made.last = made.first_waiting = made.last_waiting = -1
+    made.n_waiting = 0
+    made.previous = -1
+    made.next = following
+    if following >= 0:
+        roster_buckets(state)[following].previous = index
+        _touch_bucket(state, following)
+    else:
+        state.last_bucket = index
+    state.first_bucket = index
+    # The slowest clock is lower than it was: buckets that the frontier has passed may get workers that wait in them again.
+    state.frontier = -1
+    _touch_bucket(state, index)
+    return index
+
+
 cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
     cdef bucket_t *b = &roster_buckets(state)[bucket]
     if b.previous >= 0:
@@ -219,7 +285,7 @@ cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nog
 
 
 cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
-    """The bucket of `clock`, which is one more than `bucket`'s; made if it is not there."""
+    """The bucket of `clock`, which is more than `bucket`'s and at most its next's; made if it is not there."""
     cdef bucket_t *b = &roster_buckets(state)[bucket]
     cdef bucket_t *made
     cdef int32_t index

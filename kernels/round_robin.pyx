@@ -45,7 +45,7 @@ cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t sample
     cdef worker_t *w = &roster_workers(state)[worker]
     cdef int64_t took_ns = state.now_ns - w.granted_ns
     roster_touch(state, worker)
-    if w.clock == 0:
+    if w.history == 0:
         w.base_batch = samples
         return
     if w.measured:

@@ -27,6 +27,7 @@ from fastps.kernels.roster cimport (
     link_t,
     policy_t,
     prefetch,
+    roster_add,
     roster_advance,
     roster_begin,
     roster_bytes,
@@ -39,6 +40,7 @@ from fastps.kernels.roster cimport (
     roster_links,
     roster_remove,
     roster_slowest,
+    roster_slowest_clock,
     roster_stop_waiting,
     roster_touch,
     roster_touched,
@@ -57,12 +59,14 @@ from fastps.kernels.round_robin cimport (
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
+    void fps_plain_store()
 
 
 # -- folds -----------------------------------------------------------------------------------------
 
 cdef int _fold_all(scheduler_t *state) noexcept nogil:
     """The sum is complete: one fold of all that was kept, and everyone who waits for the version goes on."""
+    fps_plain_store()
     state.version += 1
     state.n_arrived = 0
     state.n_kept = 0
@@ -192,6 +196,7 @@ cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcep
 # -- events ----------------------------------------------------------------------------------------
 
 cdef inline void _set_time(scheduler_t *state, int64_t now_ns) noexcept nogil:
+    fps_plain_store()
     state.now_ns = max(state.now_ns, now_ns)
     state.n_folds = 0
 
@@ -285,6 +290,26 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
         round_robin_space(state)
         round_robin_grant(state)
     return action
+
+
+cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int64_t clock) noexcept nogil:
+    """A worker joins that lives not, and of whom nothing is kept: at `clock`, or where that is less than 0 at the slowest
+    live worker's, with an empty history, and granted its first step.
+
+    Nobody waits for less than before, so nobody is granted anything by it; a sum that was nearly complete waits for it, too.
+    """
+    cdef worker_t *w = &roster_workers(state)[worker]
+    FPS_ASSERT(not w.live)
+    _set_time(state, now_ns)
+    if clock < 0:
+        clock = roster_slowest_clock(state) if state.n_live > 0 else w.clock
+    roster_add(state, worker, clock)
+    w.granted = clock + 1
+    w.granted_at = state.sequence
+    w.granted_ns = state.now_ns
+    w.push_ns[0] = w.push_ns[1] = w.kept_version = w.credit = w.relayed = w.iteration_ns = w.base_batch = w.batch = 0
+    w.kept = w.said_leave = w.history = w.waiting = w.measured = 0
+    w.fit_n = w.fit_batch = w.fit_ns = w.fit_batch_batch = w.fit_batch_ns = w.line_constant = w.line_slope = 0
 
 
 cdef int64_t scheduler_due(const scheduler_t *state) noexcept nogil:
@@ -397,6 +422,15 @@ cdef class Scheduler:
         self._worker(worker)
         self._begin()
         return self._outcome(scheduler_leave(self.state, worker, now_ns), worker)
+
+    def join(self, int worker, int64_t now_ns, int64_t clock=-1):
+        """A worker that had left joins at `clock`, by default the slowest live worker's; returns the same as push."""
+        cdef worker_t *w = self._worker(worker)
+        if w.live or w.consumed != w.cursor:
+            raise ValueError(f"worker {worker} may not join: {'it lives' if w.live else 'a push of it is not folded yet'}")
+        self._begin()
+        scheduler_join(self.state, worker, now_ns, clock)
+        return self._outcome(ACTION_NONE, worker)
 
     def due_ns(self):
         """The deadline of the next timer, or None."""

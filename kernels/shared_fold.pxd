@@ -1,15 +1,17 @@
 # A fold that waiting lanes help with, for the holder of the turn (holder.pyx) and for who waits (turn.pyx).
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.arena cimport Arena, fps_domain, fps_work
 from fastps.kernels.fold cimport fps_fold_job, fps_push, fps_user_rule
+from fastps.kernels.lane cimport fps_descriptor
 
 # Outcomes of a fold.
 cdef enum:
     FOLD_DONE = 0
     FOLD_AWAITING = 1   # a helper has not given its chunk back: look whether it lives, then `finish`
     FOLD_REFUSED = -1
+    FOLD_UNSOUND = -2   # results that are not finite, in buffers that nobody reads
 
 cdef class SharedFold:
     cdef Arena arena
@@ -24,11 +26,13 @@ cdef class SharedFold:
     cdef fps_push *pushes
     cdef fps_fold_job job
     cdef int64_t helped             # chunks that this lane has folded for others
+    cdef int32_t unsound            # whether the last call of the fold found results that are not finite
     cdef uint64_t own               # chunks that this lane has folded as the holder
 
     cdef void turn_to(self, uint32_t shard) noexcept nogil
-    cdef void put(self, uint32_t index, uint32_t lane, uint32_t slot, double scale,
+    cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
                   double rate_scale) noexcept nogil
+    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef int run(self) noexcept nogil
     cdef int finish(self) noexcept nogil
     cdef bint help(self) noexcept nogil
@@ -39,4 +43,5 @@ cdef class SharedFold:
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil
     cdef uint64_t _cut(self) noexcept nogil
     cdef int _fold(self, uint64_t chunk) noexcept nogil
+    cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil
     cdef void _rouse_helpers(self) noexcept nogil

@@ -8,15 +8,19 @@ into buffers that nobody reads: what a dead helper left undone is folded again.
 What it refuses to know: which pushes are folded and why (holder.pyx), who is dead (fastps/worker.py), arithmetic (fold.pyx).
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.arena cimport (
     FPS_MAX_CHUNKS,
+    FPS_STATE_BUFFERS,
     FPS_TICKET_NEXT,
     Arena,
     fps_folded_push,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
     fps_ticket_chunks,
     fps_ticket_next,
     fps_ticket_pack,
@@ -28,10 +32,11 @@ from fastps.kernels.fold cimport (
     FPS_TILE,
     fps_fold,
     fps_hyper,
+    fps_largest,
     fps_push,
     fps_segment,
 )
-from fastps.kernels.lane cimport fps_lane, fps_pause
+from fastps.kernels.lane cimport fps_descriptor, fps_lane, fps_pause
 
 cdef extern from "atomics.h" nogil:
     void FPS_ASSERT(bint condition)
@@ -47,15 +52,35 @@ cdef extern from "atomics.h" nogil:
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_event_wake(uint32_t *event)
     void fps_yield()
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_DONE_FIRST
+        FPS_MUTANT_STATE_IN_PLACE
 
-cdef enum:
-    # In floats that a fold reads and writes: at about 10 a nanosecond and core.
-    SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
-    CHUNK_LEAST = 1 << 17
-    ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
-    # Looks at the helpers before the caller is told to look whether they live.
-    SPINS = 4000
-    YIELDS = 1000
+cdef extern from *:
+    """
+    #ifndef FASTPS_HOOKS
+    /* In floats that a fold reads and writes: at about 10 a nanosecond and core. */
+    #define SHARED_LEAST (1LL << 18) /* a shorter fold is over before a helper's core has the ticket */
+    #define CHUNK_LEAST (1LL << 17)
+    #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
+    /* Looks at the helpers before the caller is told to look whether they live. */
+    #define SPINS 4000
+    #define YIELDS 1000
+    #else /* a test's small fold is shared, too */
+    #define SHARED_LEAST fps_hooks.shared_least
+    #define CHUNK_LEAST 64
+    #define ROUSED_LEAST 64
+    #define SPINS 2
+    #define YIELDS 1
+    #endif
+    """
+    const int64_t SHARED_LEAST
+    const int64_t CHUNK_LEAST
+    const int64_t ROUSED_LEAST
+    const int SPINS
+    const int YIELDS
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
@@ -84,24 +109,36 @@ cdef class SharedFold:
 
     # -- the holder --------------------------------------------------------------------------------
 
-    cdef void put(self, uint32_t index, uint32_t lane, uint32_t slot, double scale, double rate_scale) noexcept nogil:
+    cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
+                  double rate_scale) noexcept nogil:
         """Write a push into the order, as its `index`th of at most FPS_MAX_PUSHES."""
         cdef fps_folded_push *push = &self.work.pushes[index]
         FPS_ASSERT(index < FPS_MAX_PUSHES)
+        fps_plain_store()
         push.lane = lane
-        push.slot = slot
+        push.slot = descriptor.slot
+        push.step = descriptor.step
+        push.samples = descriptor.samples
         push.scale = scale
         push.rate_scale = rate_scale
+
+    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
+        """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where one is not
+        finite. A pass over one gradient, for the rare fold that came out unsound.
+        """
+        parameter[0] = -1
+        return fps_largest(&self.job, &self.pushes[index], self.domain.first, self.domain.last, parameter)
 
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
         cdef uint64_t chunks, ticket
+        fps_plain_store()
         self.work.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
         if not self._read():
             return FOLD_REFUSED
         chunks = self._cut()
         if chunks < 2:
-            return FOLD_DONE if fps_fold(&self.job, self.domain.first, self.domain.last) == 0 else FOLD_REFUSED
+            return self._fold_range(self.domain.first, self.domain.last)
         self.own = 0
         fps_chunks_clear(&self.work.done)
         ticket = fps_ticket_acquire(&self.work.ticket)
@@ -121,7 +158,7 @@ cdef class SharedFold:
     cdef int finish(self) noexcept nogil:
         """Wait until nobody helps, for so long; then fold what is missing."""
         cdef uint64_t done, chunk
-        cdef int look
+        cdef int look, outcome
         for look in range(SPINS + YIELDS):
             if not self.is_helped():
                 break
@@ -133,15 +170,17 @@ cdef class SharedFold:
             return FOLD_AWAITING
         done = self.own | fps_chunks_acquire(&self.work.done)
         for chunk in range(fps_ticket_chunks(fps_ticket_acquire(&self.work.ticket))):
-            if not (done >> chunk) & 1 and self._fold(chunk) != 0:
-                return FOLD_REFUSED
+            if not (done >> chunk) & 1:
+                outcome = self._fold(chunk)
+                if outcome != FOLD_DONE:
+                    return outcome
         return FOLD_DONE
 
     cdef bint is_helped(self) noexcept nogil:
         """Whether a chunk may be in another lane's hands. Only once the ticket is exhausted a False lasts."""
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and fps_help_load(&self.arena.lane(index).helping) == self.shard + 1:
+            if index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1:
                 return True
         return False
 
@@ -162,6 +201,7 @@ cdef class SharedFold:
         if self.helpers == 0 or moved < SHARED_LEAST:
             return 1
         chunks = min(moved // CHUNK_LEAST, <int64_t> FPS_MAX_CHUNKS)
+        fps_plain_store()
         self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
         return (floats + self.work.chunk_floats - 1) // self.work.chunk_floats
 
@@ -187,7 +227,7 @@ cdef class SharedFold:
         cdef bint is_read = False, helped = False
         if _is_exhausted(ticket):
             return False
-        fps_help_set(&mine.helping, self.shard + 1)
+        fps_help_set(&mine.helping, fps_member_pack(fps_member_generation(mine.state), self.shard + 1))
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
             if _is_exhausted(ticket):
@@ -198,6 +238,8 @@ cdef class SharedFold:
             # From the first claim on the order stays as it is, for its holder waits for this lane. What is not marked as done
             # the holder folds itself: it answers for an order that makes no sense.
             is_read = is_read or self._read()
+            if fps_mutant(FPS_MUTANT_DONE_FIRST):
+                fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
             if is_read and self._fold(fps_ticket_next(ticket)) == 0:
                 fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
                 self.helped += 1
@@ -210,16 +252,24 @@ cdef class SharedFold:
         cdef int64_t first = self.domain.first + <int64_t> chunk * self.work.chunk_floats
         if not self.domain.first <= first < self.domain.last:
             return FOLD_REFUSED
-        return fps_fold(&self.job, first, min(first + self.work.chunk_floats, self.domain.last))
+        return self._fold_range(first, min(first + self.work.chunk_floats, self.domain.last))
+
+    cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil:
+        self.unsound = 0
+        if fps_fold(&self.job, first, last) != 0:
+            return FOLD_REFUSED
+        return FOLD_UNSOUND if self.unsound else FOLD_DONE
 
     cdef bint _read(self) noexcept nogil:
         """Make a job of the order; False if any number of it is out of range."""
         cdef fps_work *order = self.work
         cdef uint32_t index, n_pushes = order.n_pushes, state_in = order.state_in
-        cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out
+        cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out, state_out = order.state_out
         cdef fps_folded_push *push
         cdef char *slot
-        if n_pushes > FPS_MAX_PUSHES or state_in > 1 or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+        if n_pushes > FPS_MAX_PUSHES or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+            return False
+        if max(state_in, state_out) >= FPS_STATE_BUFFERS or state_in == state_out or weights_in == weights_out:
             return False
         for index in range(n_pushes):
             push = &order.pushes[index]
@@ -249,7 +299,9 @@ cdef class SharedFold:
         self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
         self.job.weights_in = self.arena.weights(weights_in)
         self.job.weights_out = self.arena.weights(weights_out)
-        self._read_state(self.arena.state(state_in), self.arena.state(1 - state_in))
+        self.job.unsound = &self.unsound if self.arena.header.checks_finite else NULL
+        self._read_state(self.arena.state(state_in), self.arena.state(
+            state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out))
         return True
 
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil:

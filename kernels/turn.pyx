@@ -4,6 +4,7 @@ The life of a push after backward (docs/architecture.md has the picture). What i
 arguments), files; and what happens under the turn, which is holder.pyx's.
 """
 
+from cpython.ref cimport PyObject
 from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
@@ -11,8 +12,8 @@ from libc.string cimport memcpy, memset
 from fastps.kernels.arena cimport (
     Arena,
     fps_commit_buffer,
-    fps_commit_record,
     fps_commit_version,
+    fps_member_generation,
     fps_turn_owner,
 )
 from fastps.kernels.fold cimport fps_hyper, fps_user_rule
@@ -32,7 +33,6 @@ from fastps.kernels.lane cimport (
     FPS_PUSH,
     fps_descriptor,
     fps_head_acquire,
-    fps_lane,
     fps_pause,
     lane_post,
 )
@@ -44,11 +44,17 @@ cdef extern from "atomics.h" nogil:
     void fps_pin_exchange(uint64_t *pin, uint64_t value)
     int64_t fps_grant_acquire(const int64_t *granted)
     uint32_t fps_event_load(const uint32_t *event)
-    void fps_help_set(uint32_t *helping, uint32_t value)
+    uint32_t fps_help_load(const uint32_t *helping)
+    int fps_help_end(uint32_t *helping, uint32_t seen)
+    uint32_t fps_state_acquire(const uint32_t *state)
     void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
     void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_FORGET_RECHECK
 
 cdef enum:
     # A wait ends after so many times that it helped, for a signal may have come.
@@ -75,16 +81,6 @@ cdef class Lane:
     `index` is the lane of `arena` that the caller has claimed.
     """
 
-    cdef readonly Arena arena
-    cdef readonly uint32_t index
-    cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
-    cdef readonly tuple holders         # one a shard
-    cdef fps_lane *words
-    cdef uint32_t n_shards
-    cdef SharedFold helper              # turns from shard to shard
-    cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
-    cdef uint64_t versions[64]          # of each shard, as pulled; FPS_MAX_SHARDS of them
-
     def __cinit__(self, Arena arena not None, uint32_t index):
         if index >= arena.header.n_lanes:
             raise IndexError(f"expected a lane of 0 to {arena.header.n_lanes - 1}, found {index}")
@@ -95,6 +91,8 @@ cdef class Lane:
         self.n_shards = arena.header.n_shards
         self.helper = SharedFold(arena, index, 0)
         self.holders = tuple(Holder(arena, index, shard) for shard in range(self.n_shards))
+        for shard in range(self.n_shards):
+            self._holders[shard] = <PyObject *> self.holders[shard]  # without the GIL, only while `holders` keeps them
 
     # -- slots and posts ---------------------------------------------------------------------------
 
@@ -103,6 +101,7 @@ cdef class Lane:
                   double learning_rate_decay, uint64_t flags):
         """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
         cdef fps_hyper *hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
+        fps_plain_store()
         hyper.learning_rate = learning_rate
         hyper.momentum = momentum
         hyper.dampening = dampening
@@ -146,10 +145,15 @@ cdef class Lane:
         cdef uint64_t size = self.arena.header.presence_words * sizeof(uint64_t)
         if <uint64_t> len(words) != size:
             raise ValueError(f"expected {size} bytes of presence, found {len(words)}")
+        fps_plain_store()
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_presence_offset, <char *> words, size)
 
     def set_versions(self, uint32_t slot):
         """Write into the slot which version of each shard was pulled: what its gradient is computed with."""
+        self._set_versions(slot)
+
+    cdef void _set_versions(self, uint32_t slot) noexcept nogil:
+        fps_plain_store()
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_versions_offset, self.versions,
                self.n_shards * sizeof(uint64_t))
 
@@ -166,7 +170,10 @@ cdef class Lane:
         descriptor.scale = scale
         descriptor.loss = loss
         descriptor.samples = samples
-        return lane_post(self.words, self.arena.header.ring_size, self._done(), &descriptor) == 0
+        return self._post(&descriptor)
+
+    cdef bint _post(self, const fps_descriptor *descriptor) noexcept nogil:
+        return lane_post(self.words, self.arena.header.ring_size, self._done(), descriptor) == 0
 
     def posted(self):
         """Descriptors posted so far."""
@@ -205,6 +212,9 @@ cdef class Lane:
 
     def due_ns(self):
         """The nearest deadline of any shard's timer, or -1: whoever waits should try the turn then."""
+        return self._due_ns()
+
+    cdef int64_t _due_ns(self) noexcept nogil:
         cdef int64_t due_ns, nearest_ns = -1
         cdef uint32_t shard
         for shard in range(self.n_shards):
@@ -268,13 +278,22 @@ cdef class Lane:
         if shard >= self.n_shards:
             raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
         with nogil:
-            while True:
-                commit = fps_commit_load(&self.arena.domain(shard).commit)
-                fps_pin_exchange(&self.arena.seat(self.index, shard).pin, fps_commit_buffer(commit) + 1)
-                if fps_commit_load(&self.arena.domain(shard).commit) == commit:
-                    break
-        self.versions[shard] = fps_commit_version(commit)
+            commit = self._pull(shard)
         return fps_commit_buffer(commit)
+
+    cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
+        cdef uint64_t commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).pin)
+        self.versions[shard] = fps_commit_version(commit)
+        return commit
+
+    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil:
+        """Pin what is published; returns the commit word. A fold that flips after the second look sees the pin."""
+        cdef uint64_t commit
+        while True:
+            commit = fps_commit_load(published)
+            fps_pin_exchange(pin, fps_commit_buffer(commit) + 1)
+            if fps_commit_load(published) == commit or fps_mutant(FPS_MUTANT_FORGET_RECHECK):
+                return commit
 
     def prefetch(self, uint32_t shard=0):
         """Pin a shard's published weights as the next to be taken; returns (buffer, version). The pulled ones stay pinned.
@@ -285,11 +304,7 @@ cdef class Lane:
         if shard >= self.n_shards:
             raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
         with nogil:
-            while True:
-                commit = fps_commit_load(&self.arena.domain(shard).commit)
-                fps_pin_exchange(&self.arena.seat(self.index, shard).next, fps_commit_buffer(commit) + 1)
-                if fps_commit_load(&self.arena.domain(shard).commit) == commit:
-                    break
+            commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).next)
         return fps_commit_buffer(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
@@ -337,39 +352,53 @@ cdef class Lane:
 
         Timers that are due at `now_ns` are fired. Each worker starts at another shard, so that they do not queue.
         """
-        cdef uint32_t turned
+        cdef int outcome
+        with nogil:
+            outcome = self._try_turns(now_ns)
+        return outcome
+
+    cdef int _try_turns(self, int64_t now_ns) noexcept nogil:
+        cdef uint32_t turned, shard
         cdef int outcome, worst = TURN_DONE
         for turned in range(self.n_shards):
-            outcome = self._try(<Holder> self.holders[(self.index + turned) % self.n_shards], now_ns)
+            shard = (self.index + turned) % self.n_shards
+            outcome = (<Holder> self._holders[shard]).try_turn(now_ns)
+            if outcome == TURN_BAD_DESCRIPTOR:
+                self.bad_lane = (<Holder> self._holders[shard]).bad_lane
             if outcome == TURN_LOST or outcome < 0:
                 return outcome
             worst = max(worst, outcome)
         return worst
 
-    cdef int _try(self, Holder holder, int64_t now_ns):
-        cdef int outcome
-        with nogil:
-            outcome = holder.try_turn(now_ns)
-        if outcome == TURN_BAD_DESCRIPTOR:
-            self.bad_lane = holder.bad_lane
-        return outcome
-
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's turn, or -1."""
         return <int64_t> fps_turn_owner(fps_turn_load(&self.arena.domain(shard).turn)) - 1
 
-    def break_turn(self, uint32_t dead_lane, int64_t now_ns=0):
-        """Take every turn that `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+    def break_turn(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
+        """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+
+        By default the owner is the present one. An earlier owner's turn is taken, too.
 
         What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
         """
-        cdef Holder holder
+        cdef int found
+        cdef uint32_t dead_generation
+        if generation is None:
+            generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
+        dead_generation = generation
+        with nogil:
+            found = self._break_turns(dead_lane, dead_generation, now_ns)
+        return found
+
+    cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
+        cdef uint32_t shard
         cdef int outcome, found = TURN_BUSY
-        fps_help_set(&self.arena.lane(dead_lane).helping, 0)
-        for holder in self.holders:
-            with nogil:
-                holder.resume(now_ns)
-                outcome = holder.break_turn(dead_lane, now_ns)
+        cdef uint32_t helping = fps_help_load(&self.arena.lane(dead_lane).helping)
+        if helping and fps_member_generation(helping) == generation:
+            fps_help_end(&self.arena.lane(dead_lane).helping, helping)
+        for shard in range(self.n_shards):
+            (<Holder> self._holders[shard]).resume(now_ns)
+            outcome = (<Holder> self._holders[shard]).break_turn(dead_lane, generation, now_ns)
             if outcome != TURN_BUSY:
                 found = outcome
         return found
@@ -386,7 +415,7 @@ cdef class Lane:
         cdef int64_t buffer = holder.spare()
         if buffer < 0:
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
-        return buffer, 1 - holder.domain.records[fps_commit_record(holder.seen)].state_buffer
+        return buffer, holder.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
         """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""

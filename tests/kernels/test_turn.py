@@ -31,7 +31,7 @@ class Job:
             rule=0,
             state_planes=0,
             extra_bytes=0,
-            buffers=lanes + 2,
+            buffers=lanes + 3,
         )
         self.memory = mmap.mmap(-1, size)
         format_memory(

@@ -1,0 +1,67 @@
+"""What a job does about faults, as data: a lost worker, a gradient that is not finite, workers that join later.
+
+All workers of a job agree on these values, so they are part of its layout. Refuses to do any of it: membership.py does.
+"""
+
+import os
+from dataclasses import dataclass
+
+from fastps.errors import UsageError
+
+LOSS_CHOICES = ("stop", "continue")
+NONFINITE_CHOICES = ("reject", "raise", "allow")
+
+
+@dataclass(frozen=True)
+class FaultPolicy:
+    """What a job does about faults.
+
+    Attributes:
+        on_worker_loss: when a worker dies or fails, the others "stop" with an error that names it, or "continue" without it:
+            nobody waits for it, quorums shrink, and another process may join in its place.
+        nonfinite: a push that is not finite, or would make the weights so, is not folded: "reject" it and go on, or "raise" in
+            every worker; "allow" folds it without a look.
+        max_workers: lanes of the arena: so many workers may be attached at a time; 0: as many as at the start.
+
+    Raises UsageError for a value that is not one of these.
+
+    >>> FaultPolicy.of(on_worker_loss="continue", max_workers=6).lanes(4)
+    6
+    """
+
+    on_worker_loss: str = "stop"
+    nonfinite: str = "reject"
+    max_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("on_worker_loss", LOSS_CHOICES), ("nonfinite", NONFINITE_CHOICES)):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"expected {name} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
+        if self.max_workers < 0:
+            raise UsageError(f"expected max_workers of 0 (as many as at the start) or more, found {self.max_workers}")
+
+    @staticmethod
+    def of(on_worker_loss: str | None = None, nonfinite: str | None = None, max_workers: int | None = None) -> "FaultPolicy":
+        """What is given, else the environment's FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS."""
+        text = os.environ.get("FASTPS_MAX_WORKERS", "0")
+        if max_workers is None and not text.isdecimal():
+            raise UsageError(f"expected FASTPS_MAX_WORKERS to be a whole number, found {text!r}")
+        return FaultPolicy(
+            on_worker_loss or os.environ.get("FASTPS_ON_WORKER_LOSS", "stop"),
+            nonfinite or os.environ.get("FASTPS_NONFINITE", "reject"),
+            int(text) if max_workers is None else max_workers,
+        )
+
+    def lanes(self, workers: int) -> int:
+        """Lanes of a job that starts with so many workers. Raises UsageError when the stated maximum is less."""
+        if self.max_workers and self.max_workers < workers:
+            raise UsageError(f"expected max_workers of at least the {workers} workers of the start, found {self.max_workers}")
+        return self.max_workers or workers
+
+    @property
+    def continues(self) -> bool:
+        """Whether the job goes on without a lost worker."""
+        return self.on_worker_loss == "continue"
+
+
+DEFAULT_FAULTS = FaultPolicy()

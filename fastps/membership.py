@@ -1,0 +1,113 @@
+"""Who belongs to a job, as one worker acts on it: a lost peer is buried or named, a joiner waits until it is counted.
+
+A lost worker's turn is broken first, so that no lock is left; then its lane is marked dead, and whoever holds a shard's turn
+next counts it no more (kernels/holder.pyx). All of this may be done twice, and by a process that dies in the middle of it.
+Refuses to decide what a scheme does with fewer or more workers: the scheduler does.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError
+from fastps.layout import first_difference
+from fastps.peers import Owner, Peers
+
+if TYPE_CHECKING:
+    from fastps.worker import Worker
+
+logger = logging.getLogger("fastps.membership")
+
+
+class Membership:
+    """The membership of one worker: its generation, its peers, and what it has told of rejected pushes."""
+
+    def __init__(self, worker: "Worker", generation: int) -> None:
+        self.generation = generation
+        self._worker = worker
+        self._store = worker.store
+        self._faults = worker.store.layout.faults
+        self._peers = Peers(worker.store.arena, worker.store.job, worker.rank)
+        self._told_foreign = False
+        self._rejections = worker.store.arena.rejections
+        self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
+
+    def join(self, timeout_ns: int) -> None:
+        """Wait until every shard counts this worker. Raises TimeoutExceededError, saying what the lane waits for."""
+        worker, arena, clock = self._worker, self._store.arena, self._store.clock
+        deadline_ns = clock.now_ns() + timeout_ns
+        worker.lane.break_turn(worker.rank, clock.now_ns(), self.generation - 1)
+        while not arena.has_joined(worker.rank):
+            worker.try_turn()
+            now_ns = clock.now_ns()
+            self.look(now_ns)
+            if now_ns >= deadline_ns:
+                counters = arena.counters(worker.rank)
+                raise TimeoutExceededError(
+                    f"worker {worker.rank} waited {timeout_ns / 1e9:g} s to join (generation {self.generation}): of its lane"
+                    f" {counters['posted'] - counters['done']} pushes of an earlier worker are not folded, at version"
+                    f" {arena.version}; raise FASTPS_TIMEOUT if the others are only slow"
+                )
+            clock.sleep_ns(500_000)
+        arena.joined(worker.rank)
+        logger.info("worker %d joined as generation %d at version %d", worker.rank, self.generation, arena.version)
+
+    def look(self, now_ns: int) -> None:
+        """Act on every worker that died or failed, and on one that describes another model.
+
+        Raises WorkerDiedError under on_worker_loss="stop", LayoutError; what `report_rejections` raises.
+        """
+        while (dead := self._peers.dead()) is not None:
+            self._worker.break_turn(dead, now_ns)
+            if not self._faults.continues:
+                raise self._peers.error(dead)
+            error = self._peers.error(dead)
+            if self._store.arena.bury(*dead):
+                logger.warning("%s; the job goes on without it", error)
+            self._peers.forget(dead)
+            self._worker.try_turn()
+        self._check_layouts()
+        self.report_rejections()
+
+    def _check_layouts(self) -> None:
+        theirs = self._store.foreign_layout()
+        if theirs is None or self._told_foreign:
+            return
+        difference = (
+            f"another worker's model differs from this one's: {first_difference(self._store.layout.text(), theirs)}; all"
+            " workers must build the same model, optimizer and discipline"
+        )
+        if not self._faults.continues:
+            raise LayoutError(difference)
+        self._told_foreign = True
+        logger.warning("%s; it was refused", difference)
+
+    def report_rejections(self) -> None:
+        """Tell of pushes that were rejected since the last call: this worker's own as a warning, under "raise" as an error."""
+        arena = self._store.arena
+        if arena.rejections == self._rejections:
+            return
+        self._rejections = arena.rejections
+        if self._faults.nonfinite == "raise":
+            lane = next(lane for lane in range(arena.lanes) if arena.rejected(lane)[0])
+            raise NonFiniteGradientError(self._rejected_text(lane), lane)
+        count, _ = arena.rejected(self._worker.rank)
+        if count > self._own_rejections:
+            self._own_rejections = count
+            logger.warning("%s; %d so far", self._rejected_text(self._worker.rank), count)
+
+    def _rejected_text(self, lane: int) -> str:
+        _, last = self._store.arena.rejected(lane)
+        step, parameter = last if last is not None else (0, 0)
+        names = [parameter.name for parameter in self._store.layout.parameters]
+        name = names[parameter] if 0 <= parameter < len(names) else "?"
+        return (
+            f"worker {lane}'s push of step {step} was rejected: expected a finite gradient and finite weights after it, found"
+            f" Inf or NaN in parameter {name!r}; look at its loss, the learning rate and the data of that step"
+        )
+
+    def close(self) -> None:
+        """Let go of the peers."""
+        self._peers.close()
+
+
+__all__ = ["Membership", "Owner"]

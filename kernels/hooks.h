@@ -1,0 +1,89 @@
+/* The test hooks of a build with FASTPS_HOOKS=1; in every other build all of this is nothing.
+ *
+ * Each access to shared memory in the lane's and the turn's protocol calls one of three macros just before it: fps_hook_load,
+ * fps_hook_store (both in atomics.h's functions), and fps_plain_store for a store that needs no order of its own: a descriptor,
+ * a record, a fold's order, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded
+ * scheduler runs another coroutine there (chaos.pyx). Mutants are faults of our own, switched on to show that a check would
+ * find them.
+ *
+ * What it refuses to be: a way to change the protocol of a build that anyone trains with. */
+#ifndef FPS_HOOKS_H
+#define FPS_HOOKS_H
+
+/* Name, and what is wrong. The order is the number. */
+#define FPS_MUTANTS(MUTANT)                                                                                              \
+    MUTANT(KEEP_TURN, "keep-turn", "a turn that is let go is not written as free")                                       \
+    MUTANT(TAKE_WITHOUT_COMPARING, "take-without-comparing", "a turn is taken by a load and a store")                    \
+    MUTANT(FORGET_PENDING, "forget-pending", "who finds the turn taken does not set PENDING")                            \
+    MUTANT(FLIP_FIRST, "flip-first", "the commit word is flipped before record and cursors are written")                 \
+    MUTANT(FORGET_CURSOR, "forget-cursor", "a folded push stays in front of its lane's cursor")                          \
+    MUTANT(FORGET_RECHECK, "forget-recheck", "a pull does not read the commit word again after its pin")                 \
+    MUTANT(FORGET_PINS, "forget-pins", "a fold may write a buffer that is pinned")                                       \
+    MUTANT(ACKNOWLEDGE_FIRST, "acknowledge-first", "heads move before the fold has read the slots")                      \
+    MUTANT(TAIL_FIRST, "tail-first", "the tail is released before the descriptor is written")                            \
+    MUTANT(FORGET_HELPERS, "forget-helpers", "a holder does not wait for those who help with its fold")                  \
+    MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
+    MUTANT(FORGET_HEADS, "forget-heads", "who breaks a turn does not write the words that follow from its last commit")  \
+    MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a turn does not wait for those who help with its fold")           \
+    MUTANT(FORGET_GENERATION, "forget-generation", "who buries a dead worker buries whoever has its lane by now")         \
+    MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
+
+enum {
+#define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,
+    FPS_MUTANTS(FPS_MUTANT_NUMBER)
+#undef FPS_MUTANT_NUMBER
+        FPS_N_MUTANTS
+};
+
+#ifdef FASTPS_HOOKS
+
+#include <signal.h>
+#include <stdint.h>
+#include <unistd.h>
+
+typedef struct {
+    int64_t accesses, stores; /* so far, in this process */
+    int64_t die_at;           /* die by SIGKILL just before this store, counted from 1; 0: never */
+    int64_t mutant;           /* the one that is switched on, or -1 */
+    /* A simulated world, or NULL: what happens at an access, and instead of the kernel's futex. */
+    void (*at_access)(void);
+    void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns);
+    void (*wake)(const uint32_t *event);
+    void (*yield)(void);
+    int64_t shared_least; /* floats that a fold moves, from which on it is shared */
+} fps_hook_table;
+
+/* One table for all extension modules of the process, although each is loaded with its symbols kept local: the loader makes a
+ * unique symbol one for the whole process. */
+__asm__(".type fps_hooks, %gnu_unique_object");
+fps_hook_table fps_hooks = {.mutant = -1, .shared_least = 64};
+
+static inline void fps_hook_load(void) {
+    fps_hooks.accesses++;
+    if (fps_hooks.at_access) fps_hooks.at_access();
+}
+static inline void fps_hook_store(void) {
+    if (++fps_hooks.stores == fps_hooks.die_at) kill(getpid(), SIGKILL);
+    fps_hook_load();
+}
+#define fps_plain_store() fps_hook_store()
+#define fps_mutant(number) (fps_hooks.mutant == (number))
+/* In a simulated world its function is called, and the kernel's is not. */
+#define FPS_HOOK_INSTEAD(function, ...)                                                                                  \
+    do {                                                                                                                 \
+        if (fps_hooks.function) {                                                                                        \
+            fps_hooks.function(__VA_ARGS__);                                                                             \
+            return;                                                                                                      \
+        }                                                                                                                \
+    } while (0)
+
+#else
+
+#define fps_hook_load() ((void)0)
+#define fps_hook_store() ((void)0)
+#define fps_plain_store() ((void)0)
+#define fps_mutant(number) 0
+#define FPS_HOOK_INSTEAD(function, ...) ((void)0)
+
+#endif
+#endif

@@ -1,0 +1,33 @@
+# A lane as its worker uses it, for who drives many workers without Python: chaos.pyx.
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.lane cimport fps_descriptor, fps_lane
+from fastps.kernels.shared_fold cimport SharedFold
+
+cdef class Lane:
+    cdef readonly Arena arena
+    cdef readonly uint32_t index
+    cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
+    cdef readonly tuple holders         # one a shard
+    cdef PyObject *_holders[64]         # the same, FPS_MAX_SHARDS of them
+    cdef fps_lane *words
+    cdef uint32_t n_shards
+    cdef SharedFold helper              # turns from shard to shard
+    cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
+    cdef uint64_t versions[64]          # of each shard, as pulled
+
+    cdef void _set_versions(self, uint32_t slot) noexcept nogil
+    cdef bint _post(self, const fps_descriptor *descriptor) noexcept nogil
+    cdef uint64_t _done(self) noexcept nogil
+    cdef uint32_t _fresh(self, int64_t granted) noexcept nogil
+    cdef int64_t _due_ns(self) noexcept nogil
+    cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
+    cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil
+    cdef bint _help(self) noexcept nogil
+    cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
+    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
+    cdef int _try_turns(self, int64_t now_ns) noexcept nogil
+    cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil

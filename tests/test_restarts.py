@@ -1,0 +1,142 @@
+"""Restarts by the launcher: a lost worker is replaced by the spare, the job goes on, and what was injected is measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.errors import UsageError
+from fastps.job_options import JobOptions
+from fastps.launch import Launcher
+from fastps.live_faults import FaultPlan
+
+TRAINING = """
+import os, pathlib, signal, sys, time
+import torch, fastps
+folder = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="SYNC")
+opt.wait_for_start()
+joined = opt.worker.generation
+while opt.worker.steps < 60:
+    if fastps.rank() == VICTIM and not joined and opt.worker.steps == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    time.sleep(0.02 if not (folder / "joined").exists() else 0.001)
+    if joined:
+        (folder / "joined").touch()
+    elif fastps.rank() != VICTIM and opt.worker.steps == 50:
+        while not (folder / "joined").exists():
+            time.sleep(0.01)
+            opt.worker._membership.look(opt.worker.store.clock.now_ns())
+(folder / f"worker-{fastps.rank()}").write_text(f"{joined} {'fastps.spare' in ' '.join(sys.orig_argv)} {opt.worker.begun_at}")
+opt.close()
+"""
+
+
+@pytest.mark.parametrize(("sync", "victim"), [("asp", 0), ("bsp", 1)])
+def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING.replace("SYNC", sync).replace("VICTIM", str(victim)))
+    outcome = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1)).run()
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
+    assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
+    generation, from_spare, begun = (tmp_path / f"worker-{victim}").read_text().split()
+    assert (generation, from_spare) == ("1", "True")
+    assert int(begun) >= 10
+
+
+def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')")
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    assert outcome.exit_code == 0
+    assert [(worker.rank, worker.restart) for worker in outcome.workers if worker.failed][-1][0] == 1
+    assert len(outcome.workers) <= 4
+
+
+def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.exit('the disk is full')")
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert list(outcome.first_failure.tail)[-1] == "the disk is full"
+    assert len(outcome.workers) == 4
+
+
+@pytest.mark.parametrize("text", ["kill", "kill:x", "maim:3", "kill:-1", "kill:1.5", "stop:1,seconds:0"])
+def test_a_plan_of_faults_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--chaos"):
+        FaultPlan.parse(text)
+
+
+def test_a_plans_moments_follow_from_its_seed() -> None:
+    plan = FaultPlan.parse("kill:40,stop:20,seconds:600", seed=3)
+    moments = plan.moments()
+    assert moments == FaultPlan.parse("kill:40,stop:20,seconds:600", seed=3).moments()
+    assert moments == sorted(moments) and all(0 <= at_s <= 600 for at_s, _ in moments)
+    assert [sum(kind == name for _, kind in moments) for name in ("kill", "stop")] == [40, 20]
+
+
+@pytest.mark.parametrize(
+    "options", [{"restarts": -1}, {"every": 3}, {"restarts": 1, "on_worker_loss": "stop"}, {"nonfinite": "perhaps"}]
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        JobOptions(**options)  # type: ignore[arg-type]
+
+
+def _train(folder: Path, *arguments: str) -> dict[str, object]:
+    file = folder / "row.json"
+    command = [
+        sys.executable,
+        "-m",
+        "fastps.cli",
+        "train",
+        "--data",
+        "digits",
+        "--no-progress",
+        "--json",
+        str(file),
+        *arguments,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env={**os.environ, "FASTPS_TIMEOUT": "200"})
+    row: dict[str, object] = json.loads(file.read_text())["rows"][0]
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_train_resumes_bit_for_bit_under_bsp_sampler_included(tmp_path: Path) -> None:
+    common = ["-n", "2", "--sync", "bsp", "--checkpoint"]
+    _train(
+        tmp_path, *common, str(tmp_path / "whole"), "--every", "1000", "--epochs", "4", "--save", str(tmp_path / "whole.npz")
+    )
+    _train(tmp_path, *common, str(tmp_path / "parts"), "--every", "15", "--epochs", "2")
+    resumed = [*common, str(tmp_path / "parts"), "--every", "1000", "--epochs", "4", "--resume", str(tmp_path / "parts")]
+    before = fastps.load(tmp_path / "parts").version
+    _train(tmp_path, *resumed, "--save", str(tmp_path / "parts.npz"))
+    assert before % 15 == 0 and before > 15
+    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
+        for name in whole.files:
+            assert whole[name].tobytes() == parts[name].tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_under_fire_ends_well_and_tells_what_it_cost(tmp_path: Path) -> None:
+    fire = ["--chaos", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
+    row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "40", *fire)
+    chaos = row["chaos"]
+    assert isinstance(chaos, dict)
+    assert chaos["faults"]["kill"] >= 1
+    assert chaos["updates"] > 0 and chaos["live_worker_seconds"] > 0
+    assert row["test_accuracy"] > 0.8  # type: ignore[operator]
