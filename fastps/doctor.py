@@ -196,9 +196,9 @@ def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") ->
 
     >>> need = need_of(1_000_000, 4, "momentum")
     >>> need.weights_buffers, need.slots_per_worker
-    (6, 1)
-    >>> need.rule_state_bytes // 1_000_000  # two buffers of one plane of 4 bytes
-    8
+    (7, 1)
+    >>> need.rule_state_bytes // 1_000_000  # three buffers of one plane of 4 bytes
+    12
 
     Raises UsageError for an unknown optimizer or a number out of range, and PolicyError.
     """

@@ -171,9 +171,9 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
 
     `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
-    one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join. `versions`
-    (one a shard), `clocks` (one a started lane) and `drawn` go on where a job ended. The policy's values are those of
-    fastps.kernels.scheduler.Scheduler.
+    one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
+    `versions` (one a shard), `clocks` (one a started lane) and `drawn` go on where a job ended. The policy's values are those
+    of fastps.kernels.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
@@ -471,7 +471,7 @@ cdef class Arena:
         self._move(lane, FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
     def bury(self, uint32_t lane, uint32_t generation):
-        """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: it is not the owner.
+        """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: another owns it.
 
         An owner that has left in good order stays so. A reader's place that it held is given back.
         """

@@ -551,14 +551,13 @@ cdef class Holder:
         cdef uint64_t record = fps_commit_record(self.seen)
         cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
         cdef uint32_t index, kept = 0, largest = 0
-        cdef int32_t parameter, found = -1
+        cdef int32_t parameter
         cdef float most = -1, size
         for index in range(self.n_batch):
             size = self.fold.largest(index, &parameter)
             if size > most:
                 most = size
                 largest = index
-                found = parameter
         for index in range(self.n_batch):
             size = self.fold.largest(index, &parameter)
             if size == INFINITY or (most < INFINITY and index == largest):

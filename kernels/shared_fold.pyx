@@ -123,8 +123,8 @@ cdef class SharedFold:
         push.rate_scale = rate_scale
 
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
-        """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where one is not
-        finite. A pass over one gradient, for the rare fold that came out unsound.
+        """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where a value
+        is not finite. A pass over one gradient, for the rare fold that came out unsound.
         """
         parameter[0] = -1
         return fps_largest(&self.job, &self.pushes[index], self.domain.first, self.domain.last, parameter)
