@@ -45,15 +45,14 @@ test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds check
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/test_store.py
 
-hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
-
 # Compiled modules beside links to the Python files: a changed header rebuilds, a changed Python file need not.
+hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
+	@for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
+	@for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
+	@ln -sfn ../../tests build/hooks/tests
+
 build/hooks/.made: $(VENV)/.installed
-	mkdir -p build/hooks/fastps
-	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
 	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
-	for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
-	ln -sfn ../../tests build/hooks/tests
 	touch $@
 
 test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
