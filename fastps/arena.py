@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from fastps import placement
+from fastps import memory_nodes
 from fastps.errors import ArenaError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -34,7 +34,7 @@ def create(size: int, what: str) -> int:
     descriptor = os.memfd_create("fastps-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        placement.spread(descriptor, size)
+        memory_nodes.spread(descriptor, size)
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:

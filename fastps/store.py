@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps import arena as memory_of
-from fastps import config, placement, rendezvous
+from fastps import config, memory_nodes, rendezvous
 from fastps.checkpoint import Checkpoint
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
@@ -245,7 +245,7 @@ class Store:
         if generation < 0:
             self.stop_answering(answerer)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
-        placement.bring_slots(self.memory, *self.arena.slots_range(rank))
+        memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
             return Worker(self, rank, answerer, generation)
         except BaseException:

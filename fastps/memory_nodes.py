@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastps.kernels import placement
+from fastps.kernels import memory_nodes
 
-logger = logging.getLogger("fastps.placement")
+logger = logging.getLogger("fastps.memory_nodes")
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -53,7 +53,7 @@ def spread(descriptor: int, size: int, nodes: Sequence[int] | None = None) -> bo
             return False
     with mmap.mmap(descriptor, size, mmap.MAP_SHARED) as memory:
         try:
-            placement.interleave(memory, nodes)
+            memory_nodes.interleave(memory, nodes)
         except OSError as error:  # a container may forbid it; the arena then lies where the kernel puts it
             logger.warning("the arena is not spread over the memory nodes %s: %s", nodes, error)
             return False
@@ -67,7 +67,7 @@ def bring_slots(memory: mmap.mmap, offset: int, length: int) -> bool:
     if len(own) != 1 or own == nodes_of(set(range(os.cpu_count() or 1))):
         return False
     try:
-        placement.bring(memory, offset, length)
+        memory_nodes.bring(memory, offset, length)
     except OSError as error:
         logger.warning("this worker's slots stay where they are: %s", error)
         return False

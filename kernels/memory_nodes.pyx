@@ -1,6 +1,6 @@
 """The kernel's memory policies for a part of a mapping: mbind(2), without a library.
 
-What it refuses to know: which nodes there are, and what should lie where (fastps/placement.py).
+What it refuses to know: which nodes there are, and what should lie where (fastps/memory_nodes.py).
 """
 
 import errno

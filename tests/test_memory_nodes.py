@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastps import placement
-from fastps.kernels import placement as words
+from fastps import memory_nodes
+from fastps.kernels import memory_nodes as words
 
 SIZE = 64 * mmap.PAGESIZE
 
@@ -22,7 +22,7 @@ def _policy_of(memory: mmap.mmap) -> str:
 
 @pytest.fixture
 def descriptor() -> int:
-    made = os.memfd_create("fastps-test-placement")
+    made = os.memfd_create("fastps-test-nodes")
     os.ftruncate(made, SIZE)
     return made
 
@@ -34,9 +34,9 @@ needs_nodes = pytest.mark.skipif(
 
 @needs_nodes
 def test_pages_that_are_not_there_yet_are_spread_over_the_nodes(descriptor: int) -> None:
-    nodes = placement.nodes_of(os.sched_getaffinity(0))
+    nodes = memory_nodes.nodes_of(os.sched_getaffinity(0))
     try:
-        assert placement.spread(descriptor, SIZE, nodes)
+        assert memory_nodes.spread(descriptor, SIZE, nodes)
         os.posix_fallocate(descriptor, 0, SIZE)
         with mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED) as memory:
             assert _policy_of(memory).startswith("interleave:")
@@ -54,8 +54,8 @@ def test_pages_are_brought_to_the_node_of_this_core() -> None:
 
 def test_a_machine_with_one_node_is_left_alone(descriptor: int) -> None:
     try:
-        several = len(placement.nodes_of(set(range(os.cpu_count() or 1)))) > 1
-        assert placement.spread(descriptor, SIZE) == several
+        several = len(memory_nodes.nodes_of(set(range(os.cpu_count() or 1)))) > 1
+        assert memory_nodes.spread(descriptor, SIZE) == several
     finally:
         os.close(descriptor)
 
@@ -64,9 +64,9 @@ def test_the_nodes_of_cores_are_read_from_the_kernels_lists(tmp_path: Path) -> N
     for node, cpus in {0: "0-3,8-11", 1: "4-7,12-15", 2: ""}.items():
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
-    assert placement.nodes_of({9, 2}, tmp_path) == [0]
-    assert placement.nodes_of({0, 15}, tmp_path) == [0, 1]
-    assert placement.nodes_of({99}, tmp_path) == []
+    assert memory_nodes.nodes_of({9, 2}, tmp_path) == [0]
+    assert memory_nodes.nodes_of({0, 15}, tmp_path) == [0, 1]
+    assert memory_nodes.nodes_of({99}, tmp_path) == []
 
 
 def test_nodes_and_ranges_that_cannot_be_are_refused() -> None:
