@@ -39,7 +39,7 @@ def extensions() -> list[Extension]:
     # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
     flags = ["-std=gnu11", "-O1", "-g"] if DEBUG else ["-std=gnu11", "-O3"]
     flags += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
-    headers = sorted(str(path) for path in Path("kernels").glob("*.h")) + ["kernels/fold.cu"]
+    headers = [*sorted(str(path) for path in Path("kernels").glob("*.h")), "kernels/fold.cu"]
     return [
         Extension(
             f"fastps.kernels.{source.stem}",

@@ -37,7 +37,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a job's workers share: parameters, rule, discipline, number of workers, and room for model buffers."""
+    """What a job's workers share: parameters, rule, discipline, number of workers, and room for model buffers.
+
+    `homes`: for each shard the worker on whose device its floats lie (device_arena.py); () where all are in the arena itself.
+    """
 
     parameters: tuple[Parameter, ...]
     groups: int
@@ -45,6 +48,7 @@ class Layout:
     policy: Policy
     workers: int
     extra_bytes: int = 0
+    homes: tuple[int, ...] = ()
 
     @property
     def planes(self) -> int:
@@ -76,6 +80,16 @@ class Layout:
         last = self.parameters[-1]
         return _aligned(last.offset + last.length)
 
+    @property
+    def host_floats(self) -> int:
+        """Floats of a weights buffer in the arena itself: none where they are on devices."""
+        return 0 if self.homes else self.buffer_floats
+
+    @property
+    def host_shards(self) -> list[tuple[int, int]]:
+        """The floats of each shard of a buffer in the arena itself."""
+        return [(0, 0) for _ in self.shards] if self.homes else self.shards
+
     def text(self) -> str:
         """The description as JSON: what is hashed, and what is sent to a peer whose hash differs."""
         description = {
@@ -91,6 +105,7 @@ class Layout:
             },
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
+            "homes": list(self.homes),
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
         return json.dumps(description, sort_keys=True, separators=(",", ":"))
@@ -138,7 +153,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "rule", "groups"):
+    for key in ("abi", "byte_order", "workers", "sync", "rule", "groups", "homes"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

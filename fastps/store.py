@@ -43,6 +43,8 @@ class Store:
     [0.5, 0.5, 0.5]
     """
 
+    worker_class = Worker  # what `attach` makes
+
     def __init__(
         self,
         descriptor: int,
@@ -120,7 +122,7 @@ class Store:
                 memory,
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
-                shards=layout.shards,
+                shards=layout.host_shards,
                 **values,
             )
             store = cls(
@@ -132,16 +134,20 @@ class Store:
                 clock,
                 list(hypers),
             )
-            write_weights(store.weight_views(0))
-            write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
-            if layout.policy.ema:
-                for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
-                    average[:] = weights
+            store.write_first(write_weights)
             store.answer_at("host")
         except BaseException:
             os.close(descriptor)
             raise
         return store
+
+    def write_first(self, write_weights: Callable[[Views], None]) -> None:
+        """Write version 0: the weights, what the rule begins with, and the average."""
+        write_weights(self.weight_views(0))
+        write_initial_state(self.layout.rule, lambda plane: self.plane_views(0, plane))
+        if self.layout.policy.ema:
+            for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
+                average[:] = weights
 
     @classmethod
     def connect(
@@ -185,7 +191,7 @@ class Store:
         if not self.arena.claim(rank, os.getpid()):
             self.stop_answering(answerer)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
-        return Worker(self, rank, answerer)
+        return self.worker_class(self, rank, answerer)
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
         """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
@@ -320,7 +326,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         ring_size=config.RING_SIZE,
         groups=layout.groups,
         parameters=len(layout.parameters),
-        buffer_floats=layout.buffer_floats,
+        buffer_floats=layout.host_floats,
         rule=layout.rule.number,
         state_planes=layout.planes,
         extra_bytes=layout.extra_bytes,

@@ -242,6 +242,10 @@ cdef class Arena:
         """Byte offset of a weights buffer."""
         return <char *> self.weights(buffer) - self.base
 
+    def slot_offset(self, int lane, int slot):
+        """Byte offset of a lane's slot: an fps_hyper a param_group, then the words of presence."""
+        return self.slot(lane, slot) - self.base
+
     def gradient_offset(self, int lane, int slot):
         """Byte offset of the gradient in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base

@@ -1,8 +1,8 @@
 """What a device is told to fold: an order, one block of bytes that the kernels of fold.cu read.
 
 Everything that depends on hyper-parameters, counts of steps or absent gradients is worked out here, on the host, in the double
-precision in which fold_run.h does it, so that a kernel only loads, multiplies and stores. Parameters that are treated alike (one
-param_group, the same pushes, as many steps) are one class, and a model's usual fold has a class a param_group.
+precision in which fold_run.h does it, so that a kernel only loads, multiplies and stores. Parameters that are treated alike
+(one param_group, the same pushes, as many steps) are one class, and a model's usual fold has a class a param_group.
 
 What it refuses to be: a place for memory or streams (fastps/device.py), or for decisions; addresses are numbers that are passed
 on.
@@ -112,8 +112,8 @@ class Buffers:
 class Shape:
     """What stays the same from fold to fold: the rule, the planes of state with the average's as the last, and the segments.
 
-    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what a kernel cannot do: a user's rule,
-    more planes than the rule has, or a segment that does not begin on a multiple of 16 floats.
+    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what a kernel cannot do: a user's
+    rule, more planes than the rule has, or a segment that does not begin on a multiple of 16 floats.
     """
 
     rule: int

@@ -27,6 +27,7 @@ cdef class Holder:
     cdef uint64_t seen          # the commit word that this turn's flip expects
     cdef int64_t now_ns         # when the turn was tried: which timers are due
     cdef SharedFold fold
+    cdef bint hands_over        # this lane cannot fold, for the shard is on another's device: it lets go without draining
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
     cdef int awaiting           # what is waited for while TURN_AWAITING
     # Scratch of a turn, allocated once.
@@ -47,6 +48,8 @@ cdef class Holder:
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
 
     cdef void _nudge(self) noexcept nogil
+    cdef int _hand_over(self) noexcept nogil
+    cdef void nudge_all(self) noexcept nogil
     cdef void _wake(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil

@@ -19,6 +19,9 @@ cdef class SharedFold:
     cdef uint32_t shard
     cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
+    cdef bint on_device             # whether `device` folds instead of the core
+    cdef object device
+    cdef object failure             # the error that it raised last, or None
     # Scratch, allocated once.
     cdef fps_push *pushes
     cdef fps_fold_job job
@@ -38,4 +41,5 @@ cdef class SharedFold:
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil
     cdef uint64_t _cut(self) noexcept nogil
     cdef int _fold(self, uint64_t chunk) noexcept nogil
+    cdef int _run_on_device(self) noexcept
     cdef void _rouse_helpers(self) noexcept nogil
