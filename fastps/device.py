@@ -105,6 +105,10 @@ class Device(Protocol):
         """Wait, on the host, until everything on the stream is done. Raises DeviceError if something of it failed."""
         ...
 
+    def synchronize_all(self) -> None:
+        """Wait, on the host, until everything that this process has queued on any stream is done."""
+        ...
+
     def synchronize_event(self, event: Event) -> None:
         """Wait, on the host, for the last record of an event of this process."""
         ...

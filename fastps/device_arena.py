@@ -223,9 +223,10 @@ class DeviceArena:
         for _, folded in self._present_peers():
             self._device.wait(folded, stream)
 
-    def synchronize(self) -> None:
-        """Wait, on the host, until this lane's folds are done. Raises DeviceError if one failed."""
+    def synchronize_all(self) -> None:
+        """Wait, on the host, until this lane's folds and all that it computes are done. Raises DeviceError if a fold failed."""
         self._device.synchronize(self._stream)
+        self._device.synchronize_all()
 
     def _present_peers(self) -> list[tuple[Event, Event]]:
         """The two events of each other lane that is there; one that has left has waited for its folds before."""

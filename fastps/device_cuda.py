@@ -159,6 +159,10 @@ class CudaDevice:
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"work on GPU {self.index} failed: {error}") from error
 
+    def synchronize_all(self) -> None:
+        """See Device."""
+        self._use().deviceSynchronize()
+
     def synchronize_event(self, event: int) -> None:
         """See Device."""
         self._use().eventSynchronize(event)

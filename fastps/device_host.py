@@ -231,6 +231,11 @@ class HostDevice:
         if stream.failure is not None:
             raise stream.failure
 
+    def synchronize_all(self) -> None:
+        """See Device."""
+        for stream in self._streams:
+            self.synchronize(stream)
+
     def synchronize_event(self, event: HostEvent) -> None:
         """See Device."""
         _await(event, int(event.words[0]))

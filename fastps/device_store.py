@@ -62,6 +62,14 @@ class DeviceWorker(Worker):
         self._own = arena.own_shards()
         self.lane.fold_with(arena.fold, self._own)
 
+    def release_turns(self, publish: bool) -> None:
+        """See Worker.release_turns; what was read or written under the turns comes before what is folded or read next."""
+        if publish and self._devices is not None:
+            self._devices.synchronize_all()
+        elif self._devices is not None:
+            self._devices.mark_computed()
+        super().release_turns(publish)
+
     def _with_turns(self, call: Callable[[], Any]) -> Any:
         """Call it under the turns of all shards."""
         self.hold_turns()
@@ -134,7 +142,7 @@ class DeviceWorker(Worker):
         try:
             self._devices = arena
             self.wait_for_others()
-            arena.synchronize()
+            arena.synchronize_all()
         except Exception as error:
             super().close(f"{type(error).__name__}: {error}")
             raise
@@ -189,24 +197,25 @@ class DeviceStore(Store):
         first, self._first = self._first, None
         return first
 
-    def _arena(self) -> DeviceArena:
+    def arena_on_devices(self) -> DeviceArena:
+        """This process's side of it. Raises UsageError before a worker is attached."""
         if self.devices is None:
             raise UsageError("attach a worker first: the memory is on devices")
         return self.devices
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
         """See Store; arrays of the device's kind."""
-        arena = self._arena()
+        arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def gradient_views(self, lane: int, slot: int) -> Views:
         """See Store; arrays of the device's kind."""
-        arena = self._arena()
+        arena = self.arena_on_devices()
         return [arena.view(arena.gradient_address(lane, slot, index), index) for index in range(len(self.layout.parameters))]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
         """See Store; arrays of the device's kind. What is read of them must be read before the turns are released."""
-        arena = self._arena()
+        arena = self.arena_on_devices()
         arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
 

@@ -50,7 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
     as dropped; with "bsp" the result is that of one process with the batches of all workers together.
-    Three limits: parameters are float32, dense and on the CPU; weights change only in `step()`; writing to them elsewhere is
+    Three limits: parameters are float32 and dense; weights change only in `step()`; writing to them elsewhere is
     refused by name at the next `step()`; under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
     after `step()`, for its memory is being read by others.
 
@@ -68,6 +68,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
     _step_supports_amp_scaling = True
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *_arguments: Any, **_options: Any) -> "DistributedOptimizer":
+        """For a model on a GPU the optimizer that knows where its memory is (torch_cuda.py)."""
+        if cls is DistributedOptimizer and any(
+            tensor.device.type == "cuda" for group in optimizer.param_groups for tensor in group["params"]
+        ):
+            from fastps.torch_cuda import optimizer_class
+
+            cls = optimizer_class(optimizer)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -149,12 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         hypers = self._hypers()
         rank = environment.rank()
         if rank == 0:
-
-            def write(views: list[Any]) -> None:
-                for view, tensor in zip(views, self._tensors, strict=True):
-                    view[:] = _flat(tensor.detach()).numpy()
-
-            store = Store.create_for(layout, write, hypers, job=job, timeout_s=timeout_s, clock=clock)
+            store = Store.create_for(layout, self._write_first, hypers, job=job, timeout_s=timeout_s, clock=clock)
         else:
             store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
         try:
@@ -162,6 +167,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             store.close()
             raise
+
+    def _write_first(self, views: list[Any]) -> None:
+        """This worker's weights, flat, as version 0."""
+        for view, tensor in zip(views, self._tensors, strict=True):
+            view[:] = _flat(tensor.detach()).cpu().numpy()
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""

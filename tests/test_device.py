@@ -259,7 +259,7 @@ def test_every_push_is_folded_exactly_once_on_a_device(sync: str, identities: st
 
 
 def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_are_still_read() -> None:
-    """Here the computing is queued, too, and slow: the host runs ahead, and every step still reads the version that it is at."""
+    """Here the computing is queued, too, and slow: the host runs ahead, and every step still reads its own version."""
     steps, amount = 15, np.float32(1 / 1024)
     store = make_store(fastps.SGD(lr=1.0), "bsp", 2, (0,))
 

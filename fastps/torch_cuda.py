@@ -1,0 +1,229 @@
+"""The optimizer of a model on a GPU: the same two lines, the same step, other places for weights and gradients.
+
+Staged, the arena lies in page-locked memory of the host: backward's hooks queue copies of gradients into it, a pull queues
+copies of the weights out of it, and the CPU folds. It needs no CuPy, works with any mix of workers on GPUs and CPUs, and waits
+for the GPU once a step. On the device, where all workers share a GPU, the arena's floats are the GPU's: p.data and p.grad point
+into them and kernels fold. fastps/placement.py chooses. Refuses to be imported for a model on the CPU.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastps import environment
+from fastps.clock import Clock
+from fastps.device import Device
+from fastps.device_arena import board_bytes
+from fastps.device_store import DeviceStore
+from fastps.errors import ArenaError, ParameterChangedError, UnsupportedError, UsageError
+from fastps.layout import Layout
+from fastps.placement import placement
+from fastps.policy import Policy
+from fastps.torch import DistributedOptimizer
+from fastps.worker import Worker
+
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def optimizer_class(optimizer: torch.optim.Optimizer) -> type[DistributedOptimizer]:
+    """The class for an optimizer with parameters on GPUs. Raises UnsupportedError where they are on several devices."""
+    devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"]}
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
+    return DeviceOptimizer if placement() == "device" else StagedOptimizer
+
+
+class StagedOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer whose parameters keep memory of their own: gradients are copied in, weights are copied out.
+
+    p.grad stays the worker's own after step(). state_dict() has its tensors on the CPU; load_state_dict takes them as they are.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._copied: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient that is in the slot, and its version then
+        self._taken: dict[int, tuple[int, int]] = {}  # of a shard: the buffer and version that the parameters hold
+        self._registered = False
+        super().__init__(*arguments, **options)
+        self._versions = self._version_counter.get(self._tensors)
+
+    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
+        worker = super()._join(layout, job, timeout_s, clock)
+        self._register(worker)
+        return worker
+
+    def _register(self, worker: Worker) -> None:
+        """Let the GPU copy from and to the arena by itself: page-lock it."""
+        if self._tensors[0].device.type != "cuda":
+            return
+        memory = np.frombuffer(worker.store.memory, np.uint8)
+        status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE)
+        if int(status):
+            worker.close(f"the arena of {memory.nbytes:,} bytes could not be page-locked")
+            worker.store.close()
+            raise ArenaError(
+                f"expected to page-lock the arena of {memory.nbytes:,} bytes, found that CUDA refuses ({status}): raise the limit"
+                " of locked memory (`ulimit -l`)"
+            )
+        self._registered = True
+
+    def _synchronize(self) -> None:
+        """Wait until what was queued on the GPU is done: the CPU reads it next."""
+        if self._tensors[0].device.type == "cuda":
+            torch.cuda.current_stream(self._tensors[0].device).synchronize()
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """After autograd accumulated into p.grad: queue its copy into the slot, while backward goes on."""
+
+        def put(tensor: torch.Tensor) -> None:
+            if tensor.grad is not None:
+                self._stage(index, tensor.grad)
+
+        return put
+
+    def _stage(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided or gradient.requires_grad:
+            raise UnsupportedError(
+                f"parameter {self._name(index)!r}: expected a dense gradient without a graph of its own, found"
+                f" {gradient.layout}: use sparse=False and no create_graph"
+            )
+        self._gradient_tensors[self._worker.slot][index].copy_(gradient, non_blocking=True)
+        self._copied[index] = gradient, gradient._version
+        self._present.add(index)
+
+    def _adopt_foreign_gradients(self) -> None:
+        """Copy what did not come through the hook or was changed since (by clipping, say); then wait for all copies."""
+        for index, tensor in enumerate(self._tensors):
+            gradient = tensor.grad
+            copied = self._copied.get(index)
+            if gradient is None:
+                self._present.discard(index)
+            elif copied is None or copied[0] is not gradient or copied[1] != gradient._version:
+                self._stage(index, gradient)
+        self._copied.clear()
+        self._synchronize()
+
+    def _release_gradients(self) -> None:
+        self._present.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch does."""
+        self._present.clear()
+        self._copied.clear()
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+
+    def expose_gradients(self) -> None:
+        """Not here: the slot is memory of the host, and p.grad is not."""
+        raise UsageError("expose_gradients() is for models on the CPU: set p.grad, and step() copies it")
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def _take_weights(self) -> None:
+        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which comes after `_synchronize`."""
+        self._synchronize()
+        for shard, buffer in enumerate(self._worker.pull()):
+            taken = buffer, self._worker.lane.shard_version(shard)
+            if self._taken.get(shard) == taken:
+                continue
+            self._taken[shard] = taken
+            for tensor, weights in zip(self._tensors_of_shard[shard], self._shared(shard, buffer), strict=True):
+                tensor.data.copy_(weights, non_blocking=True)
+
+    def _shared(self, shard: int, buffer: int) -> list[torch.Tensor]:
+        found = self._weight_tensors.get((shard, buffer))
+        if found is None:
+            found = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
+        return found
+
+    def _check_unchanged(self) -> None:
+        changed = self._version_counter.are(self._tensors, self._versions)
+        if changed >= 0:
+            raise ParameterChangedError(
+                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which the"
+                " next pull would undo: load weights before wrapping, and avoid layers that renormalize their weights (max_norm)"
+            )
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See DistributedOptimizer."""
+        if not self._store.layout.policy.ema:
+            yield
+            return
+        self._worker.hold_turns()
+        try:
+            _, buffers = self._store.committed()
+            views = self._tensor_views(self._store.plane_views(buffers, self._store.layout.planes - 1))
+            averages = [view.clone() for view in views]
+        finally:
+            self._worker.release_turns(False)
+        kept = [tensor.data.clone() for tensor in self._tensors]
+        try:
+            for tensor, average in zip(self._tensors, averages, strict=True):
+                tensor.data.copy_(average)
+            yield
+        finally:
+            for tensor, weights in zip(self._tensors, kept, strict=True):
+                tensor.data.copy_(weights)
+
+    def close(self, failure: str | None = None) -> None:
+        """See DistributedOptimizer."""
+        if self._worker.closed or self._worker.forked:
+            return
+        self._synchronize()
+        if self._registered:
+            address = np.frombuffer(self._store.memory, np.uint8).ctypes.data
+            torch.cuda.cudart().cudaHostUnregister(address)
+            self._registered = False
+        super().close(failure)
+
+
+class DeviceOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer whose weights, rule state and gradients lie on the GPU that all its workers share.
+
+    close() waits for the other workers, for they read the memory of worker 0.
+    """
+
+    def make_device(self) -> Device:
+        """The device of this process: the GPU that the parameters are on."""
+        from fastps.device_cuda import CudaDevice
+
+        return CudaDevice(self._tensors[0].device.index or 0)
+
+    def _layout(self, model: torch.nn.Module | None, policy: Policy) -> Layout:
+        layout = super()._layout(model, policy)
+        shards = len(layout.shards)
+        return replace(layout, homes=(0,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
+
+    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
+        hypers, rank = self._hypers(), environment.rank()
+        device = self.make_device()
+        if rank == 0:
+            store = DeviceStore.create_for(layout, self._write_first, hypers, job=job, timeout_s=timeout_s, clock=clock)
+        else:
+            store = DeviceStore.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
+        assert isinstance(store, DeviceStore)
+        try:
+            worker = store.use(device).attach(rank)
+            if store.arena_on_devices().own_shards() == []:
+                worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
+                raise UnsupportedError(
+                    f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: use"
+                    " FASTPS_PLACEMENT=host"
+                )
+            return worker
+        except BaseException:
+            store.close()
+            raise
+
+    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over the device's memory, with the parameter's strides; DLPack makes them without a copy."""
+        return [
+            torch.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
+            for view, parameter in zip(views, self._store.layout.parameters, strict=True)
+        ]
