@@ -10,6 +10,7 @@ import math
 import mmap
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from fastps.bench.measure import aligned, whole_lines
 from fastps.kernels import limit
+from fastps.kernels.turn import Lane
 from fastps.torch import DistributedOptimizer
 
 TENSORS = 60
@@ -119,13 +121,30 @@ class Peer:
         """The end."""
 
 
-class Fastps(Peer):
-    """fastps: gradients in the slot, step() with its swap of 60 tensors."""
+def fold_alone(lane: Lane) -> None:
+    """Who has the turn folds by itself."""
+    lane.share_folds(0)
 
-    def __init__(self, job: Job, rank: int, sync: str) -> None:
+
+def store_plainly(lane: Lane) -> None:
+    """Folds store into the caches, whatever their size."""
+    lane.stream_folds(False)
+
+
+def store_past_caches(lane: Lane) -> None:
+    """Folds store past the caches, whatever their size."""
+    lane.stream_folds(True)
+
+
+class Fastps(Peer):
+    """fastps: gradients in the slot, step() with its swap of 60 tensors; `choose` makes one of its choices otherwise."""
+
+    def __init__(self, job: Job, rank: int, sync: str, choose: Callable[[Lane], None] | None = None) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
         self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size))]
         self.optimizer = DistributedOptimizer(torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM), sync)
+        if choose is not None:
+            choose(self.optimizer.worker.lane)
         self.gradient = job.gradient(rank)
         self.unwritten = self.optimizer.worker.store.arena.slots
 

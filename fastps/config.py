@@ -13,7 +13,7 @@ RING_SIZE = 8  # descriptors of a lane's ring
 SLICE_NS = 50_000_000  # no wait is longer without a look at the peers (protocol A.8)
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
-EXTRA_ALIGNMENT = 64
+STREAMED_BYTES = 128 << 20  # written by a fold that two cores share: from here stores past the caches pay (docs/performance.md)
 DEFAULT_TIMEOUT_S = 300.0
 
 # A ring that held more pushes than slots would let a push name a slot that another push still needs; null pushes and the last
@@ -48,3 +48,8 @@ def spins(workers: int) -> int:
 def helpers(workers: int) -> int:
     """How many workers may be woken to help with a fold: as many as there are cores beside the folder's own."""
     return min(workers, len(os.sched_getaffinity(0))) - 1
+
+
+def streams(written_bytes: int, workers: int) -> bool:
+    """Whether folds store past the caches: not when the results fit there, nor when one core folds alone."""
+    return written_bytes >= STREAMED_BYTES and helpers(workers) > 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 from fastps import environment
 from fastps.clock import Clock
@@ -61,13 +62,13 @@ class StagedOptimizer(DistributedOptimizer):
         if self._tensors[0].device.type != "cuda":
             return
         memory = np.frombuffer(worker.store.memory, np.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE)
+        status = _runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE)
         if int(status):
             worker.close(f"the arena of {memory.nbytes:,} bytes could not be page-locked")
             worker.store.close()
             raise ArenaError(
-                f"expected to page-lock the arena of {memory.nbytes:,} bytes, found that CUDA refuses ({status}): raise the limit"
-                " of locked memory (`ulimit -l`)"
+                f"expected to page-lock the arena of {memory.nbytes:,} bytes, found that CUDA refuses ({status}): raise the"
+                " limit of locked memory (`ulimit -l`)"
             )
         self._registered = True
 
@@ -125,7 +126,7 @@ class StagedOptimizer(DistributedOptimizer):
     # -- weights -----------------------------------------------------------------------------------
 
     def _take_weights(self) -> None:
-        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which comes after `_synchronize`."""
+        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which `_synchronize` precedes."""
         self._synchronize()
         for shard, buffer in enumerate(self._worker.pull()):
             taken = buffer, self._worker.lane.shard_version(shard)
@@ -145,8 +146,8 @@ class StagedOptimizer(DistributedOptimizer):
         changed = self._version_counter.are(self._tensors, self._versions)
         if changed >= 0:
             raise ParameterChangedError(
-                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which the"
-                " next pull would undo: load weights before wrapping, and avoid layers that renormalize their weights (max_norm)"
+                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
+                " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
             )
 
     @contextlib.contextmanager
@@ -178,7 +179,7 @@ class StagedOptimizer(DistributedOptimizer):
         self._synchronize()
         if self._registered:
             address = np.frombuffer(self._store.memory, np.uint8).ctypes.data
-            torch.cuda.cudart().cudaHostUnregister(address)
+            _runtime().cudaHostUnregister(address)
             self._registered = False
         super().close(failure)
 
@@ -224,6 +225,11 @@ class DeviceOptimizer(DistributedOptimizer):
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the device's memory, with the parameter's strides; DLPack makes them without a copy."""
         return [
-            torch.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
+            torch.utils.dlpack.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
             for view, parameter in zip(views, self._store.layout.parameters, strict=True)
         ]
+
+
+def _runtime() -> Any:
+    """The CUDA runtime as torch gives it: what it has of page-locking."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -16,6 +16,10 @@
 #define FPS_FOLD_SUM 0  /* one application of the rule on scale * the sum of the pushes, in the order given */
 #define FPS_FOLD_EACH 1 /* the rule push by push, each with its own hyper-parameters */
 
+#define FPS_FLOAT32 0 /* what gradients are pushed as; they are summed and applied in single precision, whatever they were */
+#define FPS_FLOAT16 1
+#define FPS_BFLOAT16 2
+
 #define FPS_HYPER_NESTEROV 1
 #define FPS_HYPER_MAXIMIZE 2
 #define FPS_HYPER_DECOUPLED 4
@@ -28,6 +32,7 @@
 
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or not the last for the average */
+#define FPS_FOLD_UNKNOWN_TYPE (-3)
 
 /* The hyper-parameters of one param_group, as a push carries them; names as in torch.optim. RMSprop's alpha is beta2. */
 typedef struct {
@@ -45,7 +50,7 @@ typedef struct {
 /* One push: a parameter whose presence bit is 0 has no gradient in it; `scale` multiplies its gradient, `rate_scale` the learning
  * rate of every group of it (by its staleness, say). */
 typedef struct {
-    const float *gradient;
+    const void *gradient; /* of the job's gradient_type */
     const fps_hyper *hypers;
     const uint64_t *presence;
     double scale;
@@ -66,6 +71,7 @@ typedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper
  * pushes changes nothing. */
 typedef struct {
     int32_t rule, mode;
+    int32_t gradient_type; /* FPS_FLOAT32, or a half of it */
     int32_t streaming; /* whether results go past the caches: pays when they do not fit, costs when they do */
     fps_user_rule user_rule; /* FPS_RULE_USER only */
     int32_t state_planes; /* the rule's own, then that of the average, if one is kept */

@@ -11,6 +11,9 @@ cdef extern from "fold.h" nogil:
         FPS_RULE_USER
         FPS_FOLD_SUM
         FPS_FOLD_EACH
+        FPS_FLOAT32
+        FPS_FLOAT16
+        FPS_BFLOAT16
         FPS_HYPER_NESTEROV
         FPS_HYPER_MAXIMIZE
         FPS_HYPER_DECOUPLED
@@ -37,7 +40,7 @@ cdef extern from "fold.h" nogil:
         int32_t parameter
 
     ctypedef struct fps_push:
-        const float *gradient
+        const void *gradient
         const fps_hyper *hypers
         const uint64_t *presence
         double scale
@@ -50,6 +53,7 @@ cdef extern from "fold.h" nogil:
     ctypedef struct fps_fold_job:
         int32_t rule
         int32_t mode
+        int32_t gradient_type
         int32_t streaming
         fps_user_rule user_rule
         int32_t state_planes

@@ -16,6 +16,9 @@ RULE_RMSPROP: int
 RULE_USER: int
 FOLD_SUM: int
 FOLD_EACH: int
+FLOAT32: int
+FLOAT16: int
+BFLOAT16: int
 HYPER_NESTEROV: int
 HYPER_MAXIMIZE: int
 HYPER_DECOUPLED: int
@@ -45,6 +48,7 @@ class Folding:
         ema_plane: int = -1,
         ema_decay: float = 0.0,
         user_rule: int = 0,
+        gradient_type: int = ...,
         streaming: bool = False,
         instruction_set: str = "auto",
     ) -> None: ...
@@ -64,6 +68,7 @@ def fold(
     ema_plane: int = -1,
     ema_decay: float = 0.0,
     user_rule: int = 0,
+    gradient_type: int = ...,
     streaming: bool = False,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,

@@ -34,6 +34,9 @@ RULE_RMSPROP = FPS_RULE_RMSPROP
 RULE_USER = FPS_RULE_USER
 FOLD_SUM = FPS_FOLD_SUM
 FOLD_EACH = FPS_FOLD_EACH
+FLOAT32 = FPS_FLOAT32
+FLOAT16 = FPS_FLOAT16
+BFLOAT16 = FPS_BFLOAT16
 HYPER_NESTEROV = FPS_HYPER_NESTEROV
 HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
 HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
@@ -90,7 +93,7 @@ cdef class Folding:
                   const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
                   float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
                   double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
-                  bint streaming=False, str instruction_set="auto"):
+                  int gradient_type=FPS_FLOAT32, bint streaming=False, str instruction_set="auto"):
         cdef int64_t n = weights.shape[0]
         if steps.shape[0] != len(segments) or state.shape[1] != n:
             raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
@@ -106,6 +109,7 @@ cdef class Folding:
         if not self.segments or not self.pushes:
             raise MemoryError()
         self._set_segments(segments, n)
+        self.job.gradient_type = gradient_type
         self._set_pushes(pushes, n)
         self.job.rule = rule
         self.job.mode = mode
@@ -145,16 +149,16 @@ cdef class Folding:
         return 0
 
     cdef int _set_pushes(self, list pushes, int64_t n) except -1:
-        cdef const float[::1] gradient
+        cdef const unsigned char[::1] gradient
         cdef const double[:, ::1] hypers
         cdef const uint64_t[::1] presence
         cdef int index
         for index, (values, groups, present, scale, *rate_scale) in enumerate(pushes):
-            gradient = np.ascontiguousarray(values, np.float32)
+            gradient = _words_of(values, self.job.gradient_type).view(np.uint8)
             hypers = _hyper_words(groups)
             presence = _presence_words(present)
-            if gradient.shape[0] != n:
-                raise ValueError(f"expected gradients of {n} floats, found {gradient.shape[0]}")
+            if len(values) != n:
+                raise ValueError(f"expected gradients of {n} numbers, found {len(values)}")
             self.keep.append((gradient, hypers, presence))
             self.pushes[index].gradient = &gradient[0]
             self.pushes[index].hypers = <const fps_hyper *> &hypers[0, 0]
@@ -180,13 +184,14 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n], hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
+        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
             beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a parameter, scale of
             the gradient, and scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
+        gradient_type: what gradients are: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
         streaming: whether results are stored past the caches.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
@@ -199,6 +204,13 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
     for first, last in ranges or [(0, weights.shape[0])]:
         folding.run(first, last)
     return outputs
+
+
+def _words_of(values, int gradient_type):
+    """A gradient as an array of the type that is named."""
+    if gradient_type == FPS_FLOAT32:
+        return np.ascontiguousarray(values, np.float32)
+    return np.ascontiguousarray(values, np.float16 if gradient_type == FPS_FLOAT16 else np.uint16)
 
 
 def _hyper_words(groups):

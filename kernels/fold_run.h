@@ -14,15 +14,36 @@
 
 typedef struct {
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
-    void (*scaled_sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*add)(float *restrict, const float *restrict, float, int, int64_t);
+    void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
+    void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    void (*sgd)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
-    void (*adam)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *,
+    void (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
+    void (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
                  const float *, float *);
+    void (*sgd_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
+                     float *);
+    void (*adam_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
+                      float *, const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
 } fps_tile_functions;
+
+/* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
+#define FPS_SUMMED_AT_ONCE 4
+/* Their addresses as locals of a loop; where there are fewer, the first stands for the rest, and is not read for them. */
+#define FPS_GRADIENTS(summed, count)                                                                                     \
+    const float *const gradients[FPS_SUMMED_AT_ONCE] = {summed[0], summed[count > 1], summed[count > 2 ? 2 : 0],         \
+                                                        summed[count > 3 ? 3 : 0]}
+/* A loop for each count, so that each is without a branch. */
+#define FPS_BY_COUNT(loop, ...)                                                                                          \
+    do {                                                                                                                 \
+        if (count == 1) loop(1, __VA_ARGS__);                                                                            \
+        else if (count == 2) loop(2, __VA_ARGS__);                                                                       \
+        else if (count == 3) loop(3, __VA_ARGS__);                                                                       \
+        else loop(4, __VA_ARGS__);                                                                                       \
+    } while (0)
 
 #if defined(__x86_64__)
 #define FPS_STREAM_WORD __m128
@@ -210,6 +231,13 @@ static inline int fps_writes_plane(int rule, const fps_coefficients *by, int pla
     return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
 }
 
+/* A group without momentum, say, beside one with: its plane is carried along. */
+static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const fps_place *place) {
+    for (int plane = 0; plane < fps_rule_planes(job); plane++)
+        if (place->state != place->state_out && !fps_writes_plane(job->rule, by, plane))
+            memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+}
+
 static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const float *gradient,
                            const fps_place *place) {
     float scaled[FPS_TILE];
@@ -221,23 +249,34 @@ static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, 
                    place->state_out, place->stride);
 }
 
-/* One push on one tile; the next push on it reads what this one wrote. */
+/* A push's gradient on one tile in single precision: where it lies, or made so in `room`. */
+static inline const float *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
+                                        int64_t first, int64_t length, float *room) {
+    if (job->gradient_type == FPS_FLOAT32) return (const float *)push->gradient + first;
+    if (job->gradient_type == FPS_FLOAT16) tile->widen_float16(room, (const uint16_t *)push->gradient + first, length);
+    else tile->widen_bfloat16(room, (const uint16_t *)push->gradient + first, length);
+    return room;
+}
+
+/* How many gradients the rule's loop sums by itself. */
+static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
+
+/* One push on one tile, or the sum of `count` pushes (no more than fps_summed_at_once); the next push on it reads what this one
+ * wrote. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
-                      const float *gradient, fps_place *place) {
+                      const float *const *gradients, int count, fps_place *place) {
     const float *weights = place->weights, *state = place->state;
     float *weights_out = place->weights_out, *state_out = place->state_out;
+    const float *gradient = gradients[0];
     int64_t stride = place->stride;
     if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
     else if (job->rule == FPS_RULE_ADAM)
-        tile->adam(by, length, gradient, weights, weights_out, state, state_out, state + stride, state_out + stride);
+        tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride, state_out + stride);
     else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
     else if (job->rule == FPS_RULE_RMSPROP)
         tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
-    else tile->sgd(by, length, gradient, weights, weights_out, state, state_out);
-    /* A group without momentum, say, beside one with: its plane is carried along. */
-    for (int plane = 0; plane < fps_rule_planes(job); plane++)
-        if (state != state_out && !fps_writes_plane(job->rule, by, plane))
-            memcpy(state_out + plane * stride, state + plane * stride, length * sizeof(float));
+    else tile->sgd(by, length, gradients, count, weights, weights_out, state, state_out);
+    fps_carry_planes(job, by, length, place);
     fps_average(tile, job, length, place);
     place->weights = weights_out;
     place->state = state_out;
@@ -305,41 +344,89 @@ static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, cons
 
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
                          int count, int64_t first, int64_t last) {
-    float total[FPS_TILE] __attribute__((aligned(64)));
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64))), total[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
+    int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
-        const float *gradient = total;
+        const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length);
-        if (count == 1) gradient = pushes[0].gradient + first;
-        else if (sum->same_scale) tile->sum(total, pushes, count, first, length);
-        else tile->scaled_sum(total, pushes, count, first, length);
-        fps_apply(tile, job, &sum->by, length, gradient, &place);
+        if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
+        else
+            for (int push = 0; push < count; push++) {
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room[in_loop ? push : 0]);
+                if (in_loop) gradients[push] = gradient;
+                else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
+            }
+        fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
 
-/* Push by push; `by` has room for what each does. The first reads the published buffers, the others work on the tile that it
- * wrote. A push without a gradient for this parameter moves the average only. */
-static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
-                          fps_coefficients *by, int64_t first, int64_t last) {
+/* Push by push where the weights are averaged after each; `by` is what each does. The first reads the published buffers, the
+ * others work on the tile that it wrote. A push without a gradient for this parameter moves the average only. */
+static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
+                                   const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
     const fps_push *pushes = job->pushes;
-    int64_t steps = job->steps_in[segment->parameter];
-    for (int push = 0; push < job->n_pushes; push++)
-        if (fps_is_present(&pushes[push], segment->parameter))
-            by[push] = fps_coefficients_of(job->rule, &pushes[push].hypers[segment->group],
-                                           fps_rate(&pushes[push], segment->group), pushes[push].scale, steps++);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
         fps_place place = fps_begin_tile(job, stage, first, length);
-        for (int push = 0; push < job->n_pushes; push++)
-            if (fps_is_present(&pushes[push], segment->parameter))
-                fps_apply(tile, job, &by[push], length, pushes[push].gradient + first, &place);
-            else if (place.weights != place.weights_out && job->ema_plane >= 0)
-                fps_carry(tile, job, length, &place);
-            else if (job->ema_plane >= 0)
-                fps_average(tile, job, length, &place);
+        for (int push = 0, applied = 0; push < job->n_pushes; push++)
+            if (fps_is_present(&pushes[push], segment->parameter)) {
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
+                fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
+            } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
+            else fps_average(tile, job, length, &place);
+        fps_end_tile(tile, job, stage, first, length);
+    }
+}
+
+/* How many pushes from the first on one loop can apply while the element is in registers: their coefficients are of one kind. */
+static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) {
+    int most = count < fps_summed_at_once(rule) ? count : fps_summed_at_once(rule), at_once = 1;
+    if (by[0].is_first && rule == FPS_RULE_SGD) return 1;
+    while (at_once < most && by[at_once].has_decay == by[0].has_decay && by[at_once].has_shrink == by[0].has_shrink
+           && by[at_once].has_momentum == by[0].has_momentum && by[at_once].is_nesterov == by[0].is_nesterov
+           && by[at_once].lerp.fraction == by[0].lerp.fraction && by[at_once].lerp.is_small == by[0].lerp.is_small)
+        at_once++;
+    return at_once;
+}
+
+/* Some pushes in order on one tile, all in one loop. */
+static void fps_apply_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
+                           const float *const *gradients, int count, fps_place *place) {
+    int64_t stride = place->stride;
+    if (count == 1) {
+        fps_apply(tile, job, by, length, gradients, 1, place);
+        return;
+    }
+    if (job->rule == FPS_RULE_ADAM)
+        tile->adam_each(by, length, gradients, count, place->weights, place->weights_out, place->state, place->state_out,
+                        place->state + stride, place->state_out + stride);
+    else
+        tile->sgd_each(by, length, gradients, count, place->weights, place->weights_out, place->state, place->state_out);
+    fps_carry_planes(job, by, length, place);
+    place->weights = place->weights_out;
+    place->state = place->state_out;
+}
+
+/* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
+static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
+                          const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64)));
+    fps_stage stage;
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last);
+        fps_place place = fps_begin_tile(job, stage, first, length);
+        for (int push = 0, at_once; push < count; push += at_once) {
+            const float *gradients[FPS_SUMMED_AT_ONCE];
+            at_once = fps_applied_at_once(job->rule, by + push, count - push);
+            for (int each = 0; each < at_once; each++)
+                gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
+            fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
+        }
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -351,6 +438,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_coefficients by[FPS_MAX_PUSHES];
     fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
+    if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
@@ -367,9 +455,14 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
             job->steps_out[segment->parameter] =
                 job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
         if (from >= to) continue;
-        if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes)))
-            fps_fold_each(tile, job, segment, by, from, to);
-        else if (count == 0) fps_carry_range(tile, job, from, to);
+        if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes))) {
+            for (int push = 0; push < count; push++)
+                by[push] = fps_coefficients_of(job->rule, &present[push].hypers[segment->group],
+                                               fps_rate(&present[push], segment->group), present[push].scale,
+                                               job->steps_in[segment->parameter] + push);
+            if (job->ema_plane >= 0) fps_fold_each_averaged(tile, job, segment, by, from, to);
+            else fps_fold_each(tile, job, present, count, by, from, to);
+        } else if (count == 0) fps_carry_range(tile, job, from, to);
         else {
             if (!fps_sum_fits(&sum, job, segment, count)) sum = fps_sum_of(job, segment, present, count);
             fps_fold_sum(tile, job, &sum, present, count, from, to);

@@ -21,31 +21,59 @@ static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b
 
 /* total = sum of the gradients at `first`, in order. */
 static void FPS_ISA(sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
-    const float *a = pushes[0].gradient + first, *b = pushes[1].gradient + first;
+    const float *a = (const float *)pushes[0].gradient + first, *b = (const float *)pushes[1].gradient + first;
     int next = 2;
     if (count >= 4) {
-        const float *c = pushes[2].gradient + first, *d = pushes[3].gradient + first;
+        const float *c = (const float *)pushes[2].gradient + first, *d = (const float *)pushes[3].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] = ((a[i] + b[i]) + c[i]) + d[i];
         next = 4;
     } else {
         for (int64_t i = 0; i < length; i++) total[i] = a[i] + b[i];
     }
     for (; next < count; next++) {
-        const float *more = pushes[next].gradient + first;
+        const float *more = (const float *)pushes[next].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] += more[i];
     }
 }
 
-/* The same where each push has a scale of its own. */
-static void FPS_ISA(scaled_sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
-    for (int push = 0; push < count; push++) {
-        const float *gradient = pushes[push].gradient + first;
-        float scale = (float)pushes[push].scale;
-        if (push == 0)
-            for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
-        else
-            for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
+/* total += scale * gradient, or total = scale * gradient. */
+static void FPS_ISA(add)(float *restrict total, const float *restrict gradient, float scale, int is_first, int64_t length) {
+    if (is_first)
+        for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
+    else
+        for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
+}
+
+/* IEEE half precision, exactly: exponents are moved by 112; infinities and NaNs by as much again; what is below the least
+ * normal half gets an implicit bit that is then subtracted as a float. No subnormal float is read or written on the way. */
+static void FPS_ISA(widen_float16)(float *restrict wide, const uint16_t *restrict halves, int64_t length) {
+    const union { uint32_t bits; float value; } implicit = {113u << 23};
+    for (int64_t i = 0; i < length; i++) {
+        union { uint32_t bits; float value; } number = {(halves[i] & 0x7fffu) << 13};
+        uint32_t exponent = number.bits & (0x7c00u << 13);
+        number.bits += 112u << 23;
+        number.bits += exponent == 0x7c00u << 13 ? 112u << 23 : exponent == 0 ? 1u << 23 : 0;
+        number.value -= exponent == 0 ? implicit.value : 0.0f;
+        number.bits |= (uint32_t)(halves[i] & 0x8000u) << 16;
+        wide[i] = number.value;
     }
+}
+
+/* bfloat16 is the upper half of a float. */
+static void FPS_ISA(widen_bfloat16)(float *restrict wide, const uint16_t *restrict halves, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { uint32_t bits; float value; } number = {(uint32_t)halves[i] << 16};
+        wide[i] = number.value;
+    }
+}
+
+/* Element i of the gradient: of the sum, in order, of `count` of them, a constant at every call. */
+static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count) {
+    float total = gradients[0][i];
+    if (count > 1) total += gradients[1][i];
+    if (count > 2) total += gradients[2][i];
+    if (count > 3) total += gradients[3][i];
+    return total;
 }
 
 /* start + (end - start) * fraction, from the nearer of the two, as torch.lerp: `fraction` is what fps_lerp_of made of it. */
@@ -68,13 +96,15 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
 
 /* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. */
 static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
-    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
-    const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int first, const int nesterov) {
+    const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
+    float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int first,
+    const int nesterov) {
     const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, undampened = by->undampened;
     const float minus_rate = by->minus_rate;
+    FPS_GRADIENTS(summed, count);
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = gradient[i] * scale;
+        float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
         if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
         if (momentum) {
             float buffer = first ? step : FPS_ISA(fma)(step, undampened, buffer_in[i] * factor);
@@ -85,10 +115,11 @@ static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
     }
 }
 
-static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
-                         float *weights_out, const float *buffer_in, float *buffer_out) {
-#define FPS_SGD(decay, momentum, first, nesterov)                                                                        \
-    FPS_ISA(sgd_loop)(by, length, gradient, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
+static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
+                         const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+#define FPS_SGD_LOOP(count, decay, momentum, first, nesterov)                                                            \
+    FPS_ISA(sgd_loop)(by, length, summed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
+#define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
 #define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
     do {                                                                                                                 \
         if (by->has_decay) FPS_SGD(1, momentum, first, nesterov);                                                        \
@@ -101,19 +132,60 @@ static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float
     else FPS_SGD_DECAY(1, 0, 0);
 #undef FPS_SGD_DECAY
 #undef FPS_SGD
+#undef FPS_SGD_LOOP
+}
+
+/* Several pushes in order, each as above with its own coefficients, while the element is in registers. None is the first ever. */
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_each_loop)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
+    float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int nesterov) {
+    FPS_GRADIENTS(pushed, count);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], buffer = momentum ? buffer_in[i] : 0;
+#pragma GCC unroll 4
+        for (int push = 0; push < count; push++) {
+            float step = gradients[push][i] * by[push].scale;
+            if (decay) step = FPS_ISA(fma)(weight, by[push].weight_decay, step);
+            if (momentum) {
+                buffer = FPS_ISA(fma)(step, by[push].undampened, buffer * by[push].momentum);
+                step = nesterov ? FPS_ISA(fma)(buffer, by[push].momentum, step) : buffer;
+            }
+            weight = FPS_ISA(fma)(step, by[push].minus_rate, weight);
+        }
+        if (momentum) buffer_out[i] = buffer;
+        weights_out[i] = weight;
+    }
+}
+
+static void FPS_ISA(sgd_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
+                              const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+#define FPS_SGD_LOOP(count, decay, momentum, nesterov)                                                                   \
+    FPS_ISA(sgd_each_loop)(by, length, pushed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, nesterov)
+#define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
+    if (!by->has_momentum && by->has_decay) FPS_SGD(1, 0, 0);
+    else if (!by->has_momentum) FPS_SGD(0, 0, 0);
+    else if (by->has_decay && by->is_nesterov) FPS_SGD(1, 1, 1);
+    else if (by->is_nesterov) FPS_SGD(0, 1, 1);
+    else if (by->has_decay) FPS_SGD(1, 1, 0);
+    else FPS_SGD(0, 1, 0);
+#undef FPS_SGD
+#undef FPS_SGD_LOOP
 }
 
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. */
 static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
-    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
-    const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay, const int shrink) {
+    const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
+    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
+    const int shrink) {
     const float scale = by->scale, weight_decay = by->weight_decay, shrinkage = by->shrink;
     const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, root_correction2 = by->root_correction2;
     const float epsilon = by->epsilon, minus_rate = by->minus_rate;
     const fps_lerp lerp = by->lerp;
+    FPS_GRADIENTS(summed, count);
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = gradient[i] * scale;
+        float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
         if (shrink) weight = weight * shrinkage;
         if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
         float mean = FPS_ISA(lerp)(mean_in[i], step, lerp.fraction, lerp.is_small);
@@ -124,15 +196,57 @@ static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
     }
 }
 
-static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
-                          float *weights_out, const float *mean_in, float *mean_out, const float *square_in,
-                          float *square_out) {
-#define FPS_ADAM(decay, shrink)                                                                                          \
-    FPS_ISA(adam_loop)(by, length, gradient, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
+static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
+                          const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
+                          const float *square_in, float *square_out) {
+#define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
+    FPS_ISA(adam_loop)(by, length, summed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
+#define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
     if (by->has_shrink) FPS_ADAM(0, 1);
     else if (by->has_decay) FPS_ADAM(1, 0);
     else FPS_ADAM(0, 0);
 #undef FPS_ADAM
+#undef FPS_ADAM_LOOP
+}
+
+/* As sgd_each; the coefficients of a mean's lerp are the same for all. */
+static inline __attribute__((always_inline)) void FPS_ISA(adam_each_loop)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
+    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
+    const int shrink) {
+    const fps_lerp lerp = by->lerp;
+    FPS_GRADIENTS(pushed, count);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float weight = weights_in[i], mean = mean_in[i], square = square_in[i];
+#pragma GCC unroll 4
+        for (int push = 0; push < count; push++) {
+            float step = gradients[push][i] * by[push].scale;
+            if (shrink) weight = weight * by[push].shrink;
+            if (decay) step = FPS_ISA(fma)(weight, by[push].weight_decay, step);
+            mean = FPS_ISA(lerp)(mean, step, lerp.fraction, lerp.is_small);
+            square = FPS_ISA(fma)(by[push].one_minus_beta2 * step, step, square * by[push].beta2);
+            weight = weight + (by[push].minus_rate * mean)
+                                  / (__builtin_sqrtf(square) / by[push].root_correction2 + by[push].epsilon);
+        }
+        mean_out[i] = mean;
+        square_out[i] = square;
+        weights_out[i] = weight;
+    }
+}
+
+static void FPS_ISA(adam_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
+                               const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
+                               const float *square_in, float *square_out) {
+#define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
+    FPS_ISA(adam_each_loop)(by, length, pushed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out,   \
+                            decay, shrink)
+#define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
+    if (by->has_shrink) FPS_ADAM(0, 1);
+    else if (by->has_decay) FPS_ADAM(1, 0);
+    else FPS_ADAM(0, 0);
+#undef FPS_ADAM
+#undef FPS_ADAM_LOOP
 }
 
 /* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
@@ -213,5 +327,5 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
 }
 
 const static fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum),  FPS_ISA(scaled_sum), FPS_ISA(average), FPS_ISA(sgd),
-    FPS_ISA(adam), FPS_ISA(adagrad),    FPS_ISA(rmsprop), FPS_ISA(stream)};
+    FPS_ISA(sum),  FPS_ISA(add),      FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
+    FPS_ISA(adam), FPS_ISA(sgd_each), FPS_ISA(adam_each),     FPS_ISA(adagrad),        FPS_ISA(rmsprop), FPS_ISA(stream)};

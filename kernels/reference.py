@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.fold import (
+    BFLOAT16,
+    FLOAT32,
     FOLD_EACH,
     HYPER_CENTERED,
     HYPER_DECOUPLED,
@@ -169,6 +171,13 @@ def scaled(gradient: Floats, scale: float, hyper: Hyper) -> Floats:
     return gradient * np.float32(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
 
 
+def widened(gradient: npt.ArrayLike, gradient_type: int) -> Floats:
+    """Return a gradient in single precision: float32[n], float16[n], or the bits of bfloat16 as uint16[n]."""
+    if gradient_type == BFLOAT16:
+        return (np.asarray(gradient, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(gradient).astype(np.float32)
+
+
 def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tuple[Floats, float]:
     """Sum gradients in order; return the sum and the scale that still has to be applied to it.
 
@@ -254,6 +263,7 @@ def fold(
     ema_plane: int = -1,
     ema_decay: float = 0.0,
     user_rule: Apply | None = None,
+    gradient_type: int = FLOAT32,
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
@@ -264,7 +274,7 @@ def fold(
     _check(rule, segments, pushes, weights, state, steps, ema_plane)
     apply = RULES[rule] if user_rule is None else user_rule
     named = [
-        Push(np.asarray(gradient, np.float32), [Hyper(*group) for group in groups], presence, *scales)
+        Push(widened(gradient, gradient_type), [Hyper(*group) for group in groups], presence, *scales)
         for gradient, groups, presence, *scales in pushes
     ]
     has_average = ema_plane >= 0

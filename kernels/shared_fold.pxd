@@ -18,6 +18,7 @@ cdef class SharedFold:
     cdef uint32_t lane
     cdef uint32_t shard
     cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
+    cdef bint streaming             # whether its stores are to go past the caches
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
     cdef bint on_device             # whether `device` folds instead of the core
     cdef object device

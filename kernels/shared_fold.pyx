@@ -53,8 +53,6 @@ cdef enum:
     SHARED_LEAST = 1 << 18     # a shorter fold is over before a helper's core has the ticket
     CHUNK_LEAST = 1 << 17
     ROUSED_LEAST = 1 << 21     # a shorter one is over before a sleeper is awake
-    # Floats written, 128 MiB, from which stores past the caches pay; below they cost up to a third (docs/performance.md).
-    STREAMED_LEAST = 1 << 25
     # Looks at the helpers before the caller is told to look whether they live.
     SPINS = 4000
     YIELDS = 1000
@@ -103,9 +101,7 @@ cdef class SharedFold:
             with gil:
                 outcome = self._run_on_device()
             return outcome
-        self.work.streaming = (
-            (self.domain.last - self.domain.first) * (1 + self.arena.header.state_planes) >= STREAMED_LEAST
-            and self.arena.header.rule != FPS_RULE_USER)
+        self.work.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
         if not self._read():
             return FOLD_REFUSED
         chunks = self._cut()

@@ -155,6 +155,12 @@ cdef class Lane:
         for holder in self.holders:
             holder.fold.helpers = helpers
 
+    def stream_folds(self, bint streaming):
+        """Whether this lane's folds store past the caches, as the holder of a turn; the results have the same bits."""
+        cdef Holder holder
+        for holder in self.holders:
+            holder.fold.streaming = streaming
+
     @property
     def helped(self):
         """Chunks of others' folds that this lane has folded."""

@@ -1,6 +1,6 @@
 """The GPU's kernels as the host compiles them, bit for bit against the fold's oracle; and that a CUDA compiler takes them.
 
-The same rows, situations and sizes as the CPU's fold (test_fold.py). Where NVRTC or nvcc is found, the source is compiled for
+The same rows, situations and sizes as the CPU's fold (fold_jobs.py). Where NVRTC or nvcc is found, the source is compiled for
 sm_80 and sm_90; nothing here needs a GPU.
 """
 
@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from fastps.kernels import cuda, device_fold, device_order, reference
 from fastps.kernels.fold import FOLD_EACH, FOLD_SUM, RULE_SGD, RULE_USER
-from tests.kernels.test_fold import (
+from tests.kernels.fold_jobs import (
     ALL_ROWS,
-    DECAYS,
     MODES,
     ROWS,
     SGD_ROWS,
@@ -30,8 +29,8 @@ from tests.kernels.test_fold import (
     Row,
     assert_same_bits,
     make_job,
-    with_average,
 )
+from tests.kernels.test_fold import DECAYS, with_average
 
 DTYPES = pytest.mark.parametrize("dtype", list(device_order.DTYPES))
 LONG = (4095, 4096, 4097, 9001)  # around a tile's border

@@ -1,260 +1,40 @@
-"""The compiled fold, bit for bit: against its oracle on every instruction set, and against torch.optim itself.
+"""The compiled fold, bit for bit, against its oracle on every instruction set. Speed is not tested here."""
 
-Every rule, with every option, is a row of one table (ROWS). Speed is not tested here.
-"""
-
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from fastps.kernels import fold as compiled
 from fastps.kernels import reference
 from fastps.kernels.fold import (
     FOLD_EACH,
     FOLD_SUM,
-    HYPER_CENTERED,
-    HYPER_DECOUPLED,
-    HYPER_MAXIMIZE,
-    HYPER_NESTEROV,
-    RULE_ADAGRAD,
-    RULE_ADAM,
-    RULE_RMSPROP,
     RULE_SGD,
 )
-from fastps.kernels.reference import Hyper
-
-Floats = npt.NDArray[np.float32]
-Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
-Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
-
-SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 3000)
-MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
-ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
-GAP = 16  # floats between segments, as an arena's alignment leaves them
-
-
-@dataclass(frozen=True)
-class Row:
-    """A rule with one set of options: our hyper-parameters, and torch's optimizer class with its own words for them."""
-
-    name: str
-    rule: int
-    hyper: Hyper
-    optimizer: Callable[..., torch.optim.Optimizer]
-    options: dict[str, Any]
-
-    @property
-    def state_planes(self) -> int:
-        """As many as this group needs; one without momentum or centering then leaves some of them alone."""
-        if self.rule == RULE_RMSPROP:
-            return 3 if self.hyper.flags & HYPER_CENTERED else 1 + int(self.hyper.momentum != 0)
-        return {RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_SGD: int(self.hyper.momentum != 0)}[self.rule]
-
-    def other_hyper(self) -> Hyper:
-        """Another param_group's: slower, with decay, beta1 on the other side of 0.5, not centered and without momentum."""
-        beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
-        flags = self.hyper.flags & ~HYPER_CENTERED
-        return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
-
-
-def sgd_row(name: str, flags: int = 0, **options: Any) -> Row:
-    momentum, dampening, decay = (options.get(key, 0.0) for key in ("momentum", "dampening", "weight_decay"))
-    hyper = Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, 0.0, flags)
-    return Row(name, RULE_SGD, hyper, torch.optim.SGD, {"lr": 0.1, **options})
-
-
-def adam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
-    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, 0.0, flags)
-    optimizer = torch.optim.AdamW if flags & HYPER_DECOUPLED else torch.optim.Adam
-    return Row(name, RULE_ADAM, hyper, optimizer, {"lr": 0.01, "betas": (beta1, 0.999), "weight_decay": 0.0, **options})
-
-
-def adagrad_row(name: str, flags: int = 0, **options: Any) -> Row:
-    decay, rate_decay = options.get("weight_decay", 0.0), options.get("lr_decay", 0.0)
-    hyper = Hyper(0.05, 0.0, 0.0, decay, 0.0, 0.0, 1e-10, rate_decay, flags)
-    return Row(name, RULE_ADAGRAD, hyper, torch.optim.Adagrad, {"lr": 0.05, **options})
-
-
-def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) -> Row:
-    momentum, decay = options.get("momentum", 0.0), options.get("weight_decay", 0.0)
-    hyper = Hyper(0.01, momentum, 0.0, decay, 0.0, alpha, 1e-8, 0.0, flags)
-    return Row(name, RULE_RMSPROP, hyper, torch.optim.RMSprop, {"lr": 0.01, "alpha": alpha, **options})
-
-
-SGD_ROWS = (
-    sgd_row("sgd"),
-    sgd_row("sgd-decay", weight_decay=0.01),
-    sgd_row("sgd-maximize", HYPER_MAXIMIZE, maximize=True),
-    sgd_row("momentum", momentum=0.9),
-    sgd_row("momentum-decay", momentum=0.9, weight_decay=0.01),
-    sgd_row("momentum-dampening", momentum=0.9, dampening=0.3),
-    sgd_row("momentum-all", HYPER_MAXIMIZE, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
-    sgd_row("nesterov", HYPER_NESTEROV, momentum=0.9, nesterov=True),
-    sgd_row("nesterov-decay", HYPER_NESTEROV, momentum=0.9, weight_decay=0.01, nesterov=True),
+from tests.kernels.fold_jobs import (
+    ALL_ROWS,
+    GAP,
+    ISAS,
+    MODES,
+    ROWS,
+    SGD_ROWS,
+    SITUATIONS,
+    Floats,
+    Job,
+    Pushes,
+    Result,
+    Row,
+    assert_same_bits,
+    bits,
+    make_job,
+    normal,
 )
-ADAM_ROWS = (
-    adam_row("adam"),
-    adam_row("adam-decay", weight_decay=0.1),
-    adam_row("adam-low-beta1", beta1=0.3),
-    adam_row("adam-half-beta1", beta1=0.5),
-    adam_row("adam-zero-beta1", beta1=0.0),
-    adam_row("adam-maximize", HYPER_MAXIMIZE, maximize=True),
-    adam_row("adamw", HYPER_DECOUPLED, weight_decay=0.1),
-    adam_row("adamw-without-decay", HYPER_DECOUPLED),
-    adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
-)
-ADAGRAD_ROWS = (
-    adagrad_row("adagrad"),
-    adagrad_row("adagrad-decays", weight_decay=0.01, lr_decay=0.05),
-    adagrad_row("adagrad-maximize", HYPER_MAXIMIZE, maximize=True),
-)
-RMSPROP_ROWS = (
-    rmsprop_row("rmsprop"),
-    rmsprop_row("rmsprop-decay-low-alpha", alpha=0.4, weight_decay=0.01),
-    rmsprop_row("rmsprop-momentum", momentum=0.9),
-    rmsprop_row("rmsprop-centered", HYPER_CENTERED, centered=True),
-    rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
-    rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
-)
-ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # those that take a square root
-ALL_ROWS = SGD_ROWS + ROOT_ROWS
-ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that a fold reads."""
-
-    row: Row
-    segments: list[tuple[int, int, int]]
-    pushes: Pushes
-    weights: Floats
-    state: Floats
-    steps: npt.NDArray[np.int64]
-    scale: float = 1.0
-    rate_scale: float = 1.0
-    ema_decay: float | None = None
-
-    def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
-        """Both kinds of stores must leave the same bits."""
-        options = {**self._options(), "instruction_set": isa, "ranges": ranges}
-        plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
-        streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
-        for one, other in zip(plain, streamed, strict=True):
-            assert one.tobytes() == other.tobytes()
-        return plain
-
-    def fold_by_reference(self, mode: int) -> Result:
-        return reference.fold(self.row.rule, mode, *self._measures(), **self._options())
-
-    def _measures(self) -> tuple[Any, ...]:
-        return self.segments, self.pushes, self.weights, self.state, self.steps
-
-    def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"scale": self.scale, "rate_scale": self.rate_scale}
-        if self.ema_decay is not None:
-            options |= {"ema_plane": len(self.state) - 1, "ema_decay": self.ema_decay}
-        return options
-
-
-def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Segments on multiples of 16 floats with gaps between them, the groups in turn; and the length of it all."""
-    segments, offset = [], GAP
-    for index, length in enumerate(lengths):
-        segments.append((offset, length, index % 2))
-        offset += -(-length // 16) * 16 + GAP
-    return segments, offset
-
-
-def normal(random: np.random.Generator, *shape: int) -> Floats:
-    return random.standard_normal(shape).astype(np.float32)
-
-
-def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence[int] = SIZES) -> Job:
-    """A job with random values in `situation` (a key of SITUATIONS); gaps are full of values that nobody may use."""
-    random = np.random.default_rng([seed, pushes])
-    segments, n = segments_of(lengths)
-    made: Pushes = []
-    for index in range(pushes):
-        presence, scale, rate, rate_scale = SITUATIONS[situation](index, len(lengths))
-        hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
-        made.append((normal(random, n) / np.float32(scale), hypers, presence, scale, rate_scale))
-    state = normal(random, row.state_planes, n)
-    if row.rule != RULE_SGD:
-        squares = 1 if row.rule == RULE_ADAM else 0
-        state[squares] = abs(state[squares]) + (16 if row.hyper.flags & HYPER_CENTERED else 0)
-    steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
-    rate_scale = 0.7 if situation == "own_rate_scales" else 1.0
-    return Job(row, segments, made, normal(random, n), state, steps, 1 / pushes, rate_scale)
-
-
-class Terms(NamedTuple):
-    """How a push differs from the others: its presence bits, gradient scale, factor of its rates, and rate scale."""
-
-    presence: list[bool]
-    scale: float = 1.0
-    rate: float = 1.0
-    rate_scale: float = 1.0
-
-
-def in_all(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters)
-
-
-def absent_in_one(index: int, parameters: int) -> Terms:
-    return Terms([not (index == 0 and parameter % 2) for parameter in range(parameters)])
-
-
-def absent_in_all(index: int, parameters: int) -> Terms:
-    return Terms([parameter % 3 != 1 for parameter in range(parameters)])
-
-
-def common_loss_scale(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters, 1 / 3000.0)
-
-
-def own_loss_scales(index: int, parameters: int) -> Terms:
-    return Terms([(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index))
-
-
-def own_learning_rates(index: int, parameters: int) -> Terms:
-    return Terms([True] * parameters, rate=1 / (1 + index))
-
-
-def own_rate_scales(index: int, parameters: int) -> Terms:
-    return Terms([(index + parameter) % 4 != 0 for parameter in range(parameters)], rate_scale=1 / (1 + index))
-
-
-SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
-    each.__name__: each
-    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates, own_rate_scales)
-}
-
-
-def bits(values: Floats) -> npt.NDArray[np.int32]:
-    """The bits of floats; all not-a-numbers are one, as IEEE 754 does not say which of them an operation gives."""
-    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.int32)
-
-
-def assert_same_bits(found: Result, expected: Result, context: object) -> None:
-    differing = {
-        "weights": np.flatnonzero(bits(found[0]) != bits(expected[0])),
-        "state": np.flatnonzero(bits(found[1]) != bits(expected[1])),
-        "steps": np.flatnonzero(found[2] != expected[2]),
-    }
-    assert [array.shape for array in found] == [array.shape for array in expected]
-    assert not any(places.size for places in differing.values()), (differing, context)
 
 
 @ROWS
@@ -521,134 +301,3 @@ def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
     arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
     found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
     assert np.array_equal(bits(found), bits(weights))
-
-
-class ExactSquareRoot(TorchFunctionMode):
-    """Within it, torch's square root is the correctly rounded one of IEEE 754."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.sqrt:
-            return torch.from_numpy(np.sqrt(args[0].numpy()))
-        if func is torch.Tensor.sqrt_:
-            return args[0].copy_(torch.from_numpy(np.sqrt(args[0].numpy())))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def one_torch_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-needs_fused_torch = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="without these instruction sets torch itself does not fuse its multiply-adds",
-)
-
-
-def steps_beside_torch(
-    row: Row, n: int, context: contextlib.AbstractContextManager[Any]
-) -> Iterator[tuple[str, Floats, Floats]]:
-    """200 steps on one parameter of n floats; after each, for each instruction set: its name, our weights and torch's."""
-    random = np.random.default_rng(n)
-    start = normal(random, n)
-    ours = {
-        isa: (start, np.zeros((row.state_planes, n), np.float32), np.zeros(1, np.int64)) for isa in compiled.instruction_sets()
-    }
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = row.optimizer([parameter], foreach=False, **row.options)
-    for _ in range(200):
-        gradient = normal(random, n)
-        parameter.grad = torch.from_numpy(gradient)
-        with context:
-            optimizer.step()
-        pushes: Pushes = [(gradient, [row.hyper], [True], 1.0, 1.0)]
-        for isa, before in ours.items():
-            ours[isa] = compiled.fold(row.rule, FOLD_SUM, [(0, n, 0)], pushes, *before, instruction_set=isa)
-            yield isa, ours[isa][0], parameter.detach().numpy()
-
-
-@needs_fused_torch
-@pytest.mark.usefixtures("one_torch_thread")
-@ROWS
-def test_200_steps_give_the_bits_of_torch(row: Row) -> None:
-    """Where there is a square root, but for torch's, a vector library's, which does not always round correctly."""
-    for n in (1, 7, 17, 1023, 3001):
-        context = contextlib.nullcontext() if row.rule == RULE_SGD else ExactSquareRoot()
-        for step, (isa, ours, theirs) in enumerate(steps_beside_torch(row, n, context)):
-            assert np.array_equal(bits(ours), bits(theirs)), (isa, n, step)
-
-
-@pytest.mark.usefixtures("one_torch_thread")
-@pytest.mark.parametrize("row", ROOT_ROWS, ids=lambda row: row.name)
-def test_square_roots_stay_beside_torch_with_the_square_root_of_this_machine(row: Row) -> None:
-    for _, ours, theirs in steps_beside_torch(row, 3001, contextlib.nullcontext()):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)
-
-
-def refused(match: str, **changes: Any) -> None:
-    """A job of one parameter is folded as it is, and refused with `changes`."""
-    arguments: dict[str, Any] = {
-        "rule": RULE_ADAM,
-        "mode": FOLD_SUM,
-        "segments": [(0, 32, 0)],
-        "pushes": [(np.ones(32, np.float32), [ADAM_ROWS[0].hyper], [True], 1.0)],
-        "weights": np.ones(32, np.float32),
-        "state": np.zeros((2, 32), np.float32),
-        "steps": np.zeros(1, np.int64),
-    }
-    compiled.fold(**arguments)
-    if changes.get("pushes") == "too many":
-        changes["pushes"] = arguments["pushes"] * (compiled.MAX_PUSHES + 1)
-    with pytest.raises(ValueError, match=match):
-        compiled.fold(**{**arguments, **changes})
-
-
-def test_too_many_pushes_are_refused() -> None:
-    refused("status -1", pushes="too many")
-
-
-def test_as_many_pushes_as_may_be_are_folded() -> None:
-    job = make_job(SGD_ROWS[3], compiled.MAX_PUSHES, "own_loss_scales", seed=7, lengths=[1, 17])
-    for mode in (FOLD_SUM, FOLD_EACH):
-        assert_same_bits(job.fold(mode, "auto"), job.fold_by_reference(mode), mode)
-
-
-@pytest.mark.parametrize("rule", [-1, 5])
-def test_an_unknown_rule_is_refused(rule: int) -> None:
-    refused("status -2", rule=rule)
-
-
-def test_adam_with_one_state_plane_is_refused() -> None:
-    refused("status -2", state=np.zeros((1, 32), np.float32))
-
-
-@pytest.mark.parametrize(
-    ("row", "planes"), [(SGD_ROWS[3], 0), (ADAGRAD_ROWS[0], 0), (RMSPROP_ROWS[2], 1), (RMSPROP_ROWS[3], 2)]
-)
-def test_hyper_parameters_that_need_more_planes_than_there_are_are_refused(row: Row, planes: int) -> None:
-    pushes = [(np.ones(32, np.float32), [row.hyper], [True], 1.0)]
-    refused("status -2", rule=row.rule, pushes=pushes, state=np.zeros((planes, 32), np.float32))
-
-
-def test_an_average_that_is_not_the_last_plane_is_refused() -> None:
-    for plane in (0, 2, -2):
-        refused("status -2", ema_plane=plane)
-    refused("status -2", ema_plane=1)  # Adam then has one plane of its own
-
-
-@pytest.mark.parametrize("segment", [(16, 17, 0), (-1, 5, 0), (0, -1, 0), (48, 1, 0)])
-def test_a_segment_out_of_range_is_refused(segment: tuple[int, int, int]) -> None:
-    refused("segments within 32 floats", segments=[segment])
-
-
-def test_measures_that_do_not_fit_are_refused() -> None:
-    refused("steps for 1 parameters", steps=np.zeros(2, np.int64))
-    refused("state of 32 floats", state=np.zeros((2, 31), np.float32))
-    refused("gradients of 32 floats", pushes=[(np.ones(31, np.float32), [ADAM_ROWS[0].hyper], [True], 1.0)])
-
-
-def test_an_unknown_instruction_set_is_refused() -> None:
-    refused("instruction set of this machine", instruction_set="abacus")
