@@ -21,6 +21,7 @@ from typing import IO, cast
 
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import UsageError, WorkerDiedError
+from fastps.placement import gpu_variables
 
 logger = logging.getLogger("fastps.launch")
 
@@ -97,6 +98,7 @@ def environment_of(rank: int, workers: int, port: int, job: str, sync: str | Non
         "FASTPS_JOB": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
     }
+    variables |= gpu_variables(rank, base)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:
         variables["FASTPS_SYNC"] = sync
