@@ -63,8 +63,8 @@ class Device(Protocol):
         """Memory of the host that copies may read while the host goes on (pinned). Lives as long as the device."""
         ...
 
-    def view(self, address: int, floats: int) -> Any:
-        """Memory as float32[floats], of a kind that torch.from_dlpack takes."""
+    def view(self, address: int, length: int, dtype: str = "float32") -> Any:
+        """Memory as an array of NumPy's dtype, of a kind that torch.from_dlpack takes."""
         ...
 
     # -- streams and events ----------------------------------------------------------------------------------------------

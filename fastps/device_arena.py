@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fastps.layout import Layout
     from fastps.store import Store
 
-GRADIENT_DTYPE = "float32"
 SHOWN, FILLED = 1, 2  # a board's `ready`: handles are there; and the first weights have been written (lane 0)
 _RING_ENTRIES = 8  # orders that may be on their way to the device at a time
 _LEAST_ORDER_BYTES = 1 << 16
@@ -64,6 +63,7 @@ class Region:
     planes: int
     lanes: int
     slots: int
+    gradient_bytes: int  # of one value
 
     def weights(self, buffer: int) -> int:
         """A weights buffer."""
@@ -75,7 +75,8 @@ class Region:
 
     def gradient(self, lane: int, slot: int) -> int:
         """A lane's slot."""
-        return 4 * self.floats * (self.buffers + 2 * self.planes + lane * self.slots + slot)
+        begin = 4 * self.floats * (self.buffers + 2 * self.planes)
+        return begin + self.gradient_bytes * self.floats * (lane * self.slots + slot)
 
     @property
     def size(self) -> int:
@@ -85,7 +86,7 @@ class Region:
 
 def regions_of(layout: "Layout") -> list[Region]:
     """The region of each shard."""
-    measures = layout.buffers, layout.planes, layout.workers, layout.slots
+    measures = layout.buffers, layout.planes, layout.workers, layout.slots, device_order.DTYPE_BYTES[layout.gradient_type]
     return [Region(first, last - first, *measures) for first, last in layout.shards]
 
 
@@ -191,24 +192,28 @@ class DeviceArena:
 
     def weights_address(self, buffer: int, index: int) -> int:
         """The address here of a parameter in a weights buffer."""
-        return self._place(index, lambda region: region.weights(buffer))
+        base, region, offset = self._place(index)
+        return base + region.weights(buffer) + 4 * offset
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
         """The address here of a parameter in a plane of a buffer of rule state."""
-        return self._place(index, lambda region: region.state(buffer) + 4 * region.floats * plane)
+        base, region, offset = self._place(index)
+        return base + region.state(buffer) + 4 * (region.floats * plane + offset)
 
     def gradient_address(self, lane: int, slot: int, index: int) -> int:
         """The address here of a parameter's gradient in a lane's slot."""
-        return self._place(index, lambda region: region.gradient(lane, slot))
+        base, region, offset = self._place(index)
+        return base + region.gradient(lane, slot) + region.gradient_bytes * offset
 
-    def _place(self, index: int, begin_of: Any) -> int:
+    def _place(self, index: int) -> tuple[int, Region, int]:
+        """Where a parameter's shard begins here, what lies in it, and how far into each part the parameter is, in floats."""
         parameter = self._layout.parameters[index]
         region = self._regions[parameter.shard]
-        return int(self._bases[parameter.shard] + begin_of(region) + 4 * (parameter.offset - region.first))
+        return self._bases[parameter.shard], region, parameter.offset - region.first
 
-    def view(self, address: int, index: int) -> Any:
-        """Memory at an address as the flat floats of a parameter, of the device's kind of array."""
-        return self._device.view(address, self._layout.parameters[index].length)
+    def view(self, address: int, index: int, dtype: str = "float32") -> Any:
+        """Memory at an address as the flat values of a parameter, of the device's kind of array."""
+        return self._device.view(address, self._layout.parameters[index].length, dtype)
 
     # -- order ---------------------------------------------------------------------------------------
 
@@ -278,7 +283,7 @@ class DeviceArena:
         self._device.wait(self._computed, self._stream)
         tiles, blocks = self._tiles_of(shard)
         address = self._ring.upload(order, self._stream)
-        self._device.launch_fold(shape.rule, GRADIENT_DTYPE, address, tiles, blocks, self._stream)
+        self._device.launch_fold(shape.rule, self._layout.gradient_type, address, tiles, blocks, self._stream)
         self._device.record(self._folded, self._stream)
         steps_out[:] = counted
         self.folds += 1

@@ -103,12 +103,12 @@ class CudaDevice:
         memory[:] = 0
         return memory
 
-    def view(self, address: int, floats: int) -> Any:
+    def view(self, address: int, length: int, dtype: str = "float32") -> Any:
         """See Device: a CuPy array over memory that it does not own."""
         cupy = self._cupy
         with cupy.cuda.Device(self.index):
-            memory = cupy.cuda.UnownedMemory(address, 4 * floats, self, self.index)
-            return cupy.ndarray((floats,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+            memory = cupy.cuda.UnownedMemory(address, length * np.dtype(dtype).itemsize, self, self.index)
+            return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     # -- streams and events ------------------------------------------------------------------------
 

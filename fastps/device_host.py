@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,12 +123,13 @@ class HostDevice:
         self._pinned.append(np.zeros(size, np.uint8))
         return self._pinned[-1]
 
-    def view(self, address: int, floats: int) -> npt.NDArray[np.float32]:
+    def view(self, address: int, length: int, dtype: str = "float32") -> npt.NDArray[Any]:
         """See Device."""
+        size = length * np.dtype(dtype).itemsize
         for region in self._regions.values():
-            if region.address <= address and address + 4 * floats <= region.address + region.size:
-                return np.frombuffer(region.memory, np.float32, floats, address - region.address)
-        raise DeviceError(f"expected memory of this device, found {floats} floats at {address:#x}")
+            if region.address <= address and address + size <= region.address + region.size:
+                return np.frombuffer(region.memory, dtype, length, address - region.address)
+        raise DeviceError(f"expected memory of this device, found {size} bytes at {address:#x}")
 
     def _make_region(self, size: int) -> _Region:
         descriptor = os.memfd_create("fastps-device", os.MFD_CLOEXEC)

@@ -208,10 +208,11 @@ class DeviceStore(Store):
         arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
-    def gradient_views(self, lane: int, slot: int) -> Views:
-        """See Store; arrays of the device's kind."""
-        arena = self.arena_on_devices()
-        return [arena.view(arena.gradient_address(lane, slot, index), index) for index in range(len(self.layout.parameters))]
+    def gradient_views(self, lane: int, slot: int) -> list[Any]:
+        """See Store; arrays of the device's kind, uint16 for either half precision."""
+        arena, dtype = self.arena_on_devices(), "float32" if self.layout.gradient_type == "float32" else "uint16"
+        count = len(self.layout.parameters)
+        return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
         """See Store; arrays of the device's kind. What is read of them must be read before the turns are released."""

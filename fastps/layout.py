@@ -9,8 +9,9 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
-from fastps.kernels import arena
+from fastps.kernels import arena, fold
 from fastps.policy import Policy
 from fastps.rules import Rule
 
@@ -35,9 +36,14 @@ class Parameter:
         return math.prod(self.shape)
 
 
+GradientType = Literal["float32", "float16", "bfloat16"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """What a job's workers share: parameters, rule, discipline, number of workers, and room for model buffers.
+    """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
+    precision gradients are pushed; they are summed and applied in single precision in any case.
 
     `homes`: for each shard the worker on whose device its floats lie (device_arena.py); () where all are in the arena itself.
     """
@@ -48,6 +54,7 @@ class Layout:
     policy: Policy
     workers: int
     extra_bytes: int = 0
+    gradient_type: GradientType = "float32"
     homes: tuple[int, ...] = ()
 
     @property
@@ -105,6 +112,7 @@ class Layout:
             },
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
+            "gradient_type": self.gradient_type,
             "homes": list(self.homes),
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }

@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from fastps import config, rendezvous
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
 from fastps.kernels import arena as words
-from fastps.layout import Layout, Parameter, first_difference, place
+from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
 from fastps.rules import Hyper, Update, write_initial_state
 from fastps.specs import parse_policy
@@ -77,22 +78,28 @@ class Store:
         *,
         sync: str | Policy = "bsp",
         workers: int = 1,
+        gradient_type: GradientType = "float32",
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
         """Make a job's arena and write `weights` (name to float32 array) into it as version 0.
 
-        Raises PolicyError, UnsupportedError (a dtype other than float32), ArenaError (too little memory) or ValueError (no
-        weights, or a number of workers out of range).
+        With `gradient_type` "float16" workers push half as many bytes, which are summed in single precision.
+        Raises PolicyError, UnsupportedError (a dtype other than float32, or a type of gradient that NumPy lacks), ArenaError
+        (too little memory) or ValueError (no weights, or a number of workers out of range).
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
         for name, array in arrays.items():
             if array.dtype != np.float32:
                 raise UnsupportedError(f"parameter {name!r}: expected float32, found {array.dtype}; convert it first")
+        if gradient_type not in ("float32", "float16"):
+            raise UnsupportedError(
+                f"gradient_type: expected 'float32' or 'float16' (NumPy has no other half), found {gradient_type!r}"
+            )
         policy = parse_policy(sync)
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
-        layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers)
+        layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers, gradient_type=gradient_type)
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -229,9 +236,14 @@ class Store:
             for parameter in self.layout.parameters
         ]
 
-    def gradient_views(self, lane: int, slot: int) -> Views:
-        """A flat view of each parameter's gradient in a slot of a lane."""
-        return [self.floats_at(self.arena.gradient_offset(lane, slot), parameter) for parameter in self.layout.parameters]
+    def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
+        """A flat view of each parameter's gradient in a slot of a lane, of the layout's type; bfloat16 as its bits, uint16."""
+        dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
+        offset = self.arena.gradient_offset(lane, slot)
+        return [
+            np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
+            for parameter in self.layout.parameters
+        ]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
         """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
@@ -333,6 +345,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         buffers=layout.buffers,
         shards=len(layout.shards),
         ema_decay=layout.policy.ema,
+        gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
     )
 
 

@@ -19,20 +19,26 @@ from fastps.allocator import keep_freed_memory
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.kernels.attributes import Attribute
-from fastps.layout import Layout, Parameter, place
+from fastps.layout import GradientType, Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
 from fastps.policy import Policy
 from fastps.rules import Hyper
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
+from fastps.torch_gradients import Gradients, HalfGradients
 from fastps.torch_rules import check_parameter, counts_steps, hyper_of, rule_of, state_names
-from fastps.worker import Worker, presence_of
+from fastps.worker import Worker
 
 if TYPE_CHECKING:
     from fastps.kernels.arena import Histograms
 
 _instances = itertools.count()
+_PUSH_TYPES: dict[torch.dtype, GradientType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -60,6 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
+        push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
+            beyond float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays there after `step()`.
         timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
 
     Raises:
@@ -86,6 +94,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         model: torch.nn.Module | None = None,
         batch_size: int = 0,
+        push_dtype: torch.dtype = torch.float32,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -94,6 +103,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(
                 "the model is wrapped by DistributedDataParallel, which averages gradients itself: pass the bare module"
             )
+        if push_dtype not in _PUSH_TYPES:
+            raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
         self._inner = optimizer
         self._rule = rule_of(optimizer)
         self._wrapped = False
@@ -103,28 +114,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
-        layout = self._layout(model, policy)
+        layout = self._layout(model, policy, _PUSH_TYPES[push_dtype])
         self._worker = self._join(layout, environment.job_name(next(_instances)), timeout_s, clock)
         self._store = self._worker.store
-        self._keeps_gradients = policy.waits_for_fold
-        self._present: set[int] = set()
-        self._presences: dict[frozenset[int], bytes] = {}
         self._data = Attribute("data", self._tensors)
-        self._grad = Attribute("grad", self._tensors)
         self._version_counter = Attribute("_version", self._tensors)
-        self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
-        self._everything = set(range(len(self._tensors)))
         self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
         self._of_shard = [
             [index for index, parameter in enumerate(layout.parameters) if parameter.shard == shard]
             for shard in range(self._store.arena.shards)
         ]
         self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
-        self._gradient_tensors = [
-            self._tensor_views(self._store.gradient_views(self._worker.rank, slot)) for slot in range(self._store.arena.slots)
-        ]
+        slots = [self._slot_tensors(slot, push_dtype) for slot in range(self._store.arena.slots)]
+        self._gradients = self._gradients_kind(push_dtype)(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._hook(index))
+            tensor.register_post_accumulate_grad_hook(self._gradients.hook(index, lambda: self._worker.slot))
             for index, tensor in enumerate(self._tensors)
             if tensor.requires_grad
         ]
@@ -139,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- joining -----------------------------------------------------------------------------------
 
-    def _layout(self, model: torch.nn.Module | None, policy: Policy) -> Layout:
+    def _layout(self, model: torch.nn.Module | None, policy: Policy, pushed: GradientType) -> Layout:
         names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
         rows = []
         for group_index, group in enumerate(self.param_groups):
@@ -152,7 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("expected an optimizer with at least one parameter, found none")
         workers = environment.world_size()
         parameters = place(rows, policy.shards)
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes)
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes, pushed)
 
     def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
@@ -180,61 +184,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for view, parameter in zip(views, self._store.layout.parameters, strict=True)
         ]
 
+    def _slot_tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Tensors over a slot of this worker's lane."""
+        views = self._store.gradient_views(self._worker.rank, slot)
+        if dtype == torch.float32:
+            return self._tensor_views(views)
+        return [tensor.view(dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
+
     # -- gradients ---------------------------------------------------------------------------------
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """After autograd accumulated into `p.grad`: put it into the slot while it is in the cache, and let p.grad be the slot.
-
-        Further backwards of the same step then accumulate in place, and this finds nothing to do.
-        """
-
-        def put(tensor: torch.Tensor) -> None:
-            gradient = tensor.grad
-            view = self._gradient_tensors[self._worker.slot][index]
-            if gradient is view:
-                self._present.add(index)
-                return
-            if gradient is None:
-                return
-            if gradient.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build the embedding"
-                    " with sparse=False"
-                )
-            if gradient.requires_grad:
-                raise UnsupportedError(
-                    f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, for the gradient is moved"
-                    " into shared memory"
-                )
-            view.copy_(gradient)
-            tensor.grad = view
-            self._present.add(index)
-
-        return put
+    def _gradients_kind(self, push_dtype: torch.dtype) -> type[Gradients]:
+        """What brings gradients into the slots."""
+        return Gradients if push_dtype == torch.float32 else HalfGradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does; with set_to_none=False they become zeros in the slot."""
-        self._present.clear()
-        self._exposed = None
-        if set_to_none:
-            self._grad.set_all(self._tensors, None)
-            return
-        views = self._gradient_tensors[self._worker.slot]
-        for index, tensor in enumerate(self._tensors):
-            if tensor.grad is not None:
-                tensor.grad = views[index].zero_()
-                self._present.add(index)
+        """Forget the gradients, as torch does; with set_to_none=False those that there are become zeros."""
+        self._gradients.zero(self._worker.slot, set_to_none)
 
     def expose_gradients(self) -> None:
         """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
 
         For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
-        where the slot stays the same and nobody took a p.grad away.
+        where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
         """
-        views = self._gradient_tensors[self._worker.slot]
-        if self._exposed != self._worker.slot or self._tensors[0].grad is not views[0]:
-            self._grad.set(self._tensors, views)
-            self._exposed = self._worker.slot
+        self._gradients.expose(self._worker.slot)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -272,12 +245,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         self._worker.check_usable()
         self._check_unchanged()
-        self._adopt_foreign_gradients()
+        self._gradients.adopt(self._worker.slot)
         scale, skipped = self._loss_scaling()
         scale *= self._clip_factor(scale)
-        self._worker.push(self._hypers(), presence=self._presence(), scale=scale, null=skipped, samples=self._samples)
+        self._worker.push(self._hypers(), presence=self._gradients.presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
-            self._release_gradients()
+            self._gradients.release()
         self._worker.advance()
         self._take_weights()
         return loss
@@ -286,38 +259,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _hypers(self) -> list[Hyper]:
         return [hyper_of(group, self._rule) for group in self.param_groups]
-
-    def _presence(self) -> bytes | None:
-        if len(self._present) == len(self._tensors):
-            return None
-        present = frozenset(self._present)
-        bits = self._presences.get(present)
-        if bits is None:
-            bits = self._presences[present] = presence_of(sorted(present), len(self._tensors))
-        return bits
-
-    def _adopt_foreign_gradients(self) -> None:
-        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
-        views = self._gradient_tensors[self._worker.slot]
-        if self._grad.are(self._tensors, views) < 0:
-            self._present |= self._everything
-            return
-        for index, tensor in enumerate(self._tensors):
-            gradient = tensor.grad
-            if gradient is views[index]:
-                self._present.add(index)
-            elif gradient is None:
-                self._present.discard(index)
-            else:
-                views[index].copy_(gradient)
-                self._present.add(index)
-
-    def _release_gradients(self) -> None:
-        """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
-        if not self._keeps_gradients:
-            self._grad.set_all(self._tensors, None)
-            self._exposed = None
-        self._present.clear()
 
     def _loss_scaling(self) -> tuple[float, bool]:
         """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
@@ -330,12 +271,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Its norm travels as this factor, so that a fold clips each push without a pass of its own.
         """
-        if not self._clip or not self._present:
+        if not self._clip or not self._gradients.present:
             return 1.0
-        views = self._gradient_tensors[self._worker.slot]
-        norms = torch._foreach_norm([views[index] for index in sorted(self._present)])
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) * scale
-        return min(1.0, self._clip / (norm + 1e-6))
+        return min(1.0, self._clip / (self._gradients.norm(self._worker.slot) * scale + 1e-6))
 
     def _take_weights(self) -> None:
         """Point every parameter at the newest published buffer: no copy."""
@@ -534,10 +472,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         for hook in self._hooks:
             hook.remove()
-        for index, tensor in enumerate(self._tensors):
+        for tensor in self._tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
-            if any(tensor.grad is views[index] for views in self._gradient_tensors):
-                tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
+        self._gradients.keep()
         self._weight_tensors.clear()
         try:
             self._worker.close(failure)

@@ -7,7 +7,7 @@ into them and kernels fold. fastps/placement.py chooses. Refuses to be imported 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from fastps.device import Device
 from fastps.device_arena import board_bytes
 from fastps.device_store import DeviceStore
 from fastps.errors import ArenaError, ParameterChangedError, UnsupportedError, UsageError
-from fastps.layout import Layout
+from fastps.layout import GradientType, Layout
 from fastps.placement import placement
 from fastps.policy import Policy
 from fastps.torch import DistributedOptimizer
+from fastps.torch_gradients import Gradients, HalfGradients
 from fastps.worker import Worker
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
@@ -39,6 +40,30 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> type[DistributedOptimiz
     return DeviceOptimizer if placement() == "device" else StagedOptimizer
 
 
+def synchronize(tensors: list[torch.Tensor]) -> None:
+    """Wait until what was queued on the tensors' GPU is done, for the CPU reads or lets go of it next."""
+    if tensors[0].device.type == "cuda":
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+
+
+class StagedGradients(HalfGradients):
+    """Gradients whose copies into slots in host memory are queued while backward goes on; p.grad stays the worker's own."""
+
+    def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
+        self.slots[slot][index].copy_(gradient, non_blocking=True)
+        self._put[index] = gradient, gradient._version
+        self.present.add(index)
+
+    def adopt(self, slot: int) -> None:
+        """Queue what was changed or set since the hook; then wait for all of it, for the push names it."""
+        super().adopt(slot)
+        synchronize(self.tensors)
+
+    def expose(self, slot: int) -> None:
+        """Refused: the slot is memory of the host, and p.grad is not."""
+        raise UsageError("expose_gradients() is for models on the CPU: set p.grad, and step() copies it")
+
+
 class StagedOptimizer(DistributedOptimizer):
     """A DistributedOptimizer whose parameters keep memory of their own: gradients are copied in, weights are copied out.
 
@@ -46,7 +71,6 @@ class StagedOptimizer(DistributedOptimizer):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._copied: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient that is in the slot, and its version then
         self._taken: dict[int, tuple[int, int]] = {}  # of a shard: the buffer and version that the parameters hold
         self._registered = False
         super().__init__(*arguments, **options)
@@ -72,62 +96,14 @@ class StagedOptimizer(DistributedOptimizer):
             )
         self._registered = True
 
-    def _synchronize(self) -> None:
-        """Wait until what was queued on the GPU is done: the CPU reads it next."""
-        if self._tensors[0].device.type == "cuda":
-            torch.cuda.current_stream(self._tensors[0].device).synchronize()
-
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """After autograd accumulated into p.grad: queue its copy into the slot, while backward goes on."""
-
-        def put(tensor: torch.Tensor) -> None:
-            if tensor.grad is not None:
-                self._stage(index, tensor.grad)
-
-        return put
-
-    def _stage(self, index: int, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided or gradient.requires_grad:
-            raise UnsupportedError(
-                f"parameter {self._name(index)!r}: expected a dense gradient without a graph of its own, found"
-                f" {gradient.layout}: use sparse=False and no create_graph"
-            )
-        self._gradient_tensors[self._worker.slot][index].copy_(gradient, non_blocking=True)
-        self._copied[index] = gradient, gradient._version
-        self._present.add(index)
-
-    def _adopt_foreign_gradients(self) -> None:
-        """Copy what did not come through the hook or was changed since (by clipping, say); then wait for all copies."""
-        for index, tensor in enumerate(self._tensors):
-            gradient = tensor.grad
-            copied = self._copied.get(index)
-            if gradient is None:
-                self._present.discard(index)
-            elif copied is None or copied[0] is not gradient or copied[1] != gradient._version:
-                self._stage(index, gradient)
-        self._copied.clear()
-        self._synchronize()
-
-    def _release_gradients(self) -> None:
-        self._present.clear()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does."""
-        self._present.clear()
-        self._copied.clear()
-        torch.optim.Optimizer.zero_grad(self, set_to_none)
-
-    def expose_gradients(self) -> None:
-        """Not here: the slot is memory of the host, and p.grad is not."""
-        raise UsageError("expose_gradients() is for models on the CPU: set p.grad, and step() copies it")
+    def _gradients_kind(self, push_dtype: torch.dtype) -> type[Gradients]:
+        return StagedGradients
 
     # -- weights -----------------------------------------------------------------------------------
 
     def _take_weights(self) -> None:
-        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which `_synchronize` precedes."""
-        self._synchronize()
+        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which the step's wait precedes."""
+        synchronize(self._tensors)
         for shard, buffer in enumerate(self._worker.pull()):
             taken = buffer, self._worker.lane.shard_version(shard)
             if self._taken.get(shard) == taken:
@@ -176,7 +152,7 @@ class StagedOptimizer(DistributedOptimizer):
         """See DistributedOptimizer."""
         if self._worker.closed or self._worker.forked:
             return
-        self._synchronize()
+        synchronize(self._tensors)
         if self._registered:
             address = np.frombuffer(self._store.memory, np.uint8).ctypes.data
             _runtime().cudaHostUnregister(address)
@@ -196,8 +172,8 @@ class DeviceOptimizer(DistributedOptimizer):
 
         return CudaDevice(self._tensors[0].device.index or 0)
 
-    def _layout(self, model: torch.nn.Module | None, policy: Policy) -> Layout:
-        layout = super()._layout(model, policy)
+    def _layout(self, model: torch.nn.Module | None, policy: Policy, pushed: GradientType) -> Layout:
+        layout = super()._layout(model, policy, pushed)
         shards = len(layout.shards)
         return replace(layout, homes=(0,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
 

@@ -8,10 +8,10 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,8 @@ class Worker:
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
-        gradients: name to float32 array in the slot of the next push; write them, then call `step`.
+        gradients: name to array in the slot of the next push, float32 or as the store's gradient_type says; write them, then
+            call `step`.
     """
 
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
@@ -86,7 +87,7 @@ class Worker:
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
-        self._named_gradients: dict[int, Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         _live.add(self)
         self.pull()
 
@@ -236,13 +237,13 @@ class Worker:
         return named
 
     @property
-    def gradients(self) -> Mapping[str, npt.NDArray[np.float32]]:
+    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
         """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
         if self.slot not in self._named_gradients:
             self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
         return self._named_gradients[self.slot]
 
-    def _named(self, views: list[npt.NDArray[np.float32]]) -> Mapping[str, npt.NDArray[np.float32]]:
+    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
         pairs = zip(self.store.layout.parameters, views, strict=True)
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 

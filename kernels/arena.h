@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 3
+#define FPS_ABI 4
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -173,7 +173,7 @@ typedef struct {
     uint32_t rule;            /* FPS_RULE_* of fold.h */
     uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
     uint32_t n_shards;
-    uint32_t pad;
+    uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
     double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
     uint64_t domains_offset;  /* fps_domain[n_shards] */

@@ -76,6 +76,7 @@ cdef extern from "arena.h" nogil:
         uint32_t rule
         uint32_t state_planes
         uint32_t n_shards
+        uint32_t gradient_type
         double ema_decay
         uint64_t buffer_floats
         uint64_t domains_offset

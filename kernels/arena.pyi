@@ -46,6 +46,7 @@ def plan(
     buffers: int,
     shards: int = 1,
     ema_decay: float = 0.0,
+    gradient_type: int = ...,
 ) -> tuple[bytes, int]: ...
 def format_memory(
     memory: Any,

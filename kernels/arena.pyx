@@ -4,10 +4,10 @@
 owner of memory or files (fastps/arena.py is), or a place for the protocol (turn.pyx is).
 """
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy, memset, strncpy
 
-from fastps.kernels.fold cimport FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
 from fastps.kernels.lane cimport (
     FPS_ABI,
     FPS_LANE_FAILED,
@@ -64,9 +64,10 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay) except -1:
+               uint32_t shards, double ema_decay, uint32_t gradient_type) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
+    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if not 2 <= buffers <= FPS_MAX_BUFFERS:
@@ -79,6 +80,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
         raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
     if not 0 <= ema_decay < 1:
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
+    if gradient_type > FPS_BFLOAT16:
+        raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -93,6 +96,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.state_planes = state_planes
     header.n_shards = shards
     header.ema_decay = ema_decay
+    header.gradient_type = gradient_type
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.domains_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
@@ -114,7 +118,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.slot_presence_offset = groups * sizeof(fps_hyper)
     header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
     header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * sizeof(float), PAGE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     header.total_bytes = offset + lanes * header.extra_bytes
@@ -122,7 +126,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
 
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
-         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0):
+         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, int gradient_type=FPS_FLOAT32):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -131,7 +135,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay)
+          shards, ema_decay, gradient_type)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
@@ -181,7 +185,8 @@ cdef int _check(const fps_header *found, int64_t size) except -1:
     """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
-          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay)
+          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
+          found.gradient_type)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0

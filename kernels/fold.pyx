@@ -184,9 +184,9 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening, weight decay, beta1,
-            beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a parameter, scale of
-            the gradient, and scale of the learning rates, 1 if it is left out).
+        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening,
+            weight decay, beta1, beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a
+            parameter, scale of the gradient, and scale of the learning rates, 1 if it is left out).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.

@@ -247,12 +247,13 @@ cdef class SharedFold:
             slot = self.arena.slot(push.lane, push.slot)
             self.pushes[index].hypers = <fps_hyper *> slot
             self.pushes[index].presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
-            self.pushes[index].gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+            self.pushes[index].gradient = (slot + self.arena.header.slot_gradient_offset)
             self.pushes[index].scale = push.scale
             self.pushes[index].rate_scale = push.rate_scale
         memset(&self.job, 0, sizeof(self.job))
         self.job.rule = self.arena.header.rule
         self.job.mode = order.mode
+        self.job.gradient_type = self.arena.header.gradient_type
         self.job.streaming = order.streaming
         self.job.user_rule = self.user_rule
         self.job.state_planes = self.arena.header.state_planes

@@ -85,8 +85,8 @@ def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
         _train(model, optimizer, batches)
     difference = _difference(model, plain)
-    # Torch's vector square root is an ulp off at times (tests/kernels/test_fold_torch.py has the bits with an exact one); centered,
-    # the root is taken of a small difference, which makes more of it: 1.02e-6 has been seen.
+    # Torch's vector square root is an ulp off at times (tests/kernels/test_fold_torch.py has the bits with an exact one);
+    # centered, the root is taken of a small difference, which makes more of it: 1.02e-6 has been seen.
     assert difference < (2e-6 if name == "rmsprop-centered" else 1e-6)
     if not name.startswith(("ada", "rmsprop")):
         assert difference == 0.0, "SGD is bit for bit"

@@ -135,6 +135,21 @@ def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOpt
 
 
 @EACH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_have_the_bits_of_the_cpu(
+    kind: type[fastps.DistributedOptimizer], dtype: torch.dtype
+) -> None:
+    found = []
+    for each in (fastps.DistributedOptimizer, kind):
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with each(inner, sync="bsp,clip=0.5", model=model, push_dtype=dtype) as optimizer:
+            train(model, optimizer, batches(10))
+        found.append(flat(model))
+    assert found[0] == found[1]
+
+
+@EACH
 def test_a_grad_scaler_skips_steps_with_infinities_and_undoes_its_scale(kind: type[fastps.DistributedOptimizer]) -> None:
     def run(model: torch.nn.Module, optimizer: Any) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -1,0 +1,206 @@
+"""The gradients of one worker between backward and push: how they get into its slot, and which parameters have one.
+
+A hook puts each gradient into the slot while it is in the cache. In single precision `p.grad` then is the slot; in half
+precision it stays the user's own, and the slot holds what it rounds to. Refuses to know when a push is made, and by whom it
+is read.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fastps.errors import UnsupportedError, UsageError
+from fastps.kernels.attributes import Attribute
+from fastps.worker import presence_of
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class Gradients:
+    """The gradients of `tensors`, whose `name(index)` is for errors, in `slots`: for each slot, a tensor a parameter.
+
+    `keeps`: whether a slot may still be read after its push, since its worker waits for the fold.
+    """
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        slots: Sequence[list[torch.Tensor]],
+        *,
+        keeps: bool,
+        name: Callable[[int], str],
+    ) -> None:
+        self.tensors = tensors
+        self.slots = slots
+        self.present: set[int] = set()
+        self._keeps = keeps
+        self._name = name
+        self._everything = set(range(len(tensors)))
+        self._presences: dict[frozenset[int], bytes] = {}
+        self._grad = Attribute("grad", tensors)
+        self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
+
+    def hook(self, index: int, slot: Callable[[], int]) -> Hook:
+        """What autograd calls after it accumulated into `p.grad`: it puts it into `slot()`, and lets p.grad be the slot.
+
+        Further backwards of the same step then accumulate in place, and this finds nothing to do.
+        """
+
+        def put(tensor: torch.Tensor) -> None:
+            gradient = tensor.grad
+            view = self.slots[slot()][index]
+            if gradient is view:
+                self.present.add(index)
+            elif gradient is not None:
+                self.check(index, gradient)
+                view.copy_(gradient)
+                tensor.grad = view
+                self.present.add(index)
+
+        return put
+
+    def check(self, index: int, gradient: torch.Tensor) -> None:
+        """Raise UnsupportedError for a gradient that cannot be pushed."""
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build the embedding"
+                " with sparse=False"
+            )
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, for the gradient is moved"
+                " into shared memory"
+            )
+
+    def zero(self, slot: int, set_to_none: bool) -> None:
+        """Forget the gradients, as torch does; without `set_to_none` those that there are become zeros."""
+        self.present.clear()
+        self._exposed = None
+        if set_to_none:
+            self._grad.set_all(self.tensors, None)
+            return
+        for index, tensor in enumerate(self.tensors):
+            if tensor.grad is not None:
+                tensor.grad = self.slots[slot][index].zero_()
+                self.present.add(index)
+
+    def expose(self, slot: int) -> None:
+        """Let every p.grad be the slot, with whatever was left there."""
+        views = self.slots[slot]
+        if self._exposed != slot or self.tensors[0].grad is not views[0]:
+            self._grad.set(self.tensors, views)
+            self._exposed = slot
+
+    def adopt(self, slot: int) -> None:
+        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
+        views = self.slots[slot]
+        if self._grad.are(self.tensors, views) < 0:
+            self.present |= self._everything
+            return
+        for index, tensor in enumerate(self.tensors):
+            gradient = tensor.grad
+            if gradient is views[index]:
+                self.present.add(index)
+            elif gradient is None:
+                self.present.discard(index)
+            else:
+                views[index].copy_(gradient)
+                self.present.add(index)
+
+    def presence(self) -> bytes | None:
+        """The bitmap of the parameters that have a gradient; None: all."""
+        if len(self.present) == len(self.tensors):
+            return None
+        present = frozenset(self.present)
+        bits = self._presences.get(present)
+        if bits is None:
+            bits = self._presences[present] = presence_of(sorted(present), len(self.tensors))
+        return bits
+
+    def release(self) -> None:
+        """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
+        if not self._keeps:
+            self._grad.set_all(self.tensors, None)
+            self._exposed = None
+        self.present.clear()
+
+    def norm(self, slot: int) -> float:
+        """The norm of all gradients together, as torch clips by it."""
+        values = [self._values(slot, index) for index in sorted(self.present)]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))))
+
+    def _values(self, slot: int, index: int) -> torch.Tensor:
+        return self.slots[slot][index]
+
+    def keep(self) -> None:
+        """At the end: a p.grad that is a slot becomes a copy of its own."""
+        for index, tensor in enumerate(self.tensors):
+            if tensor.grad is not None and any(tensor.grad is views[index] for views in self.slots):
+                tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
+
+
+class HalfGradients(Gradients):
+    """The same where slots are in half precision: `p.grad` is never the slot, and stays as it was after the push.
+
+    A gradient that was changed after backward (clipped by hand, say) is known by its version counter, and put again.
+    """
+
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        slots: Sequence[list[torch.Tensor]],
+        *,
+        keeps: bool,
+        name: Callable[[int], str],
+    ) -> None:
+        super().__init__(tensors, slots, keeps=keeps, name=name)
+        self._put: list[tuple[torch.Tensor, int] | None] = [None] * len(tensors)  # the gradient and its version in the slot
+
+    def hook(self, index: int, slot: Callable[[], int]) -> Hook:
+        """What autograd calls after it accumulated into `p.grad`: it puts what that rounds to into `slot()`."""
+
+        def put(tensor: torch.Tensor) -> None:
+            gradient = tensor.grad
+            if gradient is not None:
+                self.check(index, gradient)
+                self._put_into(slot(), index, gradient)
+
+        return put
+
+    def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
+        self.slots[slot][index].copy_(gradient)
+        self._put[index] = gradient, gradient._version
+        self.present.add(index)
+
+    def zero(self, slot: int, set_to_none: bool) -> None:
+        """Forget the gradients, as torch does."""
+        self.present.clear()
+        if set_to_none:
+            self._grad.set_all(self.tensors, None)
+            return
+        for tensor in self.tensors:
+            if tensor.grad is not None:
+                tensor.grad.zero_()
+
+    def expose(self, slot: int) -> None:
+        """Refused: p.grad cannot be a slot in half precision."""
+        raise UsageError("expose_gradients() needs gradients that are pushed in single precision: leave push_dtype out")
+
+    def adopt(self, slot: int) -> None:
+        """Put what was changed or set since the hook; what has no gradient now is not pushed."""
+        for index, tensor in enumerate(self.tensors):
+            gradient, put = tensor.grad, self._put[index]
+            if gradient is None:
+                self.present.discard(index)
+            elif index not in self.present or put is None or put[0] is not gradient or put[1] != gradient._version:
+                self._put_into(slot, index, gradient)
+
+    def release(self) -> None:
+        """The next push begins with nothing in its slot."""
+        self._put = [None] * len(self.tensors)
+        self.present.clear()
+
+    def _values(self, slot: int, index: int) -> torch.Tensor:
+        gradient = self.tensors[index].grad
+        assert gradient is not None
+        return gradient
