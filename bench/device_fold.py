@@ -12,6 +12,8 @@ import numpy.typing as npt
 from fastps.device import Device
 from fastps.kernels import device_fold, device_order
 
+_PIECE_BYTES = 1 << 22
+
 Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
 """A gradient as it lies on the device (float32, or 16-bit words), and the rest as of kernels/reference.py's Push."""
 
@@ -49,9 +51,12 @@ class DeviceFold:
         self._addresses: list[int] = []
         self._shapes = weights.shape, state.shape
         self._pushes = len(pushes)
+        self._staging = device.host_memory(_PIECE_BYTES)
         self._weights_out, self._state_out = self._room(weights.nbytes), self._room(state.nbytes)
         self._flags = self._room(4 * max(1, len(pushes)))
-        buffers = device_order.Buffers(self._sent(weights), self._weights_out, self._sent(state), self._state_out, len(weights))
+        self._weights_in = self._sent(weights)
+        state_in = self._sent(state)
+        buffers = device_order.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
         made = [
             device_order.DevicePush(self._sent(gradient), hypers, np.array(presence, np.bool_), scale, rate_scale)
             for gradient, hypers, presence, scale, rate_scale in pushes
@@ -69,23 +74,25 @@ class DeviceFold:
         return self._addresses[-1]
 
     def _sent(self, values: npt.NDArray[Any]) -> int:
-        """The address of a copy on the device, in pieces of 64 MiB through page-locked memory."""
+        """The address of a copy on the device, made in pieces through page-locked memory."""
         address = self._room(values.nbytes)
-        piece_bytes = min(max(1, values.nbytes), 1 << 26)
-        staging = self._device.host_memory(piece_bytes)
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        for first in range(0, data.nbytes, piece_bytes):
-            piece = data[first : first + piece_bytes]
-            staging[: piece.nbytes] = piece
-            self._device.copy(address + first, staging.ctypes.data, piece.nbytes, self._stream)
+        for first in range(0, data.nbytes, _PIECE_BYTES):
+            piece = data[first : first + _PIECE_BYTES]
+            self._staging[: piece.nbytes] = piece
+            self._device.copy(address + first, self._staging.ctypes.data, piece.nbytes, self._stream)
             self._device.synchronize(self._stream)
         return address
 
     def _fetched(self, address: int, size: int) -> npt.NDArray[np.uint8]:
-        values = self._device.host_memory(max(1, size))
-        self._device.copy(values.ctypes.data, address, size, self._stream)
-        self._device.synchronize(self._stream)
-        return values[:size].copy()
+        """A copy of what lies at an address."""
+        values = np.empty(size, np.uint8)
+        for first in range(0, size, _PIECE_BYTES):
+            piece = values[first : first + _PIECE_BYTES]
+            self._device.copy(self._staging.ctypes.data, address + first, piece.nbytes, self._stream)
+            self._device.synchronize(self._stream)
+            piece[:] = self._staging[: piece.nbytes]
+        return values
 
     def run(self) -> None:
         """Fold once, with the look for values that are not finite, and wait."""
@@ -101,7 +108,7 @@ class DeviceFold:
     def copy_often(self, times: int) -> None:
         """Copy the weights into the place of the new ones so often, and wait once: what the device's memory allows."""
         for _ in range(times):
-            self._device.copy(self._weights_out, self._addresses[3], 4 * self._shapes[0][0], self._stream)
+            self._device.copy(self._weights_out, self._weights_in, 4 * self._shapes[0][0], self._stream)
         self._device.synchronize(self._stream)
 
     def results(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
