@@ -29,7 +29,7 @@ from fastps.device import Device, DeviceError
 from fastps.errors import Error
 from fastps.kernels import device_order, fold
 from fastps.launch import Launcher
-from fastps.report import machine
+from fastps.machine import machine
 
 EXIT_OK, EXIT_FAILED, EXIT_NO_DEVICE = 0, 1, 3
 SIZES = (1, 3, 15, 17, 1023, 4095, 4096, 4097, 100_003)

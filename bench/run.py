@@ -5,7 +5,7 @@ import importlib
 from fastps.bench.measure import BenchOptions, Row
 from fastps.errors import UsageError
 
-BENCHES = ("kernels", "lane", "scheduler", "step", "train")
+BENCHES = ("kernels", "lane", "scheduler", "sim", "step", "train")
 
 
 def run(name: str, options: BenchOptions) -> list[Row]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastps.bench.measure import Row
-from fastps.report import machine
+from fastps.machine import machine
 
 Columns = dict[str, Callable[[Row], str]]
 
@@ -49,6 +49,19 @@ _TABLES: dict[str, tuple[str, Columns]] = {
             "workers": lambda row: f"{row['size']:,}",
             **_TIMES,
             "bound": lambda row: f"{row['bound_ns']} ns",
+        },
+    ),
+    "sim": (
+        "one event of the simulator; whole runs from nothing to the end; bound: what was promised",
+        {
+            "sync": lambda row: row["name"],
+            "surroundings": lambda row: row["backend"],
+            "workers": lambda row: f"{row['size']:,}",
+            "ns": lambda row: f"{row['ns_per_op']:.0f}",
+            "bound": lambda row: f"{row['bound_ns']:.0f}",
+            "million/s": lambda row: f"{row['events_per_s'] / 1e6:.2f}",
+            "run": lambda row: _seconds(row["seconds_median"]) if "max_rss_bytes" in row else "-",
+            "MiB": lambda row: f"{row['max_rss_bytes'] / 2**20:,.0f}" if "max_rss_bytes" in row else "-",
         },
     ),
     "step": (

@@ -28,6 +28,7 @@ from fastps.errors import (
     WorkerDiedError,
 )
 from fastps.policy import Policy
+from fastps.recording import trace
 from fastps.rules import SGD, Adagrad, Adam, RMSProp
 from fastps.specs import parse_policies, parse_policy
 from fastps.statistics import Look, Observer, ShardStatistics, WorkerStatistics, observe
@@ -88,6 +89,7 @@ __all__ = [
     "parse_policy",
     "rank",
     "rule",
+    "trace",
     "world_size",
 ]
 

@@ -17,7 +17,7 @@ _LOOK_NS = 200_000  # how often the pull thread looks for a new version
 class Background:
     """The two threads of one worker; `transfer` is what a pull costs on the way."""
 
-    def __init__(self, lane: Lane, transfer: Callable[[], None], clock: Clock) -> None:
+    def __init__(self, lane: Lane, transfer: Callable[[], object], clock: Clock) -> None:
         self._lane = lane
         self._transfer = transfer
         self._clock = clock

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from fastps import cli_machine, cli_training, cli_virtual
+from fastps import cli_machine, cli_trace, cli_training, cli_virtual
 from fastps.errors import Error, PolicyError, UsageError
 from fastps.version import __version__
 
@@ -39,7 +39,7 @@ def common(
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))])
 
 
-for group in (cli_training, cli_virtual, cli_machine):
+for group in (cli_training, cli_virtual, cli_trace, cli_machine):
     app.add_typer(group.commands)
 
 

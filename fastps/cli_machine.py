@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fastps.cli_options import SYNC_HELP, Json, Workers, console_of
+from fastps.cli_options import SYNC_HELP, Json, TraceFile, Workers, console_of
 from fastps.errors import UsageError
 from fastps.placement import parse_gpus
 from fastps.specs import parse_policy
@@ -37,6 +37,7 @@ def run(
     sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    trace: TraceFile = None,
     json_file: Json = None,
 ) -> None:
     """Run a training script in several workers.
@@ -52,7 +53,7 @@ def run(
     if not module and not Path(arguments[0]).is_file():
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
-    outcome = Launcher(command, workers, sync=policy).run()
+    outcome = Launcher(command, workers, sync=policy, trace=trace).run()
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:
@@ -98,7 +99,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     "   |   fastps bench train -n 2"
 )
 def bench(
-    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, step, train or all.")] = "all",
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all.")] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
     workers: Annotated[

@@ -34,6 +34,9 @@ PullDelay = Annotated[
 ]
 WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
 Save = Annotated[Path | None, typer.Option(help="Write the final weights into this file (.npz).")]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="Record the run, for fastps trace and fastps advise.")
+]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
 

@@ -19,6 +19,7 @@ from fastps.cli_options import (
     Save,
     Seed,
     Straggler,
+    TraceFile,
     TransferMs,
     WarmStart,
     Workers,
@@ -55,6 +56,7 @@ def train(
     pull_delay: PullDelay = None,
     warm_start: WarmStart = None,
     save: Save = None,
+    trace: TraceFile = None,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
@@ -74,7 +76,7 @@ def train(
         raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
     policy.check_workers(workers)
     console = console_of(json_file)
-    row = runs.train(options, load(data), console, progress=progress and console.is_terminal)
+    row = runs.train(options, load(data), console, progress=progress and console.is_terminal, trace=trace)
     console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
     if json_file is not None:
         write_json("train", [row], json_file)
@@ -155,7 +157,7 @@ def stragglers(
     from fastps.report import straggler_rows, straggler_tables, training_table, write_json
 
     policy = parse_policy(sync)
-    if policy.fold != "all":
+    if policy.fold != "all" or policy.warm_up:
         raise UsageError(f"--sync: expected a synchronization that waits for all workers, such as bsp, found {policy.spec}")
     if not 0 <= exponent <= 2:
         raise UsageError(f"--exponent: expected 0 to 2, found {exponent:g}")

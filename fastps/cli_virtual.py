@@ -16,7 +16,8 @@ commands = typer.Typer()
 @commands.command(
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
-    " --shards 32 --late-pull 0.0016:4s --json -"
+    " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
+    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms"
 )
 def simulate(
     sync: Annotated[
@@ -49,8 +50,19 @@ def simulate(
         str, typer.Option(metavar="RATE", help="Of each worker's port, in even parts for the shards; 0: without bound.")
     ] = "0",
     latency: Annotated[str, typer.Option(metavar="TIME", help="From the last byte sent to its arrival, such as 50us.")] = "0s",
+    service_time: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Of a server for each message, push or answer, one after the other, such as 100us."),
+    ] = "0s",
+    service_rate: Annotated[
+        str, typer.Option(metavar="RATE", help="And bytes of it that a server goes through, such as 5GB; 0: without bound.")
+    ] = "0",
+    update_time: Annotated[str, typer.Option(metavar="TIME", help="Of a server for each update, such as 1ms.")] = "0s",
     shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
     slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
+    cores: Annotated[
+        float, typer.Option(metavar="C", help="Cores that computing workers share evenly; 0: each has one of its own.")
+    ] = 0.0,
     late_push: Annotated[
         str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")
     ] = None,
@@ -79,12 +91,15 @@ def simulate(
         bandwidth=bandwidth,
         worker_bandwidth=worker_bandwidth,
         latency=latency,
+        service_time=service_time,
+        service_rate=service_rate,
+        update_time=update_time,
         slow_server=slow_server,
         late_push=late_push,
         late_pull=late_pull,
     )
     policies = read_policies(sync, shards)
-    simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, seed=seed)
+    simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace is of one run: expected one spec, found {len(policies)}")
     console = console_of(json_file)

@@ -32,21 +32,34 @@ class RunFailedError(Error):
 
 
 def train(
-    options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True, clock: Clock = SYSTEM_CLOCK
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    progress: bool = True,
+    trace: Path | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
-    """Run one training job on `data` and return its row. Raises RunFailedError."""
-    return merged(options, results_of(options, data, console, progress=progress, clock=clock))
+    """Run one training job on `data`, recorded into `trace` if given, and return its row. Raises RunFailedError."""
+    return merged(options, results_of(options, data, console, progress=progress, trace=trace, clock=clock))
 
 
 def results_of(
-    options: TrainingOptions, data: Dataset, console: Console, *, progress: bool = True, clock: Clock = SYSTEM_CLOCK
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    progress: bool = True,
+    trace: Path | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> list[Row]:
     """Run one training job on `data` and return what each worker measured. Raises RunFailedError."""
     with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
         file = Path(folder) / "options.json"
         options.save(file)
         data.save(file.parent)  # read once, here; the workers map it
-        launcher = Launcher([executable, "-m", "fastps.training", str(file)], options.workers, clock=clock)
+        command = [executable, "-m", "fastps.training", str(file)]
+        launcher = Launcher(command, options.workers, trace=trace, clock=clock)
         outcome = _run_watched(launcher, options, data, console, progress, clock)
         if outcome.exit_code:
             if outcome.first_failure is not None:
@@ -92,6 +105,7 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
     shards = results[0]["histograms"]
     return {
         "sync": options.sync,
+        "chosen": results[0]["sync"],
         "workers": options.workers,
         "seconds": seconds,
         "steps": total["steps"],

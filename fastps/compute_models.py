@@ -31,6 +31,7 @@ class ComputeModel:
         factors: worker to what its times are multiplied by; 1 where none is given.
         bursts: (mean ns from one burst to the next, mean ns that one lasts, factor meanwhile), or None.
         replay: of "replay" the times in ns: one list for all workers, or one for each; at its end a list begins again.
+        blocked: what each of these steps waits without a core beside its time, which needs one then; none without.
     """
 
     kind: str = "constant"
@@ -39,6 +40,7 @@ class ComputeModel:
     factors: Mapping[int, float] = field(default_factory=dict)
     bursts: tuple[float, float, float] | None = None
     replay: Sequence[Sequence[int]] = ()
+    blocked: Sequence[Sequence[int]] = ()
 
     def build(self, workers: int, seed: int) -> ComputeTimes:
         """The compiled model for so many workers. Raises UsageError for values that do not fit."""
@@ -48,14 +50,17 @@ class ComputeModel:
         factors = np.ones(workers)
         for worker, factor in self.factors.items():
             factors[worker] = factor
-        replay = self._replay(workers) if self.kind == "replay" else None
+        replay = self._lists(self.replay, workers) if self.kind == "replay" else None
+        blocked = self._lists(self.blocked, workers)[0] if self.blocked else None
         try:
-            return ComputeTimes(self.kind, self.location_ns, self.spread, factors, seed, bursts=self.bursts, replay=replay)
+            return ComputeTimes(
+                self.kind, self.location_ns, self.spread, factors, seed, bursts=self.bursts, replay=replay, blocked=blocked
+            )
         except ValueError as error:
             raise UsageError(f"compute times: {error}") from None
 
-    def _replay(self, workers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        lists = [np.asarray(times, np.int64) for times in self.replay]
+    def _lists(self, given: Sequence[Sequence[int]], workers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        lists = [np.asarray(times, np.int64) for times in given]
         if len(lists) == 1:
             lists *= workers
         if len(lists) != workers:

@@ -178,10 +178,11 @@ class DeviceStore(Store):
 
     def attach(self, rank: int) -> Worker:
         """See Store. Waits until all workers are there whose devices hold shards."""
-        if self.layout.policy.overlap:
+        policy = self.layout.policy
+        if policy.overlap or policy.warm_up:
+            what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(
-                f"{self.layout.policy.spec} fetches weights in the background, which shards on devices do not: use another"
-                " discipline, or FASTPS_PLACEMENT=host"
+                f"{policy.spec} {what}, which shards on devices do not: use another discipline, or FASTPS_PLACEMENT=host"
             )
         return super().attach(rank)
 

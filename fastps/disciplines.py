@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastps.errors import PolicyError
-from fastps.policy import DEFAULT_SHARDS, MAX_BOUND, Policy
+from fastps.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, Policy
 
 
 def BSP() -> Policy:  # noqa: N802 - the papers' names
@@ -64,6 +64,18 @@ def DSSP(lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = Fal
     spec += "" if release == "next-push" else f",release={release}"
     spec += ",hard_bound=true" if hard_bound else ""
     return Policy(spec=spec, fold="each", grant="bounded", low=lo, high=hi, release=release, hard_bound=hard_bound)
+
+
+def Auto(steps: int = 32) -> Policy:  # noqa: N802
+    """bsp for so many steps, then what `fastps advise` recommends for them (fastps/auto_sync.py). For DistributedOptimizer.
+
+    Raises PolicyError unless 8 <= steps <= 10,000.
+
+    >>> Auto().spec, Auto(100).spec
+    ('auto', 'auto:100')
+    """
+    _check("auto", "steps", steps, LEAST_WARM_UP)
+    return Policy(spec="auto" if steps == 32 else f"auto:{steps}", fold="all", grant="next-version", warm_up=steps)
 
 
 def BackupWorkers(b: int) -> Policy:  # noqa: N802
@@ -238,6 +250,7 @@ DISCIPLINES: dict[str, Discipline] = {
     "adv*": Discipline("adv*:n[,groups=G]", RudraAdvStar, (int,), options=("groups",)),
     "adv": Discipline("adv:n[,groups=G]", RudraAdv, (int,), options=("groups",)),
     "r2sp": Discipline("r2sp[:r][,tune=true]", R2SP, (float,), 1, ("tune",)),
+    "auto": Discipline("auto[:steps]", Auto, (int,), 1),
     "policy": Discipline(
         "policy:fold=F,grant=G,...", Policy, options=tuple(name for name in Policy.__dataclass_fields__ if name != "spec")
     ),

@@ -9,6 +9,8 @@ import secrets
 
 from fastps.errors import UsageError
 
+TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
+
 
 def rank() -> int:
     """This worker's number, from 0; 0 when alone."""

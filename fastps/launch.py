@@ -17,9 +17,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, cast
 
+from fastps import trace_parts
 from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.placement import gpu_variables
 
@@ -76,7 +79,9 @@ class Outcome:
         return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
-def environment_of(rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str]) -> dict[str, str]:
+def environment_of(
+    rank: int, workers: int, port: int, job: str, sync: str | None, base: Mapping[str, str], trace: Path | None = None
+) -> dict[str, str]:
     """The variables of one worker: torchrun's, the job's name, and a fair number of threads unless the user set one."""
     cores = len(os.sched_getaffinity(0))
     variables = {
@@ -102,6 +107,8 @@ def environment_of(rank: int, workers: int, port: int, job: str, sync: str | Non
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:
         variables["FASTPS_SYNC"] = sync
+    if trace is not None:
+        variables[TRACE_VARIABLE] = str(trace)
     return variables
 
 
@@ -114,6 +121,7 @@ class Launcher:
         sync: a spec for FASTPS_SYNC, or None to leave it to the script.
         job: the job's name; random by default.
         prefix: whether each line of output begins with its worker's number.
+        trace: a file into which all workers record the run; it is written when the run has ended.
     """
 
     def __init__(
@@ -124,6 +132,7 @@ class Launcher:
         sync: str | None = None,
         job: str | None = None,
         prefix: bool = True,
+        trace: Path | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if workers < 1:
@@ -133,6 +142,7 @@ class Launcher:
         self._count = workers
         self._sync = sync
         self._prefix = prefix
+        self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
         self._selector = selectors.DefaultSelector()
@@ -158,6 +168,8 @@ class Launcher:
             self._kill_all()
             signal.signal(signal.SIGINT, previous)
             self._selector.close()
+            if self._trace is not None:
+                trace_parts.finish(self._trace, self.job)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds)
 
@@ -171,7 +183,7 @@ class Launcher:
         for rank in range(self._count):
             process = subprocess.Popen(
                 self._command,
-                env=environment_of(rank, self._count, port, self.job, self._sync, os.environ),
+                env=environment_of(rank, self._count, port, self.job, self._sync, os.environ, self._trace),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -17,6 +17,8 @@ MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's
 DEFAULT_SHARDS = 4
 MAX_SHARDS = 64
 MOST_SLOTS = 4
+LEAST_WARM_UP = 8  # fewer steps say little, and the first of them is left out
+MOST_WARM_UP = 10_000
 
 _ALLOWED = {
     "low": "0 to high",
@@ -32,6 +34,7 @@ _ALLOWED = {
     "pull": "more than 0 and at most 1",
     "pull_timeout": "0 to less than 3600 seconds",
     "shards": f"1 to {MAX_SHARDS}",
+    "warm_up": f"0 (none), or {LEAST_WARM_UP} to {MOST_WARM_UP} steps",
     "ema": "0 (none) to less than 1",
     "clip": "0 (not at all) or more, and finite",
 }
@@ -70,6 +73,7 @@ class Policy:
         pull_timeout: seconds that a step waits for more shards after those (tau2 of PSP-SGD).
         shards: parts of the model with versions of their own; parameters are not split.
         overlap: push and pull in threads of their own while the next gradient is computed (Rudra-adv*).
+        warm_up: steps after which DistributedOptimizer takes a recorded run's advice for the rest (`auto`); 0: never.
         ema: decay of the moving average of the weights that the fold keeps; 0: none.
         clip: global norm to which each push is clipped; 0: not.
 
@@ -99,6 +103,7 @@ class Policy:
     pull_timeout: float = 0.0
     shards: int = 1
     overlap: bool = False
+    warm_up: int = 0
     ema: float = 0.0
     clip: float = 0.0
 
@@ -128,6 +133,7 @@ class Policy:
             "pull": 0 < self.pull <= 1,
             "pull_timeout": 0 <= self.pull_timeout < 3600,
             "shards": 1 <= self.shards <= MAX_SHARDS,
+            "warm_up": self.warm_up == 0 or LEAST_WARM_UP <= self.warm_up <= MOST_WARM_UP,
             "ema": 0 <= self.ema < 1,
             "clip": 0 <= self.clip < math.inf,
         }
@@ -154,6 +160,7 @@ class Policy:
             "fold 'count'": (self.fold == "count", ("divisor", "groups")),
             "grant 'round-robin'": (self.grant == "round-robin", ("relax", "tune")),
             "scale 'square-root'": (self.scale == "square-root", ("reference",)),
+            "fold 'all'": (self.fold == "all", ("warm_up",)),
         }
         for what, (used, names) in uses.items():
             given = next((name for name in names if getattr(self, name)), None)

@@ -5,20 +5,19 @@ Refuses to measure anything.
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
 from fastps.launch import Outcome
+from fastps.machine import machine
 from fastps.statistics import WorkerStatistics
 from fastps.stragglers import Arrival, Split
 from fastps.version import __version__
@@ -27,24 +26,6 @@ if TYPE_CHECKING:
     from fastps.finding import Finding
 
 Row = dict[str, Any]
-
-
-def machine() -> dict[str, Any]:
-    """The machine that figures were measured on."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return {
-        "cpu": name,
-        "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> None:
@@ -66,8 +47,9 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
     if baseline is not None:
         table.add_column(f"speed / {baseline['sync']}", justify="right")
     for row in rows:
+        chosen = row.get("chosen", row["sync"])
         cells = [
-            row["sync"],
+            row["sync"] if chosen == row["sync"] else f"{row['sync']} -> {chosen}",
             str(row["workers"]),
             f"{row['seconds']:.2f}",
             f"{row['steps_per_s']:.1f}",

@@ -4,7 +4,8 @@ Says what is simulated and what came out; kernels/simulator.pyx plays it. Refuse
 
 The model: each worker computes, pushes its gradient to every shard's server, waits until the scheduler grants its next step,
 and gets the weights with the grant. A server's port (a leaf's in a tree, a worker's own under overlap) is shared evenly by the
-transfers in progress, each direction by itself. In a tree a leaf sits beside the root, as it does on one node.
+transfers in progress, each direction by itself. In a tree a leaf sits beside the root, as it does on one node. A server takes
+no time unless it is given some; then it handles one message after the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,8 +56,13 @@ class Simulation:
         bandwidth: bytes per second of each server's port, each direction; 0: without bound.
         worker_bandwidth: of each worker's port, an even part of which each shard's transfer has at most; 0: without bound.
         latency_ns: from a transfer's last byte sent to its arrival.
-        slow_servers: shard to the factor by which its bandwidth is smaller and its latency larger.
+        service_ns: of a server for each message that it handles, a push or an answer, one after the other.
+        service_rate: bytes per second at which it goes through a message, to sum a gradient or to send weights; 0: at once.
+        update_ns: of a server for each update that it makes.
+        slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
         late_pushes, late_pulls: (share of the messages, ns that they come late).
+        cores: that all workers share while they compute (kernels/cores.pyx); 0: each has one of its own.
+        half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
         seed: decides all draws: one seed, one trace, on any machine.
     """
 
@@ -69,9 +75,14 @@ class Simulation:
     bandwidth: float = 0.0
     worker_bandwidth: float = 0.0
     latency_ns: int = 0
+    service_ns: int = 0
+    service_rate: float = 0.0
+    update_ns: int = 0
     slow_servers: Mapping[int, float] = field(default_factory=dict)
     late_pushes: tuple[float, int] = (0.0, 0)
     late_pulls: tuple[float, int] = (0.0, 0)
+    cores: float = 0.0
+    half_duplex: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,8 +93,12 @@ class Simulation:
             raise UsageError(f"--batch-size: expected 1 to 1000000000, found {self.batch}")
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
+        if not 0 <= self.cores <= 1e6:
+            raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {self.cores:g}")
         if (self.bandwidth or self.worker_bandwidth) and not self.model_bytes:
             raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
+        if self.service_rate and not self.model_bytes:
+            raise UsageError("--service-rate needs --model-bytes: nothing is gone through at once")
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,10 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
     """The compiled simulator of one run, not yet begun. Raises PolicyError and UsageError."""
     if policy.overlap and policy.shards > 1:
         raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
+    if policy.warm_up:
+        raise UsageError(
+            f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
+        )
     values = dict(policy.values(simulation.workers))
     links, link_of_worker = _links(policy, simulation.workers)
     is_partial = policy.pull < 1
@@ -147,6 +166,8 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         steps=simulation.steps,
         leave=simulation.leave,
         trace=trace,
+        service_ns=_service(policy, simulation),
+        cores=simulation.cores,
     )
 
 
@@ -174,10 +195,20 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
             most=simulation.worker_bandwidth / policy.shards,
             late_pushes=simulation.late_pushes,
             late_pulls=simulation.late_pulls,
+            half_duplex=simulation.half_duplex,
             seed=simulation.seed,
         )
     except ValueError as error:
         raise UsageError(f"network: {error}") from None
+
+
+def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
+    """float64[shards, 3]: ns of each server for a message, a byte of it, and an update."""
+    byte_ns = 1e9 / simulation.service_rate if simulation.service_rate else 0.0
+    times_ns = np.tile([float(simulation.service_ns), byte_ns, float(simulation.update_ns)], (policy.shards, 1))
+    for shard, factor in simulation.slow_servers.items():
+        times_ns[shard] *= factor
+    return times_ns
 
 
 def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
@@ -206,6 +237,7 @@ def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: 
         "zero_gap_share": zero_gap_share(shards, seconds * simulation.workers / max(1.0, steps)),
         "gaps_ns": [shard["gaps_ns"] for shard in shards],
         **_link_use(simulator),
+        **_server_use(simulator),
         "seed": simulation.seed,
         "events": simulator.events,
         "wall_seconds": wall_ns / 1e9,
@@ -222,3 +254,14 @@ def _link_use(simulator: Simulator) -> Row:
         for port, use in enumerate(found[: 2 * MOST_LINKS_SHOWN])
     ]
     return {"link_share_mean": sum(shares) / len(shares), "link_share_max": max(shares), "links": named}
+
+
+def _server_use(simulator: Simulator) -> Row:
+    """The share of the time that servers, in a tree also leaves, were busy: mean and most; and the longest line before one."""
+    found = [simulator.service.use(station, simulator.ended_ns) for station in range(simulator.service.n_stations)]
+    shares = [use["busy_share"] for use in found]
+    return {
+        "server_share_mean": sum(shares) / len(shares),
+        "server_share_max": max(shares),
+        "server_line_max": int(max(use["peak"] for use in found)),
+    }

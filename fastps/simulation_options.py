@@ -24,6 +24,9 @@ class SimulationTexts:
     bandwidth: str = "0"
     worker_bandwidth: str = "0"
     latency: str = "0s"
+    service_time: str = "0s"
+    service_rate: str = "0"
+    update_time: str = "0s"
     slow_server: Sequence[str] = ()
     late_push: str | None = None
     late_pull: str | None = None
@@ -44,6 +47,9 @@ def read_simulation(texts: SimulationTexts, **numbers: Any) -> Simulation:
         bandwidth=read_rate("--bandwidth", texts.bandwidth),
         worker_bandwidth=read_rate("--worker-bandwidth", texts.worker_bandwidth),
         latency_ns=round(read_ns("--latency", texts.latency)),
+        service_ns=round(read_ns("--service-time", texts.service_time)),
+        service_rate=read_rate("--service-rate", texts.service_rate),
+        update_ns=round(read_ns("--update-time", texts.update_time)),
         slow_servers=_factors("--slow-server", texts.slow_server),
         late_pushes=_late("--late-push", texts.late_push),
         late_pulls=_late("--late-pull", texts.late_pull),

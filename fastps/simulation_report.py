@@ -70,8 +70,21 @@ def simulation_table(rows: Sequence[Row], title: str) -> Table:
     """A line a policy; speed is relative to the first."""
     table = Table(title=title)
     table.add_column("sync", no_wrap=True)
-    for heading in ("steps/s", "speed", "waiting", "for grants", "staleness", "max", "zero gaps", "dropped", "link use"):
+    for heading in (
+        "steps/s",
+        "speed",
+        "waiting",
+        "for grants",
+        "staleness",
+        "max",
+        "zero gaps",
+        "dropped",
+        "link use",
+    ):
         table.add_column(heading, justify="right")
+    has_busy_servers = any(row["server_share_max"] > 0 for row in rows)
+    if has_busy_servers:
+        table.add_column("server use", justify="right")
     if "test_accuracy" in rows[0]:
         table.add_column("accuracy", justify="right")
     for row in rows:
@@ -86,6 +99,7 @@ def simulation_table(rows: Sequence[Row], title: str) -> Table:
             f"{row['zero_gap_share']:.0%}",
             str(row["dropped"]),
             f"{row['link_share_max']:.0%}",
+            *([f"{row['server_share_max']:.0%}"] if has_busy_servers else []),
             *([f"{row['test_accuracy']:.1%}"] if "test_accuracy" in row else []),
         )
     return table

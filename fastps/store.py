@@ -98,6 +98,10 @@ class Store:
                 f"gradient_type: expected 'float32' or 'float16' (NumPy has no other half), found {gradient_type!r}"
             )
         policy = parse_policy(sync)
+        if policy.warm_up:
+            raise UsageError(
+                f"sync {policy.spec!r} is for fastps.DistributedOptimizer, which can move a model: choose a discipline"
+            )
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
         layout = Layout(place(rows, policy.shards), 1, update.rule, policy, workers, gradient_type=gradient_type)
 
@@ -117,8 +121,12 @@ class Store:
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        finish: "Callable[[Store], None] | None" = None,
     ) -> "Store":
-        """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it."""
+        """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it.
+
+        `finish` may write more, before anybody can join.
+        """
         values = layout.policy.values(layout.workers)
         header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
@@ -142,6 +150,8 @@ class Store:
                 list(hypers),
             )
             store.write_first(write_weights)
+            if finish is not None:
+                finish(store)
             store.answer_at("host")
         except BaseException:
             os.close(descriptor)

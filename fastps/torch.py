@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from fastps import environment, exits
 from fastps.allocator import keep_freed_memory
+from fastps.auto_sync import WarmUp, move, room_bytes
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.kernels.attributes import Attribute
@@ -63,7 +64,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop. param_groups are shared with it, so lr schedulers on either
             work.
-        sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp".
+        sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp". With "auto" the
+            first 32 steps are bsp's, and what they took decides how to go on (docs/traces.md).
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
         push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
@@ -114,34 +116,57 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = optimizer.state
         self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
+        self._push_dtype = push_dtype
         layout = self._layout(model, policy, _PUSH_TYPES[push_dtype])
-        self._worker = self._join(layout, environment.job_name(next(_instances)), timeout_s, clock)
-        self._store = self._worker.store
+        self._earlier_versions = 0
         self._data = Attribute("data", self._tensors)
         self._version_counter = Attribute("_version", self._tensors)
-        self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
-        self._of_shard = [
-            [index for index, parameter in enumerate(layout.parameters) if parameter.shard == shard]
-            for shard in range(self._store.arena.shards)
-        ]
-        self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
-        slots = [self._slot_tensors(slot, push_dtype) for slot in range(self._store.arena.slots)]
-        self._gradients = self._gradients_kind(push_dtype)(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
+        self._use(self._join(layout, environment.job_name(next(_instances)), timeout_s, clock))
+        self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._gradients.hook(index, lambda: self._worker.slot))
+            tensor.register_post_accumulate_grad_hook(self._hook(index))
             for index, tensor in enumerate(self._tensors)
             if tensor.requires_grad
         ]
         self._in_no_sync = False
         self._batch_size = batch_size
         self._samples = batch_size
-        self._clip = policy.clip
         self._take_weights()
         _limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
-        exits.register(self._worker, self.close)
 
     # -- joining -----------------------------------------------------------------------------------
+
+    def _use(self, worker: Worker) -> None:
+        """Let this worker's arena be where gradients go and weights come from."""
+        self._worker, self._store = worker, worker.store
+        policy, parameters = self.policy, self._store.layout.parameters
+        self._clip = policy.clip
+        self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
+        self._of_shard = [
+            [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
+            for shard in range(self._store.arena.shards)
+        ]
+        self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
+        slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
+        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
+        exits.register(worker, self.close)
+
+    def _take_advice(self, warm_up: WarmUp) -> None:
+        """The warm-up is over: go on under the discipline that suits it, in a new arena if it is another."""
+        self._warm_up = None
+        policy = warm_up.choose()
+        if policy is None:
+            return
+        old, versions = self._worker, self._store.version
+        moved = move(old, policy, environment.job_name(next(_instances)), self._hypers())
+        self._earlier_versions += versions
+        self._gradients.leave()
+        self._use(moved)
+        self._take_weights()
+        exits.forget(old)
+        old.close()
+        old.store.close()
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, pushed: GradientType) -> Layout:
         names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
@@ -156,7 +181,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("expected an optimizer with at least one parameter, found none")
         workers = environment.world_size()
         parameters = place(rows, policy.shards)
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, self._buffers.nbytes, pushed)
+        extra_bytes = self._buffers.nbytes + room_bytes(policy)
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, extra_bytes, pushed)
 
     def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         """Worker 0 makes the arena and its weights are everyone's first; the others ask for it."""
@@ -184,18 +210,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for view, parameter in zip(views, self._store.layout.parameters, strict=True)
         ]
 
-    def _slot_tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
         """Tensors over a slot of this worker's lane."""
         views = self._store.gradient_views(self._worker.rank, slot)
-        if dtype == torch.float32:
+        if self._push_dtype == torch.float32:
             return self._tensor_views(views)
-        return [tensor.view(dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
+        return [tensor.view(self._push_dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def _gradients_kind(self, push_dtype: torch.dtype) -> type[Gradients]:
+    def _gradients_kind(self) -> type[Gradients]:
         """What brings gradients into the slots."""
-        return Gradients if push_dtype == torch.float32 else HalfGradients
+        return Gradients if self._push_dtype == torch.float32 else HalfGradients
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls after it accumulated into a parameter's `p.grad`."""
+        return lambda tensor: self._gradients.put(index, self._worker.slot, tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does; with set_to_none=False those that there are become zeros."""
@@ -248,11 +278,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.adopt(self._worker.slot)
         scale, skipped = self._loss_scaling()
         scale *= self._clip_factor(scale)
+        warm_up = self._warm_up
+        if warm_up is not None and self._worker.steps + 1 == warm_up.steps:
+            warm_up.publish()
         self._worker.push(self._hypers(), presence=self._gradients.presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
             self._gradients.release()
         self._worker.advance()
         self._take_weights()
+        if warm_up is not None and self._worker.steps == warm_up.steps:
+            self._take_advice(warm_up)
         return loss
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
@@ -282,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensors is None:
                 tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
             self._data.set(self._tensors_of_shard[shard], tensors)
-        if self._worker.steps <= 1:
+        if self._total_steps <= 1:
             self._versions = self._version_counter.get(self._tensors)  # what was written before the first step was allowed
 
     def _weights_of(self, shard: int, buffer: int) -> list[torch.Tensor]:
@@ -296,7 +331,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         """
         changed = self._version_counter.are(self._tensors, self._versions)
-        if changed < 0 or self._worker.steps == 0:
+        if changed < 0 or self._total_steps == 0:
             return
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
@@ -344,7 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
         """
         self._worker.check_usable()
-        if self._worker.steps:
+        if self._total_steps:
             raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
@@ -389,11 +424,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def version(self) -> int:
         """Updates that all workers together have made so far."""
-        return self._store.version
+        return self._earlier_versions + self._store.version
+
+    @property
+    def policy(self) -> Policy:
+        """The discipline that is in force; with sync="auto" another after the warm-up."""
+        return self._store.layout.policy
+
+    @property
+    def _total_steps(self) -> int:
+        return self._worker.earlier_steps + self._worker.steps
 
     @property
     def worker(self) -> Worker:
-        """The attached worker beneath."""
+        """The attached worker beneath; with sync="auto" another after the warm-up."""
         return self._worker
 
     def report_loss(self, loss: float, samples: int = 0) -> None:

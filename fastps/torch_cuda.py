@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.utils.dlpack
 
-from fastps import environment
+from fastps import environment, exits
 from fastps.clock import Clock
 from fastps.device import Device
 from fastps.device_arena import board_bytes
@@ -72,31 +73,39 @@ class StagedOptimizer(DistributedOptimizer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._taken: dict[int, tuple[int, int]] = {}  # of a shard: the buffer and version that the parameters hold
-        self._registered = False
+        self._locked: npt.NDArray[np.uint8] | None = None  # the arena, while it is page-locked
         super().__init__(*arguments, **options)
         self._versions = self._version_counter.get(self._tensors)
 
-    def _join(self, layout: Layout, job: str, timeout_s: float | None, clock: Clock) -> Worker:
-        worker = super()._join(layout, job, timeout_s, clock)
-        self._register(worker)
-        return worker
+    def _use(self, worker: Worker) -> None:
+        synchronize(self._tensors)
+        self._unlock()
+        self._taken.clear()
+        super()._use(worker)
+        self._lock(worker)
 
-    def _register(self, worker: Worker) -> None:
+    def _lock(self, worker: Worker) -> None:
         """Let the GPU copy from and to the arena by itself: page-lock it."""
         if self._tensors[0].device.type != "cuda":
             return
         memory = np.frombuffer(worker.store.memory, np.uint8)
         status = _runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE)
         if int(status):
+            exits.forget(worker)
             worker.close(f"the arena of {memory.nbytes:,} bytes could not be page-locked")
             worker.store.close()
             raise ArenaError(
                 f"expected to page-lock the arena of {memory.nbytes:,} bytes, found that CUDA refuses ({status}): raise the"
                 " limit of locked memory (`ulimit -l`)"
             )
-        self._registered = True
+        self._locked = memory
 
-    def _gradients_kind(self, push_dtype: torch.dtype) -> type[Gradients]:
+    def _unlock(self) -> None:
+        if self._locked is not None:
+            _runtime().cudaHostUnregister(self._locked.ctypes.data)
+            self._locked = None
+
+    def _gradients_kind(self) -> type[Gradients]:
         return StagedGradients
 
     # -- weights -----------------------------------------------------------------------------------
@@ -153,10 +162,7 @@ class StagedOptimizer(DistributedOptimizer):
         if self._worker.closed or self._worker.forked:
             return
         synchronize(self._tensors)
-        if self._registered:
-            address = np.frombuffer(self._store.memory, np.uint8).ctypes.data
-            _runtime().cudaHostUnregister(address)
-            self._registered = False
+        self._unlock()
         super().close(failure)
 
 

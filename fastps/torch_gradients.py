@@ -13,8 +13,6 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.kernels.attributes import Attribute
 from fastps.worker import presence_of
 
-Hook = Callable[[torch.Tensor], None]
-
 
 class Gradients:
     """The gradients of `tensors`, whose `name(index)` is for errors, in `slots`: for each slot, a tensor a parameter.
@@ -40,24 +38,20 @@ class Gradients:
         self._grad = Attribute("grad", tensors)
         self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
 
-    def hook(self, index: int, slot: Callable[[], int]) -> Hook:
-        """What autograd calls after it accumulated into `p.grad`: it puts it into `slot()`, and lets p.grad be the slot.
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+        """For the hook: autograd has just accumulated into `p.grad`; put it into the slot, and let p.grad be the slot.
 
         Further backwards of the same step then accumulate in place, and this finds nothing to do.
         """
-
-        def put(tensor: torch.Tensor) -> None:
-            gradient = tensor.grad
-            view = self.slots[slot()][index]
-            if gradient is view:
-                self.present.add(index)
-            elif gradient is not None:
-                self.check(index, gradient)
-                view.copy_(gradient)
-                tensor.grad = view
-                self.present.add(index)
-
-        return put
+        gradient = tensor.grad
+        view = self.slots[slot][index]
+        if gradient is view:
+            self.present.add(index)
+        elif gradient is not None:
+            self.check(index, gradient)
+            view.copy_(gradient)
+            tensor.grad = view
+            self.present.add(index)
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
@@ -132,6 +126,10 @@ class Gradients:
     def _values(self, slot: int, index: int) -> torch.Tensor:
         return self.slots[slot][index]
 
+    def leave(self) -> None:
+        """These slots are about to go, and with them every p.grad that is one."""
+        self._grad.set_all(self.tensors, None)
+
     def keep(self) -> None:
         """At the end: a p.grad that is a slot becomes a copy of its own."""
         for index, tensor in enumerate(self.tensors):
@@ -156,16 +154,12 @@ class HalfGradients(Gradients):
         super().__init__(tensors, slots, keeps=keeps, name=name)
         self._put: list[tuple[torch.Tensor, int] | None] = [None] * len(tensors)  # the gradient and its version in the slot
 
-    def hook(self, index: int, slot: Callable[[], int]) -> Hook:
-        """What autograd calls after it accumulated into `p.grad`: it puts what that rounds to into `slot()`."""
-
-        def put(tensor: torch.Tensor) -> None:
-            gradient = tensor.grad
-            if gradient is not None:
-                self.check(index, gradient)
-                self._put_into(slot(), index, gradient)
-
-        return put
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+        """For the hook: autograd has just accumulated into `p.grad`; put what that rounds to into the slot."""
+        gradient = tensor.grad
+        if gradient is not None:
+            self.check(index, gradient)
+            self._put_into(slot, index, gradient)
 
     def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
         self.slots[slot][index].copy_(gradient)
@@ -199,6 +193,9 @@ class HalfGradients(Gradients):
         """The next push begins with nothing in its slot."""
         self._put = [None] * len(self.tensors)
         self.present.clear()
+
+    def leave(self) -> None:
+        """No p.grad is a slot."""
 
     def _values(self, slot: int, index: int) -> torch.Tensor:
         gradient = self.tensors[index].grad

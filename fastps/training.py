@@ -48,6 +48,7 @@ class WorkerResult:
     accuracy_over_time: list[tuple[float, float]]
     final_accuracy: float
     histograms: "list[Histograms]"
+    sync: str  # the discipline at the end
 
 
 class Batches:
@@ -116,7 +117,7 @@ class TrainingRun:
                     if options.weights_file:
                         save_weights(self._model, Path(options.weights_file))
             row = optimizer.statistics()[self._rank]
-            histograms = optimizer.histograms()
+            histograms, sync = optimizer.histograms(), optimizer.policy.spec
         curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
         return WorkerResult(
             rank=self._rank,
@@ -134,6 +135,7 @@ class TrainingRun:
             accuracy_over_time=curve,
             final_accuracy=final,
             histograms=histograms,
+            sync=sync,
         )
 
     def _steps(self, optimizer: fastps.DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
@@ -156,7 +158,7 @@ class TrainingRun:
 
     def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
         """Samples that all workers together have drawn."""
-        if self._policy.is_level:
+        if optimizer.policy.is_level and not optimizer.policy.warm_up:
             return optimizer.worker.samples * self._options.workers  # all are at the same step
         return sum(row.samples for row in optimizer.statistics())
 

@@ -20,15 +20,17 @@ class Transfers:
         self._duration_ns = duration_ns
         self._clock = clock
 
-    def make(self) -> None:
-        """Wait for the link, then for the transfer."""
+    def make(self) -> int:
+        """Wait for the link, then for the transfer; returns how long both took, in ns."""
         if not self._duration_ns:
-            return
+            return 0
+        began_ns = self._clock.now_ns()
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX, 1, self._link)
         try:
             self._clock.sleep_ns(self._duration_ns)
         finally:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self._link)
+        return self._clock.now_ns() - began_ns
 
 
 def link_of(policy: Policy, rank: int, workers: int) -> int:

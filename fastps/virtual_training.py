@@ -31,6 +31,7 @@ from fastps.training_options import TrainingOptions
 
 Floats = npt.NDArray[np.float32]
 
+GOAL_ITERATIONS = 10
 _SUMS = ("all", "quorum", "count")  # folds of several pushes at once
 _BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP, _GRANT, _TIMER, _LEAVE, _PULL = range(len(TRACE_KINDS))
 
@@ -43,6 +44,8 @@ class VirtualTraining:
         data: the images; the model is fastps.models.model_for's.
         learning_rate, momentum, weight_decay: of SGD.
         falls_at: shares of the run's pushes after which the learning rate falls to a tenth.
+        goal: a loss; it is reached when some worker's batches had less in 10 consecutive iterations, as R2SP's authors say that
+            a model has converged (section VI.A); None: no such goal.
         looks: how often the test images are asked, at even distances of virtual time; the last look is at the end.
     """
 
@@ -51,6 +54,7 @@ class VirtualTraining:
     momentum: float = 0.5
     weight_decay: float = 0.0
     falls_at: tuple[float, ...] = field(default=())
+    goal: float | None = None
     looks: int = 20
 
     def __post_init__(self) -> None:
@@ -69,10 +73,11 @@ def train_virtually(
     *,
     tick: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Simulate, then compute what was learned; the row has also `test_accuracy`, `accuracy_over_time` and `train_loss`.
+    """Simulate, then compute what was learned; the row has also `test_accuracy`, `accuracy_over_time`, `train_loss`, `goal_s`.
 
     `accuracy_over_time` is a list of (virtual seconds, share of the test images named right); `train_loss` the mean loss of the
-    last tenth of the gradients. `tick(done, of)` is called now and then while gradients are computed, in lines of the trace.
+    last tenth of the gradients; `goal_s` the virtual seconds until the goal, None where it was not reached. `tick(done, of)` is
+    called now and then while gradients are computed, in lines of the trace.
 
     Raises UsageError, and what fastps.simulate.simulate raises.
 
@@ -91,7 +96,13 @@ def train_virtually(
     assert outcome.trace is not None
     replay = _Replay(policy, simulation, training, outcome.trace)
     curve, loss = replay.run(tick)
-    row: Row = {**outcome.row, "test_accuracy": curve[-1][1], "accuracy_over_time": curve, "train_loss": loss}
+    row: Row = {
+        **outcome.row,
+        "test_accuracy": curve[-1][1],
+        "accuracy_over_time": curve,
+        "train_loss": loss,
+        "goal_s": None if replay.goal_ns is None else replay.goal_ns / 1e9,
+    }
     return Outcome(row, outcome.trace)
 
 
@@ -222,6 +233,9 @@ class _Replay:
         self._forgotten = [0] * simulation.workers  # and how many of its first pushes `made` has no more
         self._first_samples = [0] * simulation.workers
         self._losses: list[float] = []
+        self._loss_of = [float("inf")] * simulation.workers
+        self._below_goal = [0] * simulation.workers  # consecutive iterations
+        self.goal_ns: int | None = None
         self._done = 0
         self._of = max(1, simulation.workers * simulation.steps)
 
@@ -247,6 +261,8 @@ class _Replay:
         worker, shard = line["worker"], line["shard"]
         if line["kind"] == _BEGIN:
             self._begin(worker, line)
+        elif line["kind"] == _COMPUTED:
+            self._look_for_goal(worker, line["time_ns"])
         elif line["kind"] == _PULL:
             self._views[worker][shard] = self._shards[shard].read(line["version"])
         elif line["kind"] == _RECEIVE:
@@ -272,6 +288,14 @@ class _Replay:
         self._first_samples[worker] = self._first_samples[worker] or line["detail"]
         self._made[worker].append(_Pushed(gradient, scale, line["detail"], self._first_samples[worker]))
         self._losses.append(loss)
+        self._loss_of[worker] = loss
+
+    def _look_for_goal(self, worker: int, now_ns: int) -> None:
+        if self._training.goal is None or self.goal_ns is not None:
+            return
+        self._below_goal[worker] = self._below_goal[worker] + 1 if self._loss_of[worker] < self._training.goal else 0
+        if self._below_goal[worker] == GOAL_ITERATIONS:
+            self.goal_ns = now_ns
 
     def _forget(self, worker: int) -> None:
         """Let go of the gradients that all shards have received."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps import config, rendezvous
+from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.errors import LayoutError, TimeoutExceededError, UsageError, raise_for_outcome
 from fastps.kernels import turn
@@ -40,12 +40,17 @@ class Worker:
     Attributes:
         rank: this worker's lane.
         steps: steps pushed so far.
+        earlier_steps: steps that this process's worker pushed in an arena before this one (sync="auto").
         version: the version of the weights that were pulled last.
         batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
         weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
         gradients: name to array in the slot of the next push, float32 or as the store's gradient_type says; write them, then
             call `step`.
+        posts: pushes and null pushes so far; with overlap the last may still be on its way.
+        delays: what `delay_responses` was told.
+        recorder: what writes this worker's part of a trace, or None.
+        injected_transfer_ns: what `transfer_ms` was told.
     """
 
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer) -> None:
@@ -54,6 +59,7 @@ class Worker:
         self.lane = turn.Lane(store.arena, rank)
         self.lane.set_user_rule(store.layout.rule.address)
         self.steps = 0
+        self.earlier_steps = 0
         self.slot = 0
         self.buffers = [0] * store.arena.shards
         self.stale_blocks = 0
@@ -77,19 +83,22 @@ class Worker:
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
         self._needed_shards = math.ceil(store.layout.policy.pull * store.arena.shards - 1e-9)
         self._responses = LateResponses(0.0, 0, 0, self._clock)
+        self.delays: tuple[float, float, int] | None = None
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
         if not store.layout.policy.overlap:
             self.lane.share_folds(config.helpers(store.layout.workers))
             written_bytes = 4 * store.layout.buffer_floats * (1 + store.layout.planes)
             self.lane.stream_folds(config.streams(written_bytes, store.layout.workers))
-        self._posts = 0
+        self.posts = 0
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
+        self.recorder: recording.Recorder | None = None
         _live.add(self)
         self.pull()
+        self.recorder = recording.recorder_for(self)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -123,6 +132,8 @@ class Worker:
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
         now_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.computed(now_ns, self.posts, self.steps, self.lane.version, samples, null)
         self.compute_ns += now_ns - self._granted_ns
         self.samples += samples
         if not null:
@@ -130,9 +141,9 @@ class Worker:
         kind = turn.KIND_NULL if null else turn.KIND_PUSH
         deliver = partial(self._deliver, kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples)
         self.steps += 1
-        self._posts += 1
+        self.posts += 1
         if not null:
-            self._slot_free_at[self.slot] = self._posts
+            self._slot_free_at[self.slot] = self.posts
             self.slot = (self.slot + 1) % len(self._slot_free_at)
         if self._background is None:
             deliver()
@@ -143,10 +154,15 @@ class Worker:
             self._look_around(now_ns)
         if self._background is not None or self._has_transfers:
             self.wait_ns += self._clock.now_ns() - now_ns
+        if self.recorder is not None:
+            self.recorder.pushed(self._clock.now_ns())
 
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Send one push on its way and run the turn if it is free."""
-        self._transfers.make()
+        transfer_ns = self._transfers.make()
+        recorder = self.recorder  # the worker's own thread may end it
+        if recorder is not None:
+            recorder.posted(step, self._clock.now_ns(), transfer_ns)
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
         self._try_turn()
@@ -163,22 +179,35 @@ class Worker:
             self.wait_ns += self._granted_ns - began_ns
         else:
             self._granted_ns = self._clock.now_ns()
-        self.lane.count(self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        if self.recorder is not None:
+            self.recorder.granted(self._granted_ns)
+        self.lane.count(
+            self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks
+        )
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
+        transfer_ns = 0
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
                 self.buffers[0] = newest
-            return self.buffers
+        else:
+            transfer_ns = self._pull_all()
+        if self.recorder is not None:
+            self.recorder.pulled(transfer_ns)
+        return self.buffers
+
+    def _pull_all(self) -> int:
+        """Pin every shard that is fresh; returns the time that an injected transfer took, in ns."""
+        transfer_ns = 0
         is_partial = self._needed_shards < len(self.buffers)
         if self._has_transfers and self.store.arena.version != self.lane.version:
             began_ns = self._clock.now_ns()
-            self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
+            transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
             self.wait_ns += self._clock.now_ns() - began_ns
             self._granted_ns = self._clock.now_ns()
         for shard in range(len(self.buffers)):
@@ -186,7 +215,7 @@ class Worker:
                 self.stale_blocks += 1
             else:
                 self.buffers[shard] = self.lane.pull(shard)
-        return self.buffers
+        return transfer_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
         return self.lane.granted(shard) >= granted and shard not in self._responses.late
@@ -196,7 +225,18 @@ class Worker:
         policy = self.store.layout.policy
         link = link_of(policy, self.rank, self.store.layout.workers)
         self._has_transfers = duration_ms > 0
-        self._transfers = Transfers(self.store.descriptor, link, int(duration_ms * 1e6), self._clock)
+        self.injected_transfer_ns = int(duration_ms * 1e6)
+        self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
+
+    def carry_on(self, before: "Worker") -> None:
+        """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
+        self.earlier_steps = before.earlier_steps + before.steps
+        self.samples, self.wait_ns, self.compute_ns = before.samples, before.wait_ns, before.compute_ns
+        self.stale_blocks, self.loss = before.stale_blocks, before.loss
+        self.transfer_ms(before.injected_transfer_ns / 1e6)
+        if before.delays is not None:
+            self.delay_responses(*before.delays)
+        self.lane.count(self.earlier_steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
     def _start_background(self) -> None:
         """The first step begins the threads, so that a transfer time set before counts for them."""
@@ -205,6 +245,7 @@ class Worker:
 
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
+        self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
 
     @property
@@ -317,6 +358,10 @@ class Worker:
                 raise TimeoutExceededError(self._timeout_text())
         return outcome
 
+    def look_around(self) -> None:
+        """Raise if a peer has died."""
+        self._look_around(self._clock.now_ns())
+
     def _look_around(self, now_ns: int) -> None:
         """Raise if a peer has died or describes another model; a dead peer's turn is broken first, so that no lock is left."""
         self._looked_ns = now_ns
@@ -355,6 +400,8 @@ class Worker:
                 raise TimeoutExceededError(self._timeout_text())
             self._clock.sleep_ns(1_000_000)
         self._granted_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.pulled(0)
 
     def wait_for_others(self) -> None:
         """Leave, wait until every other worker that attached has left too, and pull the final weights.
@@ -423,11 +470,16 @@ class Worker:
                 self._leave()
         finally:
             self._end_background()
+            recorder = self.recorder
+            if recorder is not None:
+                recorder.finish(failure)
             self.store.arena.finish(self.rank, failure)
             self.lane.unpin()
             self.store.stop_answering(self._answerer)
             self._peers.close()
             _live.discard(self)
+            if recorder is not None:
+                recorder.merge_if_last()
 
     def _leave(self) -> None:
         """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""

@@ -24,6 +24,10 @@
 #define FPS_NULL 1  /* a step without a gradient (a skipped step under loss scaling): it counts, and changes nothing */
 #define FPS_LEAVE 2 /* the worker leaves in good order; its lane's last descriptor */
 
+/* What became of a push in a shard. */
+#define FPS_FATE_FOLDED 0
+#define FPS_FATE_DROPPED 1 /* it came too late: counted, and left out */
+
 /* States of a lane. */
 #define FPS_LANE_FREE 0
 #define FPS_LANE_LIVE 1
@@ -45,7 +49,7 @@ typedef struct {
 } fps_descriptor;
 _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
 
-/* A lane's control words; its ring of descriptors follows, then its seat in each shard. */
+/* A lane's control words; its ring of descriptors follows, then its seat in each shard, then a ring of fates for each shard. */
 typedef struct {
     uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
     uint8_t pad_tail[56];
@@ -82,6 +86,18 @@ typedef struct {
 } fps_seat;
 _Static_assert(sizeof(fps_seat) == 2 * FPS_LINE, "holder and worker write lines of their own");
 
+/* What became of one push in one shard, for a job that is recorded. The holder writes it before the commit that makes it true,
+ * and whoever takes over from a dead holder decides again and writes it again; so it is true for every push that the seat's head
+ * has passed. Its lane's worker reads it then, and posts into the same place of its ring only afterwards. */
+typedef struct {
+    uint64_t position; /* of the descriptor in its lane, from 1; any other number: this push was not recorded */
+    uint64_t version;  /* folded: the version that it is part of; dropped: the version that it came too late for */
+    int64_t decided_ns;
+    int32_t staleness; /* of a folded push */
+    uint32_t kind;     /* FPS_FATE_* */
+} fps_fate;
+_Static_assert(sizeof(fps_fate) == FPS_LINE / 2, "two fates are a line");
+
 /* What one commit publishes beside the weights; two of them, the commit word says which one is true. */
 typedef struct {
     uint64_t version;
@@ -101,7 +117,8 @@ typedef struct {
     int64_t last_update_ns; /* for the histogram of gaps */
     uint8_t pad_due[48];
     int64_t first, last; /* its floats of every buffer: [first, last). Never changes. */
-    uint8_t pad_range[48];
+    int64_t recorded;    /* whether somebody records what becomes of pushes; set before the pushes that are to be recorded */
+    uint8_t pad_range[40];
 } fps_domain;
 _Static_assert(sizeof(fps_domain) == 6 * FPS_LINE, "turn, commit and the records are each on a line of their own");
 
@@ -181,7 +198,7 @@ typedef struct {
     uint64_t work_offset, work_bytes; /* n_shards of them */
     uint64_t segments_offset; /* fps_segment[n_parameters] */
     uint64_t lanes_offset, lane_bytes;
-    uint64_t seats_offset;                      /* within a lane */
+    uint64_t seats_offset, fates_offset;        /* within a lane */
     uint64_t scheduler_offset, scheduler_bytes; /* shard-major, two copies a shard, one a record */
     uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
     uint64_t state_offset, state_bytes;         /* two of them: int64 steps[n_parameters], then the planes */

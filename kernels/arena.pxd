@@ -19,6 +19,7 @@ cdef extern from "arena.h" nogil:
         int64_t last_update_ns
         int64_t first
         int64_t last
+        int64_t recorded
 
     ctypedef struct fps_folded_push:
         uint32_t lane
@@ -88,6 +89,7 @@ cdef extern from "arena.h" nogil:
         uint64_t lanes_offset
         uint64_t lane_bytes
         uint64_t seats_offset
+        uint64_t fates_offset
         uint64_t scheduler_offset
         uint64_t scheduler_bytes
         uint64_t weights_offset
@@ -103,6 +105,17 @@ cdef extern from "arena.h" nogil:
         uint64_t extra_offset
         uint64_t extra_bytes
         uint64_t total_bytes
+
+    ctypedef struct fps_fate:
+        uint64_t position
+        uint64_t version
+        int64_t decided_ns
+        int32_t staleness
+        uint32_t kind
+
+    enum:
+        FPS_FATE_FOLDED
+        FPS_FATE_DROPPED
 
     uint64_t FPS_PENDING
     uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
@@ -122,6 +135,7 @@ cdef class Arena:
 
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
     cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
     cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
     cdef fps_work *work(self, uint32_t shard) noexcept nogil

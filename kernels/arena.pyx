@@ -42,6 +42,7 @@ cdef extern from "atomics.h" nogil:
     uint64_t fps_commit_load(const uint64_t *commit)
     uint64_t fps_pin_load(const uint64_t *pin)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_counter_set(int64_t *counter, int64_t value)
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -53,6 +54,8 @@ LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
 LANE_FAILED = FPS_LANE_FAILED
 LANE_LEAVING = FPS_LANE_LEAVING
+FATE_FOLDED = FPS_FATE_FOLDED
+FATE_DROPPED = FPS_FATE_DROPPED
 
 cdef enum:
     PAGE = 4096
@@ -104,7 +107,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.segments_offset = offset + shards * header.work_bytes
     offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
     header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
-    header.lane_bytes = header.seats_offset + shards * sizeof(fps_seat)
+    header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
+    header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
     offset = header.statistics_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
@@ -217,6 +221,10 @@ cdef class Arena:
 
     cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
         return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
+        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
+                + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
 
     cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
         return <fps_domain *> (self.base + self.header.domains_offset) + shard
@@ -372,6 +380,33 @@ cdef class Arena:
     def process_id(self, uint32_t lane):
         """For messages only."""
         return self.lane(lane).process_id
+
+    # -- what became of pushes ---------------------------------------------------------------------
+
+    def record(self):
+        """Let holders write down what becomes of every push that is posted from now on."""
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            fps_counter_set(&self.domain(shard).recorded, 1)
+
+    def fates(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
+        """What became of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
+
+        A list of (FATE_FOLDED, version that it is part of, time, staleness), (FATE_DROPPED, version that it was late for, time,
+        0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
+        descriptors are known, and only while the lane posts none.
+        """
+        cdef uint64_t position
+        cdef fps_fate *fate
+        last = min(last, fps_head_acquire(&self.seat(lane, shard).head))
+        found = []
+        for position in range(first, last):
+            fate = self.fate(lane, shard, position)
+            if fate.position != position + 1:
+                found.append(None)
+            else:
+                found.append((<int> fate.kind, fate.version, fate.decided_ns, fate.staleness))
+        return found
 
     # -- counters ----------------------------------------------------------------------------------
 

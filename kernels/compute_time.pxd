@@ -19,6 +19,7 @@ cdef struct compute_worker_t:
     int64_t first           # replay: its times, and the next of them
     int64_t last
     int64_t next
+    int64_t drawn_at        # the time that was drawn last
 
 cdef class ComputeTimes:
     cdef readonly int64_t n_workers
@@ -31,8 +32,12 @@ cdef class ComputeTimes:
     cdef double burst_factor
     cdef compute_worker_t *workers
     cdef int64_t[::1] times
+    cdef int64_t[::1] blocked
+    cdef bint has_blocked
     cdef int _check(self, double[::1] factors) except -1
     cdef int _set_replay(self, int64_t[::1] times, int64_t[::1] bounds) except -1
+    cdef int _set_blocked(self, int64_t[::1] blocked) except -1
     cdef double _plain_ns(self, compute_worker_t *worker) noexcept nogil
     cdef double _burst(self, compute_worker_t *worker, int64_t now_ns) noexcept nogil
     cdef int64_t draw_ns(self, int64_t worker, int64_t now_ns) noexcept nogil
+    cdef int64_t blocked_ns(self, int64_t worker) noexcept nogil

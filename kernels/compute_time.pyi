@@ -17,6 +17,7 @@ class ComputeTimes:
         *,
         bursts: tuple[float, float, float] | None = None,
         replay: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None,
+        blocked: npt.NDArray[np.int64] | None = None,
     ) -> None: ...
     def draw(self, worker: int, now_ns: int = 0) -> int: ...
 

@@ -40,6 +40,7 @@ cdef class ComputeTimes:
     bursts: (mean ns from one burst to the next, mean ns that one lasts, factor meanwhile), both exponential, or None. A step
     that begins in a burst is all slow.
     replay: (times in ns: int64[n], where each worker's begin and end: int64[workers + 1]); each begins again at its end.
+    blocked: int64[n]: what each replayed step waits without a core beside that; the replayed times need one then.
 
     Raises ValueError for values out of range.
 
@@ -49,7 +50,7 @@ cdef class ComputeTimes:
     """
 
     def __cinit__(self, str kind, double location_ns, double spread, double[::1] factors not None, uint64_t seed, *,
-                  tuple bursts=None, tuple replay=None):
+                  tuple bursts=None, tuple replay=None, int64_t[::1] blocked=None):
         cdef int64_t worker
         if kind not in _KINDS:
             raise ValueError(f"expected a kind of {', '.join(_KINDS)}, found {kind!r}")
@@ -74,6 +75,8 @@ cdef class ComputeTimes:
             raise ValueError(f"times to replay go with the kind 'replay', found {kind!r}")
         if replay is not None:
             self._set_replay(replay[0], replay[1])
+        if blocked is not None:
+            self._set_blocked(blocked)
 
     cdef int _check(self, double[::1] factors) except -1:
         cdef int64_t worker
@@ -100,6 +103,14 @@ cdef class ComputeTimes:
         self.times = times
         return 0
 
+    cdef int _set_blocked(self, int64_t[::1] blocked) except -1:
+        if self.model != _REPLAY or blocked.shape[0] != self.times.shape[0]:
+            raise ValueError(f"expected a blocked time for each that is replayed, found {blocked.shape[0]}")
+        if blocked.shape[0] and (np.min(blocked) < 0 or np.max(blocked) > LONGEST_NS):
+            raise ValueError(f"expected blocked times of 0 to {LONGEST_NS} ns")
+        self.blocked, self.has_blocked = blocked, True
+        return 0
+
     def __dealloc__(self):
         free(self.workers)
 
@@ -111,6 +122,7 @@ cdef class ComputeTimes:
             return self.location_ns
         if self.model == _REPLAY:
             found = self.times[worker.next]
+            worker.drawn_at = worker.next
             worker.next = worker.next + 1 if worker.next + 1 < worker.last else worker.first
             return <double> found
         p = fps_uniform(worker.key, worker.drawn)
@@ -138,6 +150,12 @@ cdef class ComputeTimes:
         if self.burst_factor > 0:
             found_ns *= self._burst(w, now_ns)
         return max(<int64_t> 1, <int64_t> (min(found_ns, _LONGEST_NS) + 0.5))
+
+    cdef int64_t blocked_ns(self, int64_t worker) noexcept nogil:
+        """What the step that was drawn last waits without a core, beside that."""
+        if not self.has_blocked:
+            return 0
+        return <int64_t> (<double> self.blocked[self.workers[worker].drawn_at] * self.workers[worker].factor + 0.5)
 
     def draw(self, int64_t worker, int64_t now_ns=0):
         """The time in ns of the worker's next step, which begins at `now_ns`; at least 1, at most LONGEST_NS."""

@@ -57,8 +57,9 @@ cdef class Holder:
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
-    cdef void _take_push(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor,
-                         int64_t version) noexcept nogil
+    cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
+    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
+                          int64_t staleness) noexcept nogil
     cdef void _take_listed(self, scheduler_t *state) noexcept nogil
     cdef void _gather(self, scheduler_t *state) noexcept nogil
     cdef void _end_update(self, scheduler_t *state) noexcept nogil

@@ -13,6 +13,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.arena cimport (
+    FPS_FATE_DROPPED,
+    FPS_FATE_FOLDED,
     FPS_PENDING,
     FPS_STALENESS_BUCKETS,
     Arena,
@@ -21,6 +23,7 @@ from fastps.kernels.arena cimport (
     fps_commit_pack,
     fps_commit_record,
     fps_commit_version,
+    fps_fate,
     fps_record,
     fps_statistics,
     fps_time_bucket,
@@ -327,8 +330,10 @@ cdef class Holder:
             return action
         action = self._receive(state, lane, earliest)
         if action == ACTION_FOLD:
-            self._take_push(state, lane, earliest, state.version - 1)
+            self._take_push(state, lane, worker.consumed - 1, state.version - 1)
             self._end_update(state)
+        elif action == ACTION_DROP:
+            self._write_fate(state, lane, worker.consumed - 1, FPS_FATE_DROPPED, state.version, 0)
         if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
             worker.cursor = worker.consumed
         return action
@@ -345,10 +350,21 @@ cdef class Holder:
 
     # -- what is folded ----------------------------------------------------------------------------
 
-    cdef void _take_push(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor,
-                         int64_t version) noexcept nogil:
+    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
+                          int64_t staleness) noexcept nogil:
+        """Write down what becomes of a push, if the job is recorded; true once this commit is."""
+        cdef fps_fate *fate
+        if not fps_counter_get(&self.domain.recorded):
+            return
+        fate = self.arena.fate(lane, self.shard, position)
+        fate.position, fate.version, fate.decided_ns = position + 1, version, state.now_ns
+        fate.staleness, fate.kind = <int32_t> staleness, kind
+
+    cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
         """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
         cdef worker_t *worker = &roster_workers(state)[lane]
+        cdef const fps_descriptor *descriptor = lane_descriptor(
+            self.arena.lane(lane), self.arena.header.ring_size, position)
         cdef char *slot = self.arena.slot(lane, descriptor.slot)
         cdef uint64_t *versions = <uint64_t *> (slot + self.arena.header.slot_versions_offset)
         cdef int64_t staleness = version - <int64_t> (
@@ -360,6 +376,7 @@ cdef class Holder:
         self.staleness_of_update += staleness
         self.pushes_of_update += 1
         _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
+        self._write_fate(state, lane, position, FPS_FATE_FOLDED, version + 1, staleness)
         if descriptor.kind == FPS_NULL:
             return
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
@@ -379,8 +396,7 @@ cdef class Holder:
         for i in range(state.n_folds):
             lane = roster_folds(state)[i]
             worker = &roster_workers(state)[lane]
-            self._take_push(state, lane, lane_descriptor(
-                self.arena.lane(lane), self.arena.header.ring_size, worker.cursor), state.version - state.n_folds + i)
+            self._take_push(state, lane, worker.cursor, state.version - state.n_folds + i)
             self._end_update(state)
             worker.cursor += 1
             if not worker.live:
@@ -403,7 +419,7 @@ cdef class Holder:
                 if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
                     continue  # dropped when it came, behind one that was kept
                 if descriptor.kind != FPS_LEAVE and self.n_batch < FPS_MAX_PUSHES:
-                    self._take_push(state, lane, descriptor, state.version - 1)
+                    self._take_push(state, lane, position, state.version - 1)
             worker.cursor = end
             worker.relayed = 0
             if not worker.live and worker.cursor + 1 == worker.consumed:

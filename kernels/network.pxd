@@ -36,12 +36,14 @@ cdef enum:
     EVENT_LINK = 3      # index: a port, twice the link, and one more for the direction to the workers
     EVENT_TIMER = 4     # index: a shard
     EVENT_RESUME = 5    # index: a worker
+    EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
+    EVENT_CORES = 7     # index: 0; a step has had its processor time (cores.pyx)
 
 cdef struct message_t:
     int32_t worker
     int32_t shard
     int32_t kind            # EVENT_PUSHED or EVENT_PULLED
-    int32_t next_free
+    int32_t next            # of a list: the free ones, or those that wait for a server
     int64_t step            # PULLED: the step that is granted
     int64_t version         # PUSHED: its timestamp; PULLED: the weights' version
     int64_t read_version    # PUSHED: the version of this shard that it was computed with
@@ -52,6 +54,7 @@ cdef struct message_t:
 cdef class Network:
     cdef readonly int64_t n_links
     cdef readonly bint instant
+    cdef readonly bint half_duplex
     cdef fps_link *ports
     cdef int64_t *latency_ns
     cdef message_t *messages

@@ -4,6 +4,7 @@ import numpy.typing as npt
 class Network:
     n_links: int
     instant: bool
+    half_duplex: bool
     def __init__(
         self,
         bandwidth: npt.NDArray[np.float64],
@@ -12,6 +13,7 @@ class Network:
         most: float = 0.0,
         late_pushes: tuple[float, int] = (0.0, 0),
         late_pulls: tuple[float, int] = (0.0, 0),
+        half_duplex: bool = False,
         seed: int = 0,
     ) -> None: ...
     def use(self, port: int, duration_ns: int) -> dict[str, float]: ...

@@ -23,7 +23,8 @@ cdef class Network:
     """Links with a bandwidth each, in bytes per second (0: no bound), and a latency, in ns: float64[links] and int64[links].
 
     most: bytes per second of one transfer at most (0: no such bound): what a worker's own port leaves for it.
-    late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides which of them are late.
+    half_duplex: one port serves both directions. late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides
+    which of them are late.
 
     Raises ValueError for values out of range.
 
@@ -33,9 +34,9 @@ cdef class Network:
     """
 
     def __cinit__(self, double[::1] bandwidth not None, int64_t[::1] latency_ns not None, *, double most=0.0,
-                  tuple late_pushes=(0.0, 0), tuple late_pulls=(0.0, 0), uint64_t seed=0):
+                  tuple late_pushes=(0.0, 0), tuple late_pulls=(0.0, 0), bint half_duplex=False, uint64_t seed=0):
         cdef int64_t link
-        self.n_links = bandwidth.shape[0]
+        self.n_links, self.half_duplex = bandwidth.shape[0], half_duplex
         if self.n_links < 1 or latency_ns.shape[0] != self.n_links:
             raise ValueError(f"expected a latency for each of {self.n_links} links, found {latency_ns.shape[0]}")
         self.seed = fps_stream(seed, _DELAYS_STREAM)
@@ -91,14 +92,14 @@ cdef class Network:
                 return -1
             self.messages = messages
             for index in range(<int32_t> self.room, <int32_t> room):
-                messages[index].next_free = index + 1 if index + 1 < room else -1
+                messages[index].next = index + 1 if index + 1 < room else -1
             index = <int32_t> self.room
             self.room = room
-        self.first_free = self.messages[index].next_free
+        self.first_free = self.messages[index].next
         return index
 
     cdef void release(self, int32_t index) noexcept nogil:
-        self.messages[index].next_free = self.first_free
+        self.messages[index].next = self.first_free
         self.first_free = index
 
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil:
@@ -112,7 +113,7 @@ cdef class Network:
     cdef int send(self, fps_queue *queue, int64_t now_ns, int32_t index, int32_t link) noexcept nogil:
         """Send a message over a link; its event comes when it has arrived. -1 when there is no memory."""
         cdef message_t *message = &self.messages[index]
-        cdef int32_t port = 2 * link + (message.kind == EVENT_PULLED)
+        cdef int32_t port = 2 * link + (message.kind == EVENT_PULLED and not self.half_duplex)
         message.extra_ns = self.latency_ns[link] + self._delay_ns(message)
         if message.bytes == 0 or self.ports[port].bandwidth == 0:
             self.ports[port].carried += message.bytes

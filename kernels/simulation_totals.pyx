@@ -6,8 +6,9 @@ What it refuses to be: a part of the run (simulator.pyx), or a report (fastps/si
 from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.arena cimport FPS_GAP_BUCKETS, fps_bucket_time
+from fastps.kernels.ledger cimport server_t
 from fastps.kernels.roster cimport roster_workers, worker_t
-from fastps.kernels.simulator cimport Simulator, player_t, server_t
+from fastps.kernels.simulator cimport Simulator, player_t
 
 
 def totals(Simulator simulator not None):
@@ -31,7 +32,7 @@ def totals(Simulator simulator not None):
         grant_wait_ns += player.grant_wait_ns
         stale_blocks += player.stale_blocks
         for shard in range(simulator.n_shards):
-            w = &roster_workers(simulator.servers[shard].state)[worker]
+            w = &roster_workers(simulator.ledger.servers[shard].state)[worker]
             folded += w.folded
             dropped += w.dropped
             staleness_sum += w.staleness_sum
@@ -46,7 +47,7 @@ def shard_totals(Simulator simulator not None, int32_t shard):
     """Of one shard: its version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
     if not 0 <= shard < simulator.n_shards:
         raise IndexError(f"expected a shard of 0 to {simulator.n_shards - 1}, found {shard}")
-    cdef server_t *server = &simulator.servers[shard]
+    cdef server_t *server = &simulator.ledger.servers[shard]
     cdef int bucket
     return {
         "version": server.state.version,
@@ -60,4 +61,5 @@ def shard_totals(Simulator simulator not None, int32_t shard):
 def staleness_counts(Simulator simulator not None):
     """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
     cdef int64_t index
-    return [(index, simulator.staleness[index]) for index in range(simulator.n_staleness) if simulator.staleness[index]]
+    cdef int64_t *counts = simulator.ledger.staleness
+    return [(index, counts[index]) for index in range(simulator.ledger.n_staleness) if counts[index]]

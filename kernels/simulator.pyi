@@ -4,13 +4,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.compute_time import ComputeTimes
+from fastps.kernels.cores import Cores
 from fastps.kernels.network import Network
+from fastps.kernels.service import Service
 
 LINES: tuple[str, ...]
 
 class Simulator:
     compute: ComputeTimes
     network: Network
+    service: Service
     n_workers: int
     n_shards: int
     now_ns: int
@@ -20,6 +23,7 @@ class Simulator:
     samples: int
     steps: int
     leave: bool
+    cores: Cores
     def __init__(
         self,
         values: dict[str, Any],
@@ -37,6 +41,8 @@ class Simulator:
         steps: int = 1,
         leave: bool = False,
         trace: bool = False,
+        service_ns: npt.NDArray[np.float64] | None = None,
+        cores: float = 0.0,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property

@@ -2,24 +2,40 @@
 
 Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
 the store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx),
-messages (network.pyx), and a worker's own loop (fastps/worker.py): which step it waits for, its slots, partial and overlapped
-pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
+messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop (fastps/worker.py): which step it
+waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to
+know: gradients, disciplines' names, clocks.
 
 A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
 or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
 """
 
-from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport fps_time_bucket
+import numpy as np
+
 from fastps.kernels.compute_time cimport ComputeTimes
+from fastps.kernels.cores cimport Cores
+from fastps.kernels.ledger cimport (
+    LINE_BEGIN,
+    LINE_COMPUTED,
+    LINE_GRANT,
+    LINE_LEAVE,
+    LINE_PULL,
+    LINE_RECEIVE,
+    LINE_TIMER,
+    begin_ledger,
+    server_t,
+)
 from fastps.kernels.network cimport (
     EVENT_COMPUTED,
+    EVENT_CORES,
     EVENT_LINK,
     EVENT_PULLED,
     EVENT_PUSHED,
     EVENT_RESUME,
+    EVENT_SERVED,
     EVENT_TIMER,
     Network,
     fps_event,
@@ -30,21 +46,15 @@ from fastps.kernels.network cimport (
 )
 from fastps.kernels.policy_words cimport policy_from_values
 from fastps.kernels.roster cimport (
-    FOLD_IN_ORDER,
     GRANT_AT_ONCE,
     NEVER_NS,
     roster_begin,
-    roster_bytes,
-    roster_folds,
-    roster_initialise,
     roster_touched,
     roster_workers,
     scheduler_t,
     worker_t,
 )
 from fastps.kernels.scheduler cimport (
-    ACTION_DROP,
-    ACTION_FOLD,
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     scheduler_due,
@@ -52,11 +62,9 @@ from fastps.kernels.scheduler cimport (
     scheduler_leave,
     scheduler_push,
 )
+from fastps.kernels.service cimport Service
 
 LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
-
-cdef enum:
-    _MOST_STALENESS = 1 << 20
 
 
 cdef class Simulator:
@@ -67,7 +75,8 @@ cdef class Simulator:
     needed: shards that a step waits for, and pull_timeout_ns how long for the rest (-1: a step waits for all). slots: gradients
     that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
     worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
-    and left. trace: write down every line.
+    and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
+    (service.pyx); none without. cores: that the workers share (cores.pyx); 0: each has its own. trace: write down every line.
 
     Raises ValueError for values that do not fit.
     """
@@ -75,7 +84,7 @@ cdef class Simulator:
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False):
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -91,52 +100,37 @@ cdef class Simulator:
         self.compute, self.network = compute, network
         self.shard_bytes, self.needed = shard_bytes, needed or shards
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
-        self.batch, self.steps, self.leave, self.tracing = batch, steps, leave, trace
+        self.batch, self.steps, self.leave = batch, steps, leave
+        self.ledger = begin_ledger(&self.policy, self.n_workers, self.n_shards, trace)
+        if service_ns is None:
+            service_ns = np.zeros((shards, 3))
+        if len(service_ns) != shards:
+            raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
+        self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
+        self.cores = Cores(cores, self.n_workers)
+        self.is_direct = network.instant and shards == 1 and not self.service.takes_time
         self._allocate(link_of)
 
     cdef int _allocate(self, int32_t[::1] link_of) except -1:
-        cdef int64_t worker, shard, leaf, n = self.n_workers
-        self.pool.first_free = -1
-        self.n_staleness = min(<int64_t> _MOST_STALENESS, 4 * n + 1024)
+        cdef int64_t worker, n = self.n_workers
         self.players = <player_t *> calloc(n, sizeof(player_t))
         self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
-        self.servers = <server_t *> calloc(self.n_shards, sizeof(server_t))
         self.links = <int32_t *> calloc(n, sizeof(int32_t))
         self.idle = <int32_t *> calloc(n, sizeof(int32_t))
-        self.staleness = <int64_t *> calloc(self.n_staleness, sizeof(int64_t))
-        if not (self.players and self.views and self.servers and self.links and self.idle and self.staleness):
+        if not (self.players and self.views and self.links and self.idle):
             raise MemoryError()
         for worker in range(n):
             self.links[worker] = link_of[worker]
             self.players[worker].resume_ns = -1
             self.idle[worker] = <int32_t> worker
         self.n_idle = <int32_t> n
-        for shard in range(self.n_shards):
-            self.servers[shard].state = <scheduler_t *> calloc(1, roster_bytes(n))
-            self.servers[shard].leaves = <fps_kept_list *> calloc(self.policy.groups + 1, sizeof(fps_kept_list))
-            if not (self.servers[shard].state and self.servers[shard].leaves):
-                raise MemoryError()
-            roster_initialise(self.servers[shard].state, <int32_t> n, &self.policy)
-            self.servers[shard].due_ns = self.servers[shard].armed_ns = self.servers[shard].last_update_ns = -1
-            self.servers[shard].sum.first = self.servers[shard].sum.last = -1
-            for leaf in range(self.policy.groups + 1):
-                self.servers[shard].leaves[leaf].first = self.servers[shard].leaves[leaf].last = -1
         return 0
 
     def __dealloc__(self):
-        cdef int64_t shard
-        if self.servers:
-            for shard in range(self.n_shards):
-                free(self.servers[shard].state)
-                free(self.servers[shard].leaves)
-        free(self.servers)
         free(self.players)
         free(self.views)
         free(self.links)
         free(self.idle)
-        free(self.staleness)
-        free(self.pool.kept)
-        free(self.lines.lines)
         fps_queue_free(&self.queue)
 
     # -- running -----------------------------------------------------------------------------------
@@ -148,7 +142,7 @@ cdef class Simulator:
         """
         with nogil:
             self._run(events)
-        if self.no_memory:
+        if self.no_memory or self.ledger.no_memory:
             raise MemoryError("no memory for more events")
         if self.finished:
             return False
@@ -174,13 +168,15 @@ cdef class Simulator:
             for worker in range(self.n_workers):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
-        while self.events < last and self.queue.length and not self.no_memory and not self._is_over():
+        while self.events < last and self.queue.length and not self._is_over():
+            if self.no_memory or self.ledger.no_memory:
+                return
             self.events += 1
             self._play(fps_queue_pop(&self.queue))
 
     cdef void _play(self, fps_event event) noexcept nogil:
         cdef server_t *server
-        self.now_ns = event.key
+        self.now_ns = self.ledger.now_ns = event.key
         if event.kind == EVENT_COMPUTED:
             self._computed(event.index)
         elif event.kind == EVENT_PUSHED:
@@ -190,23 +186,21 @@ cdef class Simulator:
         elif event.kind == EVENT_LINK:
             self._check(self.network.run_link(&self.queue, self.now_ns, event.index))
         elif event.kind == EVENT_TIMER:
-            server = &self.servers[event.index]
+            server = &self.ledger.servers[event.index]
             if server.armed_ns == self.now_ns:
                 server.armed_ns = -1
                 self._fire_due(event.index)
                 self._arm(event.index)
+        elif event.kind == EVENT_CORES:
+            self._check(self.cores.run(&self.queue, self.now_ns))
+        elif event.kind == EVENT_SERVED:
+            self._served(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
     cdef void _check(self, int outcome) noexcept nogil:
         if outcome < 0:
             self.no_memory = True
-
-    cdef void _line(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil:
-        cdef fps_record_line line
-        line.time_ns, line.version, line.detail = self.now_ns, version, detail
-        line.worker, line.shard, line.kind = worker, <int16_t> shard, <int16_t> kind
-        self._check(fps_trace_add(&self.lines, line))
 
     # -- a worker's own loop -----------------------------------------------------------------------
 
@@ -223,7 +217,7 @@ cdef class Simulator:
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            if roster_workers(self.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+            if roster_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
@@ -251,22 +245,28 @@ cdef class Simulator:
         player.fresh = 0
         player.resume_ns = -1
         player.batch = player.granted_batch if player.granted_batch > 0 else self.batch
-        took_ns = self.compute.draw_ns(worker, self.now_ns)
-        if player.batch != self.batch:
-            took_ns = max(<int64_t> 1, <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5))
+        took_ns = self._for_batch(player, self.compute.draw_ns(worker, self.now_ns))
         player.computing = 1
         player.began_ns = self.now_ns
-        self._check(fps_queue_push(&self.queue, self.now_ns + took_ns, EVENT_COMPUTED, worker))
-        if self.tracing:
-            self._line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+        self._check(self.cores.begin(
+            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
+            self._for_batch(player, self.compute.blocked_ns(worker))))
+        if self.ledger.tracing:
+            self.ledger.line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+
+    cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil:
+        """What a first batch takes, for the batch that the worker was granted."""
+        if player.batch == self.batch:
+            return took_ns
+        return <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5)
 
     cdef void _computed(self, int32_t worker) noexcept nogil:
         cdef player_t *player = &self.players[worker]
         player.computing = 0
         player.computed_ns = self.now_ns
         player.compute_ns += self.now_ns - player.began_ns
-        if self.tracing:
-            self._line(LINE_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
+        if self.ledger.tracing:
+            self.ledger.line(LINE_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
         if player.sending:
             player.holding = 1  # Rudra-adv*: the next gradient is never sent before the last was delivered
             return
@@ -279,7 +279,7 @@ cdef class Simulator:
         player.steps += 1
         if self.overlap:
             player.sending = self.n_shards
-        if self.network.instant and self.n_shards == 1:
+        if self.is_direct:
             self._receive(worker, 0, player.timestamp, self.views[worker].version, player.batch)
             return
         for shard in range(self.n_shards):
@@ -297,6 +297,22 @@ cdef class Simulator:
             self._try_begin(worker)
 
     cdef void _pushed(self, int32_t index) noexcept nogil:
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._handled(index)
+
+    cdef void _served(self, int32_t station) noexcept nogil:
+        cdef int32_t index = self.service.take(station)
+        cdef message_t *message = &self.network.messages[index]
+        if message.kind == EVENT_PULLED:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
+        else:
+            self._handled(index)
+        self._check(self.service.go_on(&self.queue, self.now_ns, station))
+
+    cdef void _handled(self, int32_t index) noexcept nogil:
+        """The server has handled a push."""
         cdef message_t message = self.network.messages[index]
         self.network.release(index)
         self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
@@ -308,7 +324,7 @@ cdef class Simulator:
             self._arrive(message.worker, message.shard, message.step, message.version)
             return
         self.players[message.worker].ready_version = message.version
-        if message.version == self.servers[0].state.version:
+        if message.version == self.ledger.servers[0].state.version:
             self.idle[self.n_idle] = message.worker
             self.n_idle += 1
         else:
@@ -323,15 +339,15 @@ cdef class Simulator:
         view.version = version
         view.step = step
         player.fresh += 1
-        if self.tracing:
-            self._line(LINE_PULL, worker, shard, version, step)
+        if self.ledger.tracing:
+            self.ledger.line(LINE_PULL, worker, shard, version, step)
         self._try_begin(worker)
 
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 
     cdef int64_t _newest(self, int32_t worker) noexcept nogil:
         if self.network.instant:
-            return self.servers[0].state.version
+            return self.ledger.servers[0].state.version
         return self.players[worker].ready_version
 
     cdef void _fetch(self, int32_t worker) noexcept nogil:
@@ -343,7 +359,7 @@ cdef class Simulator:
             return
         message = &self.network.messages[index]
         message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
-        message.version, message.bytes = self.servers[0].state.version, self.shard_bytes
+        message.version, message.bytes = self.ledger.servers[0].state.version, self.shard_bytes
         self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
 
     cdef void _fetch_all(self) noexcept nogil:
@@ -357,10 +373,11 @@ cdef class Simulator:
 
     cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
                        int64_t samples) noexcept nogil:
-        cdef server_t *server = &self.servers[shard]
+        cdef server_t *server = &self.ledger.servers[shard]
         cdef player_t *player = &self.players[worker]
         cdef int64_t version
         cdef int action
+        cdef bint relayed
         self._fire_due(shard)
         version = server.state.version
         roster_begin(server.state)
@@ -368,13 +385,15 @@ cdef class Simulator:
         self.received += 1
         self.samples += samples if shard == 0 else 0
         self.ended_ns = self.now_ns
-        if self.tracing:
-            self._line(LINE_RECEIVE, worker, shard, timestamp, samples)
+        if self.ledger.tracing:
+            self.ledger.line(LINE_RECEIVE, worker, shard, timestamp, samples)
         action = scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
         if self.overlap:
             player.sending -= 1
-        self._keep(shard, worker, read_version, action)
+        relayed = self._keep(shard, worker, read_version, action)
         self._follow(shard, action)
+        if relayed and self.service.takes_time:
+            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
         if self.leave and roster_workers(server.state)[worker].clock == self.steps:
             self._leave(worker, shard)
         self._arm(shard)
@@ -387,29 +406,29 @@ cdef class Simulator:
             self._try_begin(worker)
 
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
-        cdef server_t *server = &self.servers[shard]
+        cdef server_t *server = &self.ledger.servers[shard]
         cdef int action
         roster_begin(server.state)
-        if self.tracing:
-            self._line(LINE_LEAVE, worker, shard, server.state.version, 0)
+        if self.ledger.tracing:
+            self.ledger.line(LINE_LEAVE, worker, shard, server.state.version, 0)
         action = scheduler_leave(server.state, worker, self.now_ns)
-        self._relay(server, worker)
+        self.ledger.relay(shard, worker)
         self._follow(shard, action)
 
     cdef void _fire_due(self, int32_t shard) noexcept nogil:
         """Every timer that is due by now, each stamped with its own deadline."""
-        cdef server_t *server = &self.servers[shard]
+        cdef server_t *server = &self.ledger.servers[shard]
         while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
             roster_begin(server.state)
             self.ended_ns = self.now_ns
-            if self.tracing:
-                self._line(LINE_TIMER, -1, shard, server.state.version, 0)
+            if self.ledger.tracing:
+                self.ledger.line(LINE_TIMER, -1, shard, server.state.version, 0)
             self._follow(shard, scheduler_fire(server.state))
             server.due_ns = scheduler_due(server.state)
 
     cdef void _arm(self, int32_t shard) noexcept nogil:
         """After a shard's event: its timer's event comes in time."""
-        cdef server_t *server = &self.servers[shard]
+        cdef server_t *server = &self.ledger.servers[shard]
         server.due_ns = scheduler_due(server.state)
         if server.due_ns == NEVER_NS or (0 <= server.armed_ns <= server.due_ns):
             return
@@ -418,108 +437,45 @@ cdef class Simulator:
 
     # -- what was decided ----------------------------------------------------------------------------
 
-    cdef void _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Write down where the push that was received now is: folded, dropped, or kept in a sum."""
-        cdef server_t *server = &self.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
-        cdef fps_kept_list *sum = &server.sum
-        if action == ACTION_DROP:
-            if w.cursor + 1 == w.consumed:
-                w.cursor = w.consumed
-            if self.tracing:
-                self._line(LINE_DROP, worker, shard, read_version, 0)
-        elif action == ACTION_FOLD:
-            w.cursor = w.consumed
-            self._fold(server, shard, worker, read_version, server.state.version - 1)
-            self._end_update(server)
-        elif self.policy.fold == FOLD_IN_ORDER:
-            self.views[worker * self.n_shards + shard].kept_version = read_version
-        else:
-            if self.policy.groups:
-                sum = &server.leaves[self._leaf_of(worker)]
-            self._check(fps_kept_add(&self.pool, sum, worker, read_version))
-            self._relay(server, worker)
+    cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
+        """Write down where the push that was received now is; True if its leaf has passed it on."""
+        cdef bint relayed
+        self.ledger.keep(shard, worker, read_version, action)
+        relayed = self.ledger.relay(shard, worker)
         if self.players[worker].blocked:
             self._try_begin(worker)  # a slot of it may be free now
-
-    cdef int64_t _leaf_of(self, int32_t worker) noexcept nogil:
-        return worker * self.policy.groups // self.n_workers
-
-    cdef void _relay(self, server_t *server, int32_t worker) noexcept nogil:
-        """If the scheduler has passed the worker's leaf on to the root, its pushes are in the root's sum."""
-        cdef int64_t leaf
-        if not self.policy.groups:
-            return
-        leaf = self._leaf_of(worker)
-        if roster_workers(server.state)[(leaf * self.n_workers + self.policy.groups - 1) // self.policy.groups].leaf_kept == 0:
-            fps_kept_move(&self.pool, &server.sum, &server.leaves[leaf])
+        return relayed
 
     cdef void _follow(self, int32_t shard, int action) noexcept nogil:
         """Count what an event has folded, and answer everyone whom it has granted a step."""
-        cdef server_t *server = &self.servers[shard]
-        cdef scheduler_t *state = server.state
+        cdef scheduler_t *state = self.ledger.servers[shard].state
         cdef int32_t i, worker
         if action == ACTION_FOLD_ALL:
-            self._fold_sum(server, shard)
+            self._fold_sum(shard)
         elif action == ACTION_FOLD_LIST:
-            for i in range(state.n_folds):
-                worker = roster_folds(state)[i]
-                roster_workers(state)[worker].cursor += 1
-                self._fold(server, shard, worker, self.views[worker * self.n_shards + shard].kept_version,
-                           state.version - state.n_folds + i)
-                self._end_update(server)
+            self.ledger.fold_list(shard)
+        if self.service.takes_time:
+            self.service.update(self.now_ns, shard, state.version)
         for i in range(state.n_touched_workers):
             worker = roster_touched(state)[i]
             if roster_workers(state)[worker].granted_at == state.sequence:
                 self._answer(worker, shard)
 
-    cdef void _fold_sum(self, server_t *server, int32_t shard) noexcept nogil:
+    cdef void _fold_sum(self, int32_t shard) noexcept nogil:
         """All pushes of the sum; then whoever waited for one of these slots may go on."""
-        cdef int32_t node = server.sum.first
-        cdef worker_t *w
+        cdef int32_t node = self.ledger.servers[shard].sum.first
+        cdef int32_t worker
+        self.ledger.fold_sum(shard)
         while node >= 0:
-            w = &roster_workers(server.state)[self.pool.kept[node].worker]
-            w.cursor = w.cursor + 1 if self.policy.groups else w.consumed
-            self._fold(server, shard, self.pool.kept[node].worker, self.pool.kept[node].read_version,
-                       server.state.version - 1)
-            node = self.pool.kept[node].next
-        self._end_update(server)
-        node = server.sum.first
-        while node >= 0:
-            if self.players[self.pool.kept[node].worker].blocked:
-                self._try_begin(self.pool.kept[node].worker)
-            node = self.pool.kept[node].next
-        fps_kept_clear(&self.pool, &server.sum)
-
-    cdef void _fold(self, server_t *server, int32_t shard, int32_t worker, int64_t read_version,
-                    int64_t version) noexcept nogil:
-        """Count a push that is folded, and its staleness: versions published between its read and `version`."""
-        cdef worker_t *w = &roster_workers(server.state)[worker]
-        cdef int64_t staleness = version - read_version
-        w.folded += 1
-        w.staleness_sum += staleness
-        w.staleness_max = max(w.staleness_max, staleness)
-        server.staleness_of_update += staleness
-        server.pushes_of_update += 1
-        self.staleness[min(max(staleness, 0), self.n_staleness - 1)] += 1
-        if self.tracing:
-            self._line(LINE_FOLD, worker, shard, read_version, staleness)
-
-    cdef void _end_update(self, server_t *server) noexcept nogil:
-        """Count one version: its <sigma> (Rudra, equation 2), and the gaps between the updates that are its pushes."""
-        if server.pushes_of_update == 0:
-            return
-        if server.last_update_ns >= 0:
-            server.gaps[fps_time_bucket(server.state.folded_ns - server.last_update_ns)] += 1
-        server.gaps[0] += server.pushes_of_update - 1
-        server.updates += 1
-        server.sigma_sum += <double> server.staleness_of_update / <double> server.pushes_of_update
-        server.last_update_ns = server.state.folded_ns
-        server.pushes_of_update = server.staleness_of_update = 0
+            worker = self.ledger.pool.kept[node].worker
+            if self.players[worker].blocked:
+                self._try_begin(worker)
+            node = self.ledger.pool.kept[node].next
+        self.ledger.forget_sum(shard)
 
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
-        cdef server_t *server = &self.servers[shard]
+        cdef server_t *server = &self.ledger.servers[shard]
         cdef worker_t *w = &roster_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         cdef int32_t index
@@ -527,15 +483,15 @@ cdef class Simulator:
         player.grant_wait_ns += self.now_ns - w.push_ns[0]
         if w.batch > 0:
             player.granted_batch = w.batch
-        if self.tracing:
-            self._line(LINE_GRANT, worker, shard, server.state.version, w.granted)
+        if self.ledger.tracing:
+            self.ledger.line(LINE_GRANT, worker, shard, server.state.version, w.granted)
         if self.leave and w.clock == self.steps:
             return  # it is about to leave
         if self.overlap:
             self.views[worker].step = w.granted
             self._try_begin(worker)
             return
-        if self.network.instant and self.n_shards == 1:
+        if self.is_direct:
             self._arrive(worker, shard, w.granted, server.state.version)
             return
         index = self.network.allocate()
@@ -547,12 +503,13 @@ cdef class Simulator:
         message.step, message.version = w.granted, server.state.version
         # Rudra, section 3.2: a pull is skipped when the version has not changed.
         message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
-        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
 
     # -- looking -----------------------------------------------------------------------------------
 
     def trace(self):
         """The lines written so far, as bytes: 32 a line, int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
-        if self.lines.length == 0:
-            return b""
-        return (<char *> self.lines.lines)[:self.lines.length * sizeof(fps_record_line)]
+        return self.ledger.trace()

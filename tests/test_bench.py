@@ -27,6 +27,7 @@ KEYS = {
     "kernels": {"name", "size", "backend", "bytes_per_s", "limit_share"} | SECONDS,
     "lane": {"name", "size", "backend", "ns_per_op", "limit_share"} | SECONDS,
     "scheduler": {"name", "size", "backend", "ns_per_op", "bound_ns"} | SECONDS,
+    "sim": {"name", "size", "backend", "ns_per_op", "events_per_s", "bound_ns"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }
@@ -57,6 +58,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     names = {bench: {row["name"] for row in rows if row["bench"] == bench} for bench in KEYS}
     assert names["kernels"] == {"sgd-momentum", "adam", "sum-4-sgd-momentum"}
     assert names["scheduler"] == set(SPECS)
+    assert names["sim"] > set(SPECS)
     assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade"}
     assert names["train"] == {"fastps", "ddp", "hogwild", "single"}
     trained = [row for row in rows if row["bench"] == "train"]
@@ -78,7 +80,7 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, step, train, all; found 'nothing'"),
+        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, train, all; found 'nothing'"),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),

@@ -393,7 +393,12 @@ USED = {
     "adv*": ["adv*:1", "adv*:1,groups=3"],
     "adv": ["adv:1", "adv:1,groups=3"],
     "r2sp": ["r2sp", "r2sp:0.5", "r2sp,tune=true", "r2sp:0.5,tune=true"],
-    "policy": ["policy:fold=each,grant=at-once", "policy:fold=count,grant=bounded,low=3,high=3,divisor=2"],
+    "auto": ["auto", "auto:100"],
+    "policy": [
+        "policy:fold=all,grant=next-version,warm_up=20",
+        "policy:fold=each,grant=at-once",
+        "policy:fold=count,grant=bounded,low=3,high=3,divisor=2",
+    ],
 }
 MODIFIED = {
     "scale": ["ssp:3,scale=1/sigma", "softsync:2,scale=1/n", "softsync:2,scale=mean", "bsp,scale=linear", "asp,scale=one"],

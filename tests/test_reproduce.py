@@ -11,26 +11,21 @@ from typing import Any
 import pytest
 
 from fastps.errors import UsageError
-from fastps.reproduce import ROWS, Effort, Row, choose, reproduce
+from fastps.reproduce import ROWS, Effort, Row, Verdict, choose, reproduce
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.show import markdown
 
 KEYS = ["id", "paper", "claim", "expected", "measured", "tolerance", "ok", "note"]
-QUICK = [
-    "dssp/table-1-speed",
-    "dssp/theorem-2",
-    "dssp/figure-2",
-    "psp-sgd/table-1-times",
-    "rudra/figure-4",
-    "rudra/table-1-order",
-    "r2sp/figure-7a-times",
-    "r2sp/figure-8-bsp-r2sp",
-    "r2sp/worst-staleness",
-    "r2sp/table-2",
-    "backup-workers/figure-3",
-    "backup-workers/figure-6",
-    "backup-workers/table-1",
-]
+# Rows that are known not to hold; docs/reproduction.md says of each why. Who makes one hold takes it out of here.
+NOT_HELD = {
+    "dssp/table-1-as-printed",
+    "dssp/figure-3-without-fully-connected",
+    "rudra/table-1-values",
+    "r2sp/figure-7a-order",
+    "r2sp/figure-8-asp-ssp",
+    "r2sp/worst-staleness-of-ssp",
+    "r2sp/figure-12-best",
+}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,15 +41,37 @@ def test_the_five_papers_have_rows_of_their_own_ids() -> None:
         assert re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", row.id) and row.source and row.claim.endswith((".", ")")) and row.expect
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_quick_rows_hold(name: str) -> None:
+@pytest.fixture(scope="module")
+def quick() -> list[Verdict]:
+    """What `fastps reproduce --quick` makes of the rows of virtual time alone."""
+    return reproduce([row for row in ROWS if not row.learns], Effort(quick=True))
+
+
+def test_quick_rows_are_all_made_with_all_keys_and_numbers(quick: list[Verdict]) -> None:
+    assert [verdict.row.id for verdict in quick] == [row.id for row in ROWS if not row.learns]
+    for verdict in quick:
+        found = json.loads(json.dumps(verdict.as_json(), allow_nan=False))
+        assert [key for key in KEYS if key not in found] == []
+        assert found["measured"] and None not in found["measured"].values(), verdict.row.id
+        assert found["ok"] or found["note"].startswith("not reproduced: "), verdict.row.id
+
+
+def test_quick_rows_that_are_known_to_hold_do(quick: list[Verdict]) -> None:
+    assert {verdict.row.id: verdict.note for verdict in quick if not verdict.ok and verdict.row.id not in NOT_HELD} == {}
+
+
+def test_four_fifths_of_all_rows_hold_and_the_others_have_a_reason() -> None:
+    named = {row.id: row for row in ROWS}
+    assert len(NOT_HELD & set(named)) == len(NOT_HELD) <= 0.2 * len(ROWS)
+    assert all(named[name].why_not for name in NOT_HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [row.id for row in ROWS if row.learns])
+def test_rows_with_real_gradients_hold(name: str) -> None:
     (verdict,) = reproduce(choose([name]), Effort(quick=True))
     assert verdict.ok, verdict.note
-
-
-def test_a_real_gradient_row_holds() -> None:
-    (verdict,) = reproduce(choose(["rudra/figure-5"]), Effort(quick=True))
-    assert verdict.ok and verdict.measured["n=30, alpha_0"] > 0.85
 
 
 @pytest.mark.parametrize("wrong", [Near({"bsp": 3.0}, 0.1), InOrder(("bsp", "dssp:3,15")), Between({"ssp:3": (0, 1)})])

@@ -161,3 +161,13 @@ def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
     assert found.returncode == 0 and "accuracy" in found.stdout, found.stderr
     for row in json.loads(file.read_text())["rows"]:
         assert row["accuracy_over_time"][-1][1] == row["test_accuracy"] > 0.5
+
+
+def test_the_goal_is_reached_when_one_worker_had_ten_small_losses_in_a_row(digits: Dataset) -> None:
+    """In virtual time a goal is a matter of the losses: a loss that is never met, one that is met at once, and one between."""
+    simulation = Simulation(workers=2, steps=60, batch=16, compute=ComputeModel("replay", replay=[[10_000_000], [15_000_000]]))
+    assert trained("asp", digits, simulation).row["goal_s"] is None, "none was asked for"
+    assert trained("asp", digits, simulation, goal=1e-9).row["goal_s"] is None
+    assert trained("asp", digits, simulation, goal=1e9).row["goal_s"] == pytest.approx(0.1), "the first worker's tenth step"
+    found = trained("asp", digits, simulation, goal=1.0).row
+    assert 0.1 < found["goal_s"] < found["seconds"]

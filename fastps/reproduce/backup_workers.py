@@ -168,6 +168,7 @@ ROWS = (
         source="Figure 2",
         claim="MNIST: the error is 0.36 % without staleness, 0.47 % with 20 and 0.79 % with 50 steps of it (real gradients).",
         measure=_figure_2,
+        learns=True,
         expect=(
             InOrder(("error, staleness 0", "error, staleness 20", "error, staleness 50")),
             Near({"mean staleness, 20 wanted": 20, "mean staleness, 50 wanted": 50}, 0.1, relative=True),

@@ -119,6 +119,7 @@ ROWS = (
         source="Table 1",
         claim="Errors 0.148, 0.157 (c=28, 90 %), 0.161 (c=28, 100 %), and 0.291 with c=20, 75 % (real gradients).",
         measure=_errors,
+        learns=True,
         expect=(
             InOrder(("c=32, 100%", "c=28, 90%", "c=28, 100%"), slack=0.15),
             InOrder(("c=28, 100%", "c=20, 75%")),

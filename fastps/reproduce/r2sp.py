@@ -6,6 +6,7 @@ Refuses to decide anything: policies and the scheduler do. Numbers are of the pa
 import heapq
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from fastps.specs import parse_policy
 
 WORKERS = 16  # cluster-A: 16 workers, 4 servers
 SPREAD = 0.05
-INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,16 @@ def _both_readings(effort: Effort) -> dict[str, float]:
 
 
 def _throttled(effort: Effort) -> dict[str, float]:
-    """BSP's iteration over R2SP's, with the ports at 10, 5 and 2.5 Gbit/s."""
+    """BSP's iteration over R2SP's, with all links at 10, 5 and 2.5 Gbit/s; and with only the servers' links so narrow."""
     found: dict[str, float] = {}
     for name in ("alexnet", "vgg16"):
         cluster = _cluster_a(MODELS[name], effort.choose(500, 100))
         for gigabits in (10.0, 5.0, 2.5):
-            slower = replace(cluster, bandwidth=cluster.bandwidth * gigabits / 10)
-            times = [_iteration_s(play(sync, slower)) for sync in ("bsp", "r2sp:0.8")]
-            found[f"{name}, {gigabits:g} Gbit/s"] = times[0] / times[1]
+            servers = replace(cluster, bandwidth=cluster.bandwidth * gigabits / 10)
+            links = replace(servers, worker_bandwidth=cluster.worker_bandwidth * gigabits / 10)
+            for reading, slower in (("", links), (", servers' only", servers)):
+                times = [_iteration_s(play(sync, slower)) for sync in ("bsp", "r2sp:0.8")]
+                found[f"{name}, {gigabits:g} Gbit/s{reading}"] = times[0] / times[1]
     return found
 
 
@@ -141,24 +143,39 @@ def _most_at_once(lines: npt.NDArray[np.void], begins: str, ends: str) -> int:
 
 
 def _tuned_training(effort: Effort) -> dict[str, float]:
-    """Time to 90 and 95 % of the test images with tuned batches over that without."""
+    """Time until the training has converged, and to 90 % of the test images, with tuned batches over those without."""
     slowest = SPEEDS["g2.2x"]
     factors = {worker: slowest / SPEEDS[kind] for worker, kind in enumerate(CLUSTER_B)}
-    simulation = Simulation(workers=8, steps=120, batch=16, compute=lognormal(SECOND, SPREAD, factors=factors))
+    simulation = Simulation(workers=8, steps=300, batch=16, compute=lognormal(SECOND, SPREAD, factors=factors))
     seeds = range(effort.choose(4, 1))
-    found: dict[str, float] = {}
-    for accuracy, momentum in ((0.9, 0.0), (0.95, 0.5)):
-        tuned, plain = (
-            time_to(learn(sync, simulation, "digits", seeds, learning_rate=0.02, momentum=momentum, looks=120), accuracy)
-            for sync in ("r2sp:0.8,tune=true", "r2sp:0.8")
-        )
-        found[f"tuned / not tuned, to {accuracy:.0%}"] = tuned / plain
-    return found
+    tuned, plain = (
+        learn(sync, simulation, "digits", seeds, learning_rate=0.01, momentum=0.0, looks=100, goal=0.25)
+        for sync in ("r2sp:0.8,tune=true", "r2sp:0.8")
+    )
+    return {
+        "tuned / not tuned, converged": _goal_s(tuned) / _goal_s(plain),
+        "tuned / not tuned, to 90%": time_to(tuned, 0.9) / time_to(plain, 0.9),
+    }
+
+
+def _goal_s(rows: list[Found]) -> float:
+    """Mean seconds until the goal; NaN if one run has not come to it."""
+    return fmean(float("nan") if row["goal_s"] is None else row["goal_s"] for row in rows)
 
 
 def _zero_gaps(effort: Effort) -> dict[str, float]:
     cluster = _cluster_a(MODELS["vgg16"], effort.choose(500, 100))
     return {sync: play(sync, cluster)["zero_gap_share"] for sync in ("bsp", "asp", "ssp:5", "r2sp:0.8")}
+
+
+def _zero_gaps_by_spread(effort: Effort) -> dict[str, float]:
+    """Also of computing times that hardly vary."""
+    cluster = _cluster_a(MODELS["vgg16"], effort.choose(500, 100))
+    found = {sync: play(sync, cluster)["zero_gap_share"] for sync in ("asp", "ssp:5")}
+    for spread in (0.01, 0.001):
+        steadier = replace(cluster, compute=replace(cluster.compute, spread=spread))
+        found[f"asp, times vary by {spread:.1%}"] = play("asp", steadier)["zero_gap_share"]
+    return found
 
 
 @cache  # two rows look at the same runs
@@ -295,12 +312,13 @@ ROWS = (
         source="Figure 10",
         claim="Batch size tuning makes R2SP converge around 40 % sooner in cluster-B (real gradients).",
         measure=_tuned_training,
-        expect=(Near({f"tuned / not tuned, to {accuracy}": 0.6 for accuracy in ("90%", "95%")}, 0.15),),
-        assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, to 90 % without momentum and to 95 %"
-        " with 0.5, batches of 16 at first, a rate of 0.02: at 0.05 the tuned run, whose rate rises with its batches, does"
-        " not learn.",
-        why_not="Tuned batches bring 1.9 times the samples a second here, too; but on so small a problem a larger batch at a"
-        " larger rate saves fewer updates than with ResNet32.",
+        learns=True,
+        expect=(Near({"tuned / not tuned, converged": 0.6}, 0.15),),
+        assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, and batches of 16 at first in place of"
+        " 512, for there are 1,437 images; section VI.A's learning rate of 0.01, and converged as it says: a loss below 0.25 in"
+        " 10 consecutive iterations, of any worker; momentum is not in the text: none. Also tried: with a rate of 0.02 it is"
+        " about the same; time to 90 % of the test images at that rate 0.78, and to 95 % with momentum 0.5 0.73; with a rate of"
+        " 0.05 the tuned run, whose rate rises with its batches, does not learn.",
     ),
     Row(
         id="r2sp/figure-8-bsp-r2sp",
@@ -314,12 +332,13 @@ ROWS = (
         id="r2sp/figure-8-asp-ssp",
         source="Figure 8",
         claim="VGG16: 75 % of the gaps are zero under ASP and 83 % under SSP.",
-        measure=_zero_gaps,
+        measure=_zero_gaps_by_spread,
         expect=(Near({"asp": 0.75, "ssp:5": 0.83}, 0.1),),
         assumed="a gap is zero below 1 % of the mean iteration; " + CONTENTION + "a rate 1.6 times as large.",
-        why_not="Transfers that share a port evenly keep workers together, but less than in the paper, which says neither"
-        " what gap it takes as zero nor how its times vary; the shares fall as the times vary more. Bound 5 is hardly ever"
-        " reached here, so SSP is ASP.",
+        why_not="Transfers that share a port drive workers apart here: who is ahead has more of the port for a while, and is"
+        " further ahead at the end, so that the share falls with every iteration, the sooner the more the times vary. The paper"
+        " says neither what gap it takes as zero, nor how its times vary, nor over how many iterations it counts. Bound 5 is"
+        " hardly ever reached here, so SSP is ASP.",
     ),
     Row(
         id="r2sp/worst-staleness",
@@ -363,9 +382,11 @@ ROWS = (
         expect=tuple(
             InOrder(tuple(f"{name}, {gigabits} Gbit/s" for gigabits in ("10", "5", "2.5"))) for name in ("alexnet", "vgg16")
         ),
-        assumed=CONTENTION + "a rate 1.6 times as large. The figure's bandwidths are not in the text: 10, 5 and 2.5 Gbit/s.",
-        why_not="It grows up to 2, where R2SP uses the ports fully in both directions and BSP one after the other, and cannot"
-        " grow beyond that.",
+        assumed=CONTENTION
+        + "a rate 1.6 times as large. The figure's bandwidths are not in the text: 10, 5 and 2.5 Gbit/s, of all links, workers'"
+        " too, for cluster-A is 'interconnected by 10 Gbps links' and what is throttled is its 'link bandwidth'."
+        " Also tried: with the servers' links only, the speed-up grows to 2, where R2SP uses them fully in both directions and"
+        " BSP one after the other, and falls a little beyond.",
     ),
     Row(
         id="r2sp/figure-12-best",

@@ -56,6 +56,7 @@ class Row:
         claim: what the paper says, in a sentence.
         measure: the numbers, for an effort.
         expect: what is expected of them; all must hold.
+        learns: whether gradients are computed, which takes much longer than virtual time alone.
         assumed: parameters that the paper's text does not give, with the reason for each.
         why_not: why a row that is known not to hold does not; shown only where it does not.
     """
@@ -65,6 +66,7 @@ class Row:
     claim: str
     measure: Callable[[Effort], Numbers]
     expect: Sequence[Expectation]
+    learns: bool = False
     assumed: str = ""
     why_not: str = ""
 

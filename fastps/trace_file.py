@@ -1,0 +1,164 @@
+"""A trace on disk: what a recorded run did, step by step and push by push. One file: a JSON header, then two tables of lines.
+
+Layout, all little endian: the 16 bytes of `MAGIC`; uint64: bytes of the header; the header in JSON, padded with spaces to a
+multiple of 64 bytes; the tables one after the other, each as `header["tables"]` says. numpy reads them without a copy. Refuses
+to know how lines come about (recording.py) and what they mean together (trace_check.py, trace_summary.py, replay.py).
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import Error
+
+MAGIC = b"fastps-trace-v1\n"
+_ALIGNMENT = 64
+_LONGEST_HEADER = 1 << 26
+
+# One step of one worker. Times in ns on the machine's monotonic clock, durations in ns.
+STEP_DTYPE = np.dtype(
+    [
+        ("begin_ns", "<i8"),  # the weights are there: computing begins
+        ("computed_ns", "<i8"),  # the gradient is there: the push begins
+        ("posted_ns", "<i8"),  # its descriptor is posted
+        ("pushed_ns", "<i8"),  # the push has returned; with overlap before it is posted
+        ("granted_ns", "<i8"),  # the next step is granted
+        ("end_ns", "<i8"),  # the next weights are there
+        ("cpu_ns", "<i8"),  # of the worker's thread while it computed
+        ("queue_ns", "<i8"),  # time in which that thread could have run but had no core; -1: unknown
+        ("store_cpu_ns", "<i8"),  # of the worker's thread from computed_ns to end_ns
+        ("push_transfer_ns", "<i8"),  # injected transfers (transfers.py), waiting for the link included
+        ("pull_transfer_ns", "<i8"),
+        ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
+        ("step", "<i8"),  # of the worker, from 0
+        ("samples", "<i4"),  # 0: never told
+        ("worker", "<i2"),
+        ("null", "u1"),  # a step without a gradient
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+
+# What became of one push in one shard.
+PUSH_DTYPE = np.dtype(
+    [
+        ("position", "<i8"),  # of the worker's descriptors, from 0
+        ("step", "<i8"),
+        ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
+        ("version", "<i8"),  # folded: that it is part of; dropped: that it came too late for; undecided: -1
+        ("decided_ns", "<i8"),  # time of the event that decided; undecided: -1
+        ("staleness", "<i4"),  # folded: versions of this shard between read and fold
+        ("worker", "<i2"),
+        ("shard", "<i2"),
+        ("fate", "u1"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+FOLDED, DROPPED, UNDECIDED = 0, 1, 2
+FATES = ("folded", "dropped", "undecided")
+_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
+Lines = npt.NDArray[np.void]
+
+
+class TraceError(Error, ValueError):
+    """A file that is no trace, or a damaged one."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run.
+
+    Attributes:
+        header: what recording.py says of the job; "sync", "workers", "shards" and more.
+        steps: lines of STEP_DTYPE, by worker, then step.
+        pushes: lines of PUSH_DTYPE, by worker, then position, then shard.
+    """
+
+    header: Mapping[str, Any]
+    steps: Lines
+    pushes: Lines
+
+    @property
+    def workers(self) -> int:
+        """Workers of the job, recorded or not."""
+        return int(self.header["workers"])
+
+    def steps_of(self, worker: int) -> Lines:
+        """One worker's steps."""
+        found: Lines = self.steps[self.steps["worker"] == worker]
+        return found
+
+
+def write(trace: Trace, file: Path) -> None:
+    """Write a trace: the file is there whole, or as it was before. Raises TraceError."""
+    tables = {"steps": trace.steps, "pushes": trace.pushes}
+    described = {name: {"lines": len(lines), "dtype": _described(_DTYPES[name])} for name, lines in tables.items()}
+    text = json.dumps({**trace.header, "tables": described}).encode()
+    text += b" " * (-(len(MAGIC) + 8 + len(text)) % _ALIGNMENT)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(MAGIC + len(text).to_bytes(8, "little") + text)
+            for name, lines in tables.items():
+                stream.write(np.ascontiguousarray(lines, _DTYPES[name]).tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise TraceError(f"the trace {file} cannot be written: {error}; choose another file") from None
+
+
+def read(file: Path) -> Trace:
+    """Read what `write` wrote. Raises TraceError, saying what is wrong with the file."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise TraceError(f"expected a trace that --trace wrote, found {file}: {error.strerror}") from None
+    begin = len(MAGIC) + 8
+    if data[: len(MAGIC)] != MAGIC or len(data) < begin:
+        raise TraceError(f"expected a trace that --trace wrote, found another file: {file}")
+    length = int.from_bytes(data[len(MAGIC) : begin], "little")
+    try:
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(data[begin : begin + length])
+        offset = begin + length
+        tables = {}
+        for name, dtype in _DTYPES.items():
+            described = header["tables"][name]
+            if described["dtype"] != _described(dtype):
+                raise ValueError(f"lines of another layout in {name!r}")
+            count = int(described["lines"])
+            tables[name] = np.frombuffer(data, dtype, count, offset)
+            offset += count * dtype.itemsize
+        header.pop("tables")
+        found = Trace(header, tables["steps"], tables["pushes"])
+        _check_header(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"the trace {file} is damaged or of another version of fastps: {error}; record it again") from None
+    return found
+
+
+def _check_header(trace: Trace) -> None:
+    """What readers rely on: numbers of workers and shards, and no line of another."""
+    workers, shards = int(trace.header["workers"]), int(trace.header["shards"])
+    if not (1 <= workers <= 1 << 15 and 1 <= shards <= 1 << 15):
+        raise ValueError(f"{workers} workers and {shards} shards")
+    str(trace.header["sync"])
+    for lines, name, most in (
+        (trace.steps, "worker", workers),
+        (trace.pushes, "worker", workers),
+        (trace.pushes, "shard", shards),
+    ):
+        if len(lines) and not (int(lines[name].min()) >= 0 and int(lines[name].max()) < most):
+            raise ValueError(f"a line of {name} {int(lines[name].max())} of {most}")
+
+
+def _described(dtype: "np.dtype[np.void]") -> list[list[str]]:
+    return [[str(name), str(kind)] for name, kind, *_ in dtype.descr]

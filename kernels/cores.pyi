@@ -1,0 +1,6 @@
+class Cores:
+    count: float
+    shared: bool
+    n_workers: int
+    def __init__(self, count: float, workers: int) -> None: ...
+    def busy_ns(self) -> int: ...

@@ -1,0 +1,67 @@
+"""The words of a sequence by hand: events with their answers, and the oracle that a sequence is asked of."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.oracles.backup import Backup
+from tests.oracles.hardsync import HardSync
+from tests.oracles.psp import PspServer
+from tests.oracles.r2sp import R2sp
+from tests.oracles.softsync import SoftSync
+from tests.oracles.staggered import StaggeredSoftSync
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call with its arguments, what it answers (folded, granted), and the next timer's deadline after it."""
+
+    kind: str
+    arguments: tuple[int, ...]
+    folded: list[int]
+    granted: list[int]
+    due_ns: int | None
+
+
+def push(
+    worker: int,
+    now_ns: int,
+    timestamp: int,
+    folded: list[int],
+    granted: list[int],
+    due: int | None = None,
+    batch: int = 8,
+) -> Event:
+    return Event("push", (worker, now_ns, timestamp, batch), folded, granted, due)
+
+
+def leave(worker: int, now_ns: int, folded: list[int], granted: list[int], due: int | None = None) -> Event:
+    return Event("leave", (worker, now_ns), folded, granted, due)
+
+
+def fire(folded: list[int], granted: list[int], due: int | None = None) -> Event:
+    return Event("fire", (), folded, granted, due)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Events of one server, and what it keeps at their end."""
+
+    name: str
+    discipline: str
+    workers: int
+    settings: dict[str, Any]
+    events: list[Event]
+    version: int
+    dropped: dict[int, int] = field(default_factory=dict)
+    batch: dict[int, int] = field(default_factory=dict)
+
+    def oracle(self) -> Any:
+        of = {
+            "backup": Backup,
+            "psp": PspServer,
+            "softsync": SoftSync,
+            "hardsync": HardSync,
+            "r2sp": R2sp,
+            "staggered": StaggeredSoftSync,
+        }
+        return of[self.discipline](self.workers, **self.settings)

@@ -1,0 +1,196 @@
+"""Worked out by hand: quorums of backup workers and of PSP, whose late pushes are dropped."""
+
+from tests.oracles.by_hand.events import Sequence, fire, leave, push
+
+BACKUP = [
+    Sequence(
+        "the slowest is dropped and reads the theta of now",
+        "backup",
+        3,
+        {"b": 1},
+        [
+            push(2, 10, 0, [], []),
+            push(0, 20, 0, [0, 2], [0, 2]),
+            push(0, 30, 1, [], []),
+            push(1, 40, 0, [], [1]),  # late: version 0 is over; its next is of version 1 and still in time
+            push(1, 50, 1, [0, 1], [0, 1]),
+            push(2, 60, 1, [], [2]),
+        ],
+        version=2,
+        dropped={0: 0, 1: 1, 2: 1},
+    ),
+    Sequence(
+        "at one time the order of arrival decides",
+        "backup",
+        3,
+        {"b": 1},
+        [push(1, 10, 0, [], []), push(2, 10, 0, [1, 2], [1, 2]), push(0, 10, 0, [], [0])],
+        version=1,
+        dropped={0: 1, 1: 0, 2: 0},
+    ),
+    Sequence(
+        "without backups it is bsp",
+        "backup",
+        2,
+        {"b": 0},
+        [push(1, 5, 0, [], []), push(0, 9, 0, [0, 1], [0, 1]), push(0, 9, 1, [], []), push(1, 9, 1, [0, 1], [0, 1])],
+        version=2,
+    ),
+    Sequence(
+        "a leaver's gradient stays and counts",
+        "backup",
+        4,
+        {"b": 1},
+        [
+            push(0, 1, 0, [], []),
+            leave(0, 2, [], []),
+            push(1, 3, 0, [], []),
+            push(3, 4, 0, [0, 1, 3], [1, 3]),
+            push(2, 5, 0, [], [2]),
+        ],
+        version=1,
+        dropped={1: 0, 2: 1, 3: 0},
+    ),
+    Sequence(
+        "with fewer live than N all of them are enough",
+        "backup",
+        4,
+        {"b": 1},
+        [
+            push(1, 1, 0, [], []),
+            leave(0, 2, [], []),
+            push(2, 3, 0, [], []),
+            leave(3, 4, [1, 2], [1, 2]),  # two live, both in the set
+            push(2, 5, 1, [], []),
+            push(1, 6, 1, [1, 2], [1, 2]),
+            push(1, 7, 2, [], []),
+            leave(2, 8, [1], [1]),
+            push(1, 9, 3, [1], [1]),
+        ],
+        version=4,
+    ),
+    Sequence(
+        "the last to leave takes nothing along",
+        "backup",
+        3,
+        {"b": 0},
+        [
+            push(0, 1, 0, [], []),
+            leave(0, 1, [], []),
+            leave(1, 2, [], []),
+            leave(2, 3, [0], []),
+        ],
+        version=1,
+    ),
+]
+
+PSP = [
+    Sequence(
+        "without a timeout the c-th gradient ends the version",
+        "psp",
+        3,
+        {"c": 2, "tau1_ns": 0},
+        [
+            push(1, 10, 0, [], []),
+            push(0, 10, 0, [0, 1], [0, 1]),
+            push(2, 10, 0, [], [2]),
+            push(2, 20, 1, [], []),
+            push(1, 20, 1, [1, 2], [1, 2]),
+        ],
+        version=2,
+        dropped={0: 0, 1: 0, 2: 1},
+    ),
+    Sequence(
+        "the timeout runs from the c-th gradient; what arrives at the deadline is late",
+        "psp",
+        4,
+        {"c": 2, "tau1_ns": 100},
+        [
+            push(0, 10, 0, [], []),
+            push(3, 30, 0, [], [], due=130),
+            push(1, 129, 0, [], [], due=130),
+            fire([0, 1, 3], [0, 1, 3]),
+            push(2, 130, 0, [], [2]),
+        ],
+        version=1,
+        dropped={0: 0, 1: 0, 2: 1, 3: 0},
+    ),
+    Sequence(
+        "all workers have responded before the timeout",
+        "psp",
+        3,
+        {"c": 2, "tau1_ns": 100},
+        [
+            push(0, 10, 0, [], []),
+            push(1, 20, 0, [], [], due=120),
+            push(2, 119, 0, [0, 1, 2], [0, 1, 2]),
+            push(0, 121, 1, [], []),  # the first version's timer is gone
+            push(1, 121, 1, [], [], due=221),
+        ],
+        version=1,
+    ),
+    Sequence(
+        "a worker that went on without this server is in one sum twice and makes the c-th gradient",
+        "psp",
+        3,
+        {"c": 3, "tau1_ns": 50},
+        [
+            push(0, 10, 0, [], []),
+            push(0, 20, 1, [], []),
+            push(1, 30, 0, [], [], due=80),
+            fire([0, 0, 1], [0, 1]),
+            push(2, 80, 0, [], [2]),
+            push(0, 90, 1, [], []),
+        ],
+        version=1,
+        dropped={0: 0, 1: 0, 2: 1},
+    ),
+    Sequence(
+        "a dropped gradient is no response, and an event out of time counts at the latest time",
+        "psp",
+        2,
+        {"c": 1, "tau1_ns": 40},
+        [
+            push(0, 100, 0, [], [], due=140),
+            fire([0], [0]),
+            push(1, 120, 0, [], [1]),  # late in both senses: it counts at 140
+            push(0, 130, 1, [], [], due=180),
+            push(1, 150, 0, [], [1], due=180),
+            push(1, 179, 1, [0, 1], [0, 1]),
+        ],
+        version=2,
+        dropped={0: 0, 1: 2},
+    ),
+    Sequence(
+        "a leave completes the sum; a leaver's gradient stays in it",
+        "psp",
+        4,
+        {"c": 4, "tau1_ns": 10},
+        [
+            push(0, 1, 0, [], []),
+            push(1, 2, 0, [], []),
+            leave(1, 3, [], []),
+            leave(2, 4, [], []),
+            push(0, 5, 1, [], []),  # two live, of whom only 0 has responded
+            leave(3, 6, [0, 0, 1], [0]),
+            push(0, 7, 1, [0], [0]),
+            leave(0, 8, [], []),
+        ],
+        version=2,
+    ),
+    Sequence(
+        "a leaver's gradient keeps the timer running",
+        "psp",
+        2,
+        {"c": 1, "tau1_ns": 10},
+        [
+            push(0, 1, 0, [], [], due=11),
+            leave(0, 2, [], [], due=11),
+            fire([0], []),
+            push(1, 11, 0, [], [1]),
+            push(1, 12, 1, [1], [1]),
+        ],
+        version=2,
+        dropped={1: 1},
+    ),
+]

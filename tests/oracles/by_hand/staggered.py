@@ -1,0 +1,49 @@
+"""Worked out by hand: softsync whose grants are staggered as R2SP's."""
+
+from tests.oracles.by_hand.events import Sequence, fire, leave, push
+
+STAGGERED = [
+    Sequence(
+        "folded together, granted apart",
+        "staggered",
+        2,
+        {"n": 1, "relax": 1.0},
+        [
+            push(0, 0, 0, [], [0]),  # its gradient is in no fold yet
+            push(1, 0, 0, [0, 1], [1]),
+            push(1, 100, 1, [], []),
+            push(0, 100, 0, [0, 1], [0], due=150),
+            fire([], [1]),
+        ],
+        version=2,
+    ),
+    Sequence(
+        "two gradients of one learner in a sum; a leave passes the turn on",
+        "staggered",
+        3,
+        {"n": 1, "relax": 1.0},
+        [
+            push(0, 1, 0, [], [0]),
+            push(0, 2, 0, [], []),
+            push(1, 3, 0, [0, 0, 1], [1]),  # T = 1, a gap of 0
+            leave(2, 4, [], [0]),
+        ],
+        version=1,
+    ),
+    Sequence(
+        "a leave completes the sum",
+        "staggered",
+        2,
+        {"n": 1, "relax": 1.0},
+        [push(0, 1, 0, [], [0]), leave(1, 2, [0], []), push(0, 3, 1, [0], [0]), push(0, 4, 2, [0], [], due=5)],
+        version=3,
+    ),
+    Sequence(
+        "folds keep no order",
+        "staggered",
+        2,
+        {"n": 2, "relax": 1.0},
+        [push(1, 1, 0, [1], []), push(0, 2, 0, [0], [0, 1]), push(1, 2, 2, [1], []), push(0, 2, 2, [0], [0, 1])],
+        version=4,
+    ),
+]
