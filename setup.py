@@ -45,7 +45,7 @@ def extensions() -> list[Extension]:
     flags += [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
     flags += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
     flags += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
-    headers = sorted(str(path) for path in Path("kernels").glob("*.h"))
+    headers = [*sorted(str(path) for path in Path("kernels").glob("*.h")), "kernels/fold.cu"]
     return [
         Extension(
             f"fastps.kernels.{source.stem}",

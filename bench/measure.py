@@ -18,7 +18,7 @@ from fastps.kernels import limit
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
-PEERS = ("limit", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", "alone", "plain", "streaming")
+PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", "alone", "plain", "streaming")
 
 
 class WrongResultError(Error):
@@ -36,9 +36,14 @@ class BenchOptions:
     against: tuple[str, ...] = ("limit", "gloo", "ddp", "hogwild", "handmade")
     repeat_s: float = 0.1
     train_repeat_s: float = 0.5
+    backend: str = "cpu"  # of kernels
+    device: str = "cpu"  # of a step
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.against if name not in PEERS]
+        for name, value in {"backend": self.backend, "device": self.device}.items():
+            if value not in ("cpu", "cuda"):
+                raise UsageError(f"--{name}: expected cpu or cuda, found {value!r}")
         if unknown:
             raise UsageError(f"--against: expected some of {', '.join(PEERS)}, found {', '.join(unknown)}")
         for name, values in {"repeats": (self.repeats,), "workers": self.workers, "parameters": self.parameters}.items():

@@ -139,9 +139,11 @@ def store_past_caches(lane: Lane) -> None:
 class Fastps(Peer):
     """fastps: gradients in the slot, step() with its swap of 60 tensors; `choose` makes one of its choices otherwise."""
 
-    def __init__(self, job: Job, rank: int, sync: str, choose: Callable[[Lane], None] | None = None) -> None:
+    def __init__(
+        self, job: Job, rank: int, sync: str, choose: Callable[[Lane], None] | None = None, device: str = "cpu"
+    ) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
-        self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size))]
+        self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size, device=device))]
         self.optimizer = DistributedOptimizer(torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM), sync)
         if choose is not None:
             choose(self.optimizer.worker.lane)

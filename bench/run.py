@@ -12,5 +12,7 @@ def run(name: str, options: BenchOptions) -> list[Row]:
     """The rows of one benchmark, or of all. Raises UsageError for another name, WrongResultError if a result was wrong."""
     if name != "all" and name not in BENCHES:
         raise UsageError(f"expected one of {', '.join(BENCHES)}, all; found {name!r}")
-    modules = [importlib.import_module(f"fastps.bench.{each}") for each in BENCHES if name in (each, "all")]
+    on_gpu = {"kernels": options.backend == "cuda", "step": options.device == "cuda"}
+    wanted = [each + "_cuda" * on_gpu.get(each, False) for each in BENCHES if name in (each, "all")]
+    modules = [importlib.import_module(f"fastps.bench.{each}") for each in wanted]
     return [row for module in modules for row in module.measure(options)]

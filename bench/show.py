@@ -27,7 +27,7 @@ _TIMES: Columns = {
 _SHARE: Columns = {"limit share": lambda row: "-" if row.get("limit_share") is None else f"{row['limit_share']:.2f}"}
 _TABLES: dict[str, tuple[str, Columns]] = {
     "kernels": (
-        "kernels on one core; bound: the better plain C loop into fresh buffers",
+        "kernels on one core or a GPU; bound: the better plain C loop into fresh buffers, on a GPU a copy's bandwidth",
         {
             "kernel": lambda row: row["name"],
             "parameters": lambda row: f"{row['size']:,}",

@@ -134,12 +134,20 @@ def measure(options: BenchOptions) -> list[Row]:
     """A row a side, number of workers and number of parameters; peers that cannot be measured have one, too."""
     load_torch()
     pairs = [(workers, size) for size in options.parameters for workers in options.workers]
-    return [row for workers, size in pairs for row in _rows(workers, size, options)]
+    return [row for workers, size in pairs for row in rows_of(workers, size, options, OURS, PEERS, missing_reason)]
 
 
-def _rows(workers: int, size: int, options: BenchOptions) -> list[Row]:
-    missing = {name: reason for name in options.against if (reason := missing_reason(name)) is not None}
-    kinds = OURS | {name: kind for peer in options.against if peer not in missing for name, kind in PEERS[peer].items()}
+def rows_of(
+    workers: int,
+    size: int,
+    options: BenchOptions,
+    ours: dict[str, Kind],
+    against: dict[str, dict[str, Kind]],
+    reason_of: Callable[[str], str | None],
+) -> list[Row]:
+    """The rows of one number of workers and parameters: our sides, and the peers that the options name."""
+    missing = {name: reason for name in options.against if (reason := reason_of(name)) is not None}
+    kinds = ours | {name: kind for peer in options.against if peer not in missing for name, kind in against[peer].items()}
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {}
         for name, kind in kinds.items():

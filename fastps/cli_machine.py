@@ -1,5 +1,6 @@
 """The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,11 +26,17 @@ from fastps.cli_options import (
     job_options_of,
 )
 from fastps.errors import UsageError
+from fastps.placement import parse_gpus
 from fastps.specs import parse_policy
 
 AGAINST_HELP = (
-    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray; of a training: ddp, hogwild. Who is missing here is"
-    " named with the reason."
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
+    " hogwild. Who is missing here is named with the reason."
+)
+
+GPUS_HELP = (
+    "GPUs of the workers, in turn: with 0,1 and -n 4 workers 0 and 2 get GPU 0. Each finds its own as cuda:0. With one GPU the"
+    " shards lie on it, else in host memory (FASTPS_PLACEMENT=host|device)."
 )
 
 commands = typer.Typer()
@@ -38,13 +45,15 @@ commands = typer.Typer()
 @commands.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
-    "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py",
+    "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
+    "   |   fastps run --gpus 0,1,2,3 -n 4 train.py",
 )
 def run(
     context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
     workers: Workers = 1,
     sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     trace: TraceFile = None,
     restarts: Restarts = 0,
@@ -67,6 +76,8 @@ def run(
     from fastps.report import chaos_text, failure_panel, write_json
 
     policy = parse_policy(sync).spec if sync is not None else None
+    if gpus is not None:
+        os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     if not module and not Path(arguments[0]).is_file():
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
@@ -125,7 +136,9 @@ def bench(
         str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
     ] = "2,4",
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
-    against: Annotated[str, typer.Option(help=AGAINST_HELP)] = "limit,gloo,ddp,hogwild,handmade",
+    against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
+    backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with all workers on GPU 0.")] = "cpu",
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
@@ -136,11 +149,13 @@ def bench(
     from fastps.bench.show import show
     from fastps.report import write_json
 
-    peers = tuple(against.split(","))
+    default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
+    peers = tuple((against or default).split(","))
     options = BenchOptions(
         repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
     )
-    rows = run_bench(what, replace(SMOKE, against=peers) if smoke else options)
+    options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
+    rows = run_bench(what, options)
     show(rows, console_of(json_file))
     if json_file is not None:
         write_json(f"bench {what}", rows, json_file)

@@ -18,7 +18,9 @@ import psutil
 import torch
 
 from fastps import arena as memory_of
+from fastps.doctor_gpu import gpu_findings
 from fastps.errors import Error, UsageError
+from fastps.finding import Finding
 from fastps.kernels import arena as words
 from fastps.kernels import fold
 from fastps.layout import Layout, place
@@ -42,16 +44,6 @@ _ADDRESSABLE_BYTES = 1 << 47  # of a process on x86-64
 _MAP_NORESERVE = 0x4000  # of x86-64 and arm64; the module mmap does not have it in every Python
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: `value` is for programs (bytes, a number or a text), `shown` for people."""
-
-    name: str
-    value: int | float | str | None
-    shown: str
-    ok: bool = True
-
-
 def examine() -> list[Finding]:
     """What there is, each with whether fastps can work with it; a check that fails says why."""
     return [
@@ -62,7 +54,7 @@ def examine() -> list[Finding]:
         _checked("pidfd", _pidfd),
         _instruction_sets(),
         Finding("torch", torch.__version__, f"{torch.__version__}, {torch.get_num_threads()} threads in one process"),
-        _gpus(),
+        *gpu_findings(),
         _checked("arena and workers", _two_workers_step),
     ]
 
@@ -95,14 +87,6 @@ def _instruction_sets() -> Finding:
     used = os.environ.get("FASTPS_ISA", "auto")
     used = available[-1] if used == "auto" else used
     return Finding("instruction sets", used, f"{', '.join(available)}; folds use {used}")
-
-
-def _gpus() -> Finding:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        return Finding("GPUs", 0, "torch finds none, which is fine: fastps trains on the CPU")
-    names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
-    return Finding("GPUs", count, f"{count} ({names}), which fastps does not use yet: it trains on the CPU")
 
 
 # -- checks that do the real thing ---------------------------------------------------------------------------------------

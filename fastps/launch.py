@@ -28,6 +28,7 @@ from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
 from fastps.live_faults import FaultInjector, FaultReport
+from fastps.placement import gpu_variables
 from fastps.spare import DEFAULT_IMPORTS
 from fastps.spare import order as spare_order
 
@@ -137,6 +138,7 @@ def environment_of(
         "FASTPS_JOB": job,
         "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
     }
+    variables |= gpu_variables(rank, base)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:
         variables["FASTPS_SYNC"] = sync

@@ -45,6 +45,8 @@ GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16":
 class Layout:
     """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
     precision gradients are pushed; they are summed and applied in single precision in any case.
+
+    `homes`: for each shard the worker on whose device its floats lie (device_arena.py); () where all are in the arena itself.
     """
 
     parameters: tuple[Parameter, ...]
@@ -55,6 +57,7 @@ class Layout:
     extra_bytes: int = 0
     faults: FaultPolicy = DEFAULT_FAULTS
     gradient_type: GradientType = "float32"
+    homes: tuple[int, ...] = ()
 
     @property
     def lanes(self) -> int:
@@ -93,6 +96,16 @@ class Layout:
         last = self.parameters[-1]
         return _aligned(last.offset + last.length)
 
+    @property
+    def host_floats(self) -> int:
+        """Floats of a weights buffer in the arena itself: none where they are on devices."""
+        return 0 if self.homes else self.buffer_floats
+
+    @property
+    def host_shards(self) -> list[tuple[int, int]]:
+        """The floats of each shard of a buffer in the arena itself."""
+        return [(0, 0) for _ in self.shards] if self.homes else self.shards
+
     def text(self) -> str:
         """The description as JSON: what is hashed, and what is sent to a peer whose hash differs."""
         description = {
@@ -110,6 +123,7 @@ class Layout:
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
             "gradient_type": self.gradient_type,
+            "homes": list(self.homes),
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
         return json.dumps(description, sort_keys=True, separators=(",", ":"))
@@ -157,7 +171,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups"):
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "homes"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

@@ -23,7 +23,7 @@ from fastps.stragglers import Arrival, Split
 from fastps.version import __version__
 
 if TYPE_CHECKING:
-    from fastps.doctor import Finding
+    from fastps.finding import Finding
 
 Row = dict[str, Any]
 

@@ -48,6 +48,8 @@ class Store:
     [0.5, 0.5, 0.5]
     """
 
+    worker_class = Worker  # what `attach` makes
+
     def __init__(
         self,
         descriptor: int,
@@ -152,7 +154,7 @@ class Store:
                 memory,
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
-                shards=layout.shards,
+                shards=layout.host_shards,
                 started=layout.workers,
                 **(resume.beginning(layout) if resume is not None else {}),
                 **values,
@@ -168,12 +170,11 @@ class Store:
             )
             if resume is not None:
                 resume.write_into(store)
+                if layout.policy.ema and not resume.has_average:
+                    for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
+                        average[:] = weights
             else:
-                write_weights(store.weight_views(0))
-                write_initial_state(layout.rule, lambda plane: store.plane_views(0, plane))
-            if layout.policy.ema and (resume is None or not resume.has_average):
-                for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
-                    average[:] = weights
+                store.write_first(write_weights)
             if finish is not None:
                 finish(store)
             store.answer_at("host")
@@ -188,6 +189,14 @@ class Store:
                 ) from None
             raise
         return store
+
+    def write_first(self, write_weights: Callable[[Views], None]) -> None:
+        """Write version 0: the weights, what the rule begins with, and the average."""
+        write_weights(self.weight_views(0))
+        write_initial_state(self.layout.rule, lambda plane: self.plane_views(0, plane))
+        if self.layout.policy.ema:
+            for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
+                average[:] = weights
 
     @classmethod
     def connect(
@@ -247,7 +256,7 @@ class Store:
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
-            return Worker(self, rank, answerer, generation)
+            return self.worker_class(self, rank, answerer, generation)
         except BaseException:
             self.arena.finish(rank, "it could not join")
             self.stop_answering(answerer)
@@ -421,7 +430,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         ring_size=config.RING_SIZE,
         groups=layout.groups,
         parameters=len(layout.parameters),
-        buffer_floats=layout.buffer_floats,
+        buffer_floats=layout.host_floats,
         rule=layout.rule.number,
         state_planes=layout.planes,
         extra_bytes=layout.extra_bytes,

@@ -65,7 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
     as dropped; with "bsp" the result is that of one process with the batches of all workers together.
-    Three limits: parameters are float32, dense and on the CPU; weights change only in `step()`; writing to them elsewhere is
+    Three limits: parameters are float32 and dense; weights change only in `step()`; writing to them elsewhere is
     refused by name at the next `step()`; under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
     after `step()`, for its memory is being read by others.
 
@@ -91,6 +91,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
     _step_supports_amp_scaling = True
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *_arguments: Any, **_options: Any) -> "DistributedOptimizer":
+        """For a model on a GPU the optimizer that knows where its memory is (torch_cuda.py)."""
+        if cls is DistributedOptimizer and any(
+            tensor.device.type == "cuda" for group in optimizer.param_groups for tensor in group["params"]
+        ):
+            from fastps.torch_cuda import optimizer_class
+
+            cls = optimizer_class(optimizer)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -172,8 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
-        kind = Gradients if self._push_dtype == torch.float32 else HalfGradients
-        self._gradients = kind(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
+        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
         exits.register(worker, self.close)
 
     def _take_advice(self, warm_up: WarmUp) -> None:
@@ -233,12 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             patience_s = min(_JOIN_S, config.timeout_s(timeout_s))  # the others are there, or have come to their end
             store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=clock).with_timeout(timeout_s)
         elif rank == 0:
-
-            def write(views: list[Any]) -> None:
-                for view, tensor in zip(views, self._tensors, strict=True):
-                    view[:] = _flat(tensor.detach()).numpy()
-
-            store = Store.create_for(layout, write, hypers, resume=resumed, job=job, timeout_s=timeout_s, clock=clock)
+            first = self._write_first
+            store = Store.create_for(layout, first, hypers, resume=resumed, job=job, timeout_s=timeout_s, clock=clock)
         else:
             store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
         try:
@@ -246,6 +251,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             store.close()
             raise
+
+    def _write_first(self, views: list[Any]) -> None:
+        """This worker's weights, flat, as version 0."""
+        for view, tensor in zip(views, self._tensors, strict=True):
+            view[:] = _flat(tensor.detach()).cpu().numpy()
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
@@ -262,6 +272,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [tensor.view(self._push_dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
 
     # -- gradients ---------------------------------------------------------------------------------
+
+    def _gradients_kind(self) -> type[Gradients]:
+        """What brings gradients into the slots."""
+        return Gradients if self._push_dtype == torch.float32 else HalfGradients
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it accumulated into a parameter's `p.grad`."""

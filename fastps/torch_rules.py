@@ -93,10 +93,9 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.dtype is not torch.float32:
         raise UnsupportedError(f"parameter {name!r}: expected float32, found {parameter.dtype}; use model.float()")
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"parameter {name!r}: expected a tensor on the CPU, found one on {parameter.device}; shards on GPUs are not"
-            " supported yet"
+            f"parameter {name!r}: expected a tensor on the CPU or a CUDA GPU, found one on {parameter.device}"
         )
     if parameter.numel() and not _is_dense(parameter):
         raise UnsupportedError(

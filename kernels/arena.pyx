@@ -305,6 +305,10 @@ cdef class Arena:
         """(offset, length) in bytes of a lane's slots: whole pages."""
         return self.slot(lane, 0) - self.base, self.header.n_slots * self.header.slot_bytes
 
+    def slot_offset(self, int lane, int slot):
+        """Byte offset of a lane's slot: an fps_hyper a param_group, then the words of presence."""
+        return self.slot(lane, slot) - self.base
+
     def gradient_offset(self, int lane, int slot):
         """Byte offset of the gradient in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base

@@ -27,6 +27,7 @@ cdef class Holder:
     cdef uint64_t seen          # the commit word that this turn's flip expects
     cdef int64_t now_ns         # when the turn was tried: which timers are due
     cdef SharedFold fold
+    cdef bint hands_over        # this lane cannot fold, for the shard is on another's device: it lets go without draining
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
     cdef uint32_t spare_state   # the state buffer that goes with it
     cdef uint32_t generation    # of this lane's owner: a turn is its owner's, not its lane's
@@ -50,6 +51,8 @@ cdef class Holder:
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
 
     cdef void _nudge(self) noexcept nogil
+    cdef int _hand_over(self) noexcept nogil
+    cdef void nudge_all(self) noexcept nogil
     cdef void _wake(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil

@@ -207,6 +207,8 @@ cdef class Holder:
         cdef uint64_t *word = &self.domain.turn
         cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
         cdef int rounds = 0
+        if self.hands_over:
+            return self._hand_over()
         while True:
             if outcome in (_RUN, TURN_DONE):
                 outcome = self._drain()
@@ -238,6 +240,26 @@ cdef class Holder:
                 fps_event_add(&self.arena.lane(index).event)
                 fps_event_wake(&self.arena.lane(index).event)
                 return
+
+    cdef int _hand_over(self) noexcept nogil:
+        """Let go of a turn that this lane cannot run, for those who can."""
+        cdef uint64_t *word = &self.domain.turn
+        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
+        while not (fps_turn_give(word, self.turn, given)
+                   or fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING)):
+            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
+                return TURN_LOST
+        self.nudge_all()
+        return TURN_BUSY
+
+    cdef void nudge_all(self) noexcept nogil:
+        """Move every other lane's event and wake who sleeps: one of them can fold what is pending."""
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            if index != self.lane:
+                fps_event_add(&self.arena.lane(index).event)
+                if fps_sleeping_load(&self.arena.lane(index).sleeping):
+                    fps_event_wake(&self.arena.lane(index).event)
 
     cdef void _wake(self) noexcept nogil:
         """Wake whom the commits concern, after letting go: a system call inside the turn would make everyone wait for it."""

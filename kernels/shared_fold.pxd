@@ -22,6 +22,9 @@ cdef class SharedFold:
     cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
     cdef bint streaming             # whether its stores are to go past the caches
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
+    cdef bint on_device             # whether `device` folds instead of the core
+    cdef object device
+    cdef object failure             # the error that it raised last, or None
     # Scratch, allocated once.
     cdef fps_push *pushes
     cdef fps_fold_job job
@@ -44,4 +47,5 @@ cdef class SharedFold:
     cdef uint64_t _cut(self) noexcept nogil
     cdef int _fold(self, uint64_t chunk) noexcept nogil
     cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil
+    cdef int _run_on_device(self) noexcept
     cdef void _rouse_helpers(self) noexcept nogil

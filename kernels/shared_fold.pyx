@@ -132,6 +132,11 @@ cdef class SharedFold:
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
         cdef uint64_t chunks, ticket
+        cdef int outcome
+        if self.on_device:
+            with gil:
+                outcome = self._run_on_device()
+            return outcome
         fps_plain_store()
         self.work.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
         if not self._read():
@@ -154,6 +159,20 @@ cdef class SharedFold:
                     self.close()
                     return self.finish()  # what is taken is still waited for, before anyone writes these buffers again
                 self.own |= (<uint64_t> 1) << fps_ticket_next(ticket)
+
+    cdef int _run_on_device(self) noexcept:
+        """Hand the order to who folds on the device: it queues the fold, and whoever reads the result waits for it there."""
+        cdef uint32_t index
+        try:
+            self.device(
+                self.shard, self.work.mode, self.work.scale, self.work.rate_scale, self.work.weights_in,
+                self.work.weights_out, self.work.state_in, self.work.state_out,
+                [(self.work.pushes[index].lane, self.work.pushes[index].slot, self.work.pushes[index].scale,
+                  self.work.pushes[index].rate_scale) for index in range(self.work.n_pushes)])
+        except BaseException as error:
+            self.failure = error
+            return FOLD_REFUSED
+        return FOLD_DONE
 
     cdef int finish(self) noexcept nogil:
         """Wait until nobody helps, for so long; then fold what is missing."""

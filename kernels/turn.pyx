@@ -119,6 +119,32 @@ cdef class Lane:
             holder.fold.user_rule = <fps_user_rule> address
         self.helper.user_rule = <fps_user_rule> address
 
+    def fold_with(self, device not None, shards not None):
+        """Fold the given shards by calling `device`, and take no other shard's turn: their memory is on another device.
+
+        `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
+        slot, scale, rate_scale), queues the fold on its device; an error that it raises ends the turn as BAD_FOLD and is
+        `fold_failure`.
+        """
+        cdef Holder holder
+        for holder in self.holders:
+            holder.fold.device = device
+            holder.fold.on_device = True
+            holder.hands_over = holder.shard not in shards
+
+    @property
+    def fold_failure(self):
+        """The error of the last fold on a device that failed, or None."""
+        cdef Holder holder
+        for holder in self.holders:
+            if holder.fold.failure is not None:
+                return holder.fold.failure
+        return None
+
+    def nudge(self):
+        """Wake whoever sleeps, for a push that this lane cannot fold itself."""
+        (<Holder> self.holders[0]).nudge_all()
+
     def share_folds(self, uint32_t helpers):
         """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
 
@@ -362,6 +388,8 @@ cdef class Lane:
         cdef int outcome, worst = TURN_DONE
         for turned in range(self.n_shards):
             shard = (self.index + turned) % self.n_shards
+            if (<Holder> self._holders[shard]).hands_over:
+                continue
             outcome = (<Holder> self._holders[shard]).try_turn(now_ns)
             if outcome == TURN_BAD_DESCRIPTOR:
                 self.bad_lane = (<Holder> self._holders[shard]).bad_lane

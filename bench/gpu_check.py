@@ -1,0 +1,303 @@
+"""Everything of fastps that needs a GPU, checked on one: `python -m fastps.bench.gpu_check`.
+
+Each kernel against double precision, the bandwidth that the kernels reach, two processes on one GPU through CUDA IPC against
+the CPU path, and training on real images. Figures go to bench/results/, with the machine and the date. Refuses to pass anything
+that it could not run: what is missing is a row with its reason, and the exit code says so.
+
+Exit codes: 0 all checks passed, 1 a check failed or could not run, 3 there is no GPU here.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastps.bench import exact, kernels_cuda
+from fastps.bench.device_fold import DeviceFold
+from fastps.bench.gpu_worker import GpuJob
+from fastps.bench.measure import BenchOptions, Row
+from fastps.data import load
+from fastps.device import Device, DeviceError
+from fastps.errors import Error
+from fastps.kernels import device_order, fold
+from fastps.launch import Launcher
+from fastps.machine import machine
+
+EXIT_OK, EXIT_FAILED, EXIT_NO_DEVICE = 0, 1, 3
+SIZES = (1, 3, 15, 17, 1023, 4095, 4096, 4097, 100_003)
+TOLERANCE = 2e-5  # of a weight after one fold in single precision, relative to the greatest
+SHARE = 0.85  # of the copy's bandwidth, for SGD with momentum and Adam in single precision
+EQUAL = 1e-5  # greatest difference of weights over the greatest weight, GPU against CPU path
+LEAST_ACCURACY = 0.85
+CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of two processes
+
+_D, _N, _C, _M = fold.HYPER_DECOUPLED, fold.HYPER_NESTEROV, fold.HYPER_CENTERED, fold.HYPER_MAXIMIZE
+RULES: dict[str, tuple[int, int, tuple[float, ...]]] = {  # name: rule, planes, hyper-parameters as in device_order.Hypers
+    "sgd": (fold.RULE_SGD, 0, (0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, _M)),
+    "momentum": (fold.RULE_SGD, 1, (0.1, 0.9, 0.3, 0.01, 0.0, 0.0, 0.0, 0.0, 0)),
+    "nesterov": (fold.RULE_SGD, 1, (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, _N)),
+    "adam": (fold.RULE_ADAM, 2, (0.01, 0.0, 0.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 0)),
+    "adamw": (fold.RULE_ADAM, 2, (0.01, 0.0, 0.0, 0.1, 0.3, 0.999, 1e-8, 0.0, _D)),
+    "adagrad": (fold.RULE_ADAGRAD, 1, (0.05, 0.0, 0.0, 0.01, 0.0, 0.0, 1e-10, 0.05, 0)),
+    "rmsprop": (fold.RULE_RMSPROP, 1, (0.01, 0.0, 0.0, 0.01, 0.0, 0.99, 1e-8, 0.0, 0)),
+    "rmsprop-centered-momentum": (fold.RULE_RMSPROP, 3, (0.01, 0.9, 0.0, 0.0, 0.0, 0.99, 1e-8, 0.0, _C)),
+}
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def check_kernels(device: Device) -> list[Row]:
+    """A row a rule, dtype of the gradients and mode, over all sizes: the greatest relative difference from double precision."""
+    return [
+        _kernel_row(device, name, dtype, mode)
+        for name in RULES
+        for dtype in device_order.DTYPES
+        for mode in (fold.FOLD_SUM, fold.FOLD_EACH)
+    ]
+
+
+def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
+    rule, planes, hyper = RULES[name]
+    differences, told = [], True
+    for count, size in enumerate(SIZES):
+        random = np.random.default_rng([count, size])
+        pushes, ema_decay = 1 + count % 4, 0.9 if count % 2 else 0.0
+        weights = random.standard_normal(size, np.float32)
+        state = random.standard_normal((planes + (ema_decay > 0), size), np.float32)
+        if rule != fold.RULE_SGD:
+            plane = 1 if rule == fold.RULE_ADAM else 0
+            state[plane] = np.abs(state[plane]) + 16  # a square that is greater than the square of a mean
+        raw = [_raw(random, size, dtype) for _ in range(pushes)]
+        scales = [1.0 + index for index in range(pushes)]
+        shape = device_order.Shape(rule, len(state), ema_decay, ((0, size, 0),))
+        made = [(gradient, [hyper], [True], scale, 1.0) for gradient, scale in zip(raw, scales, strict=True)]
+        scale = 1.0 / pushes if mode == fold.FOLD_SUM else 1.0
+        folded = DeviceFold(device, shape, mode, made, weights, state, np.full(1, 5, np.int64), dtype, scale=scale)
+        try:
+            folded.run()
+            found_weights, found_state, _ = folded.results()
+            told &= folded.nonfinite() == [0] * pushes
+        finally:
+            folded.close()
+        widened = [(_widened(gradient, dtype), hyper, own) for gradient, own in zip(raw, scales, strict=True)]
+        expected = exact.fold_of(rule, mode, widened, weights, state, 5, scale, ema_decay)
+        differences += [_difference(found_weights, expected[0]), _difference(found_state, expected[1])]
+    worst = max(differences)
+    text = "sum" if mode == fold.FOLD_SUM else "each"
+    return {
+        "check": "kernel",
+        "name": f"{name}-{dtype}-{text}",
+        "difference": worst,
+        "tolerance": TOLERANCE,
+        "ok": bool(worst <= TOLERANCE and told),
+    }
+
+
+def check_nonfinite(device: Device) -> list[Row]:
+    """Whether a kernel tells the one push of three that has a value that is not finite, wherever it is."""
+    hyper = RULES["sgd"][2]
+    right = []
+    for dtype in device_order.DTYPES:
+        for place in (0, 4095, 4096, 5000):
+            raw = [_raw(np.random.default_rng(place), 5001, dtype) for _ in range(3)]
+            raw[1][place] = {"float32": np.inf, "float16": np.nan, "bfloat16": 0x7F80}[dtype]
+            shape = device_order.Shape(fold.RULE_SGD, 0, 0.0, ((0, 5001, 0),))
+            weights, state = np.ones(5001, np.float32), np.zeros((0, 5001), np.float32)
+            pushes = [(gradient, [hyper], [True], 1.0, 1.0) for gradient in raw]
+            made = DeviceFold(device, shape, fold.FOLD_SUM, pushes, weights, state, np.zeros(1, np.int64), dtype)
+            made.run()
+            right.append(made.nonfinite() == [0, 1, 0])
+            made.close()
+    return [{"check": "kernel", "name": "nonfinite", "ok": all(right)}]
+
+
+def _raw(random: np.random.Generator, size: int, dtype: str) -> Any:
+    values = random.standard_normal(size, np.float32)
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values if dtype == "float32" else values.astype(np.float16)
+
+
+def _widened(values: Any, dtype: str) -> Any:
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values.astype(np.float32)
+
+
+def _difference(found: Any, expected: Any) -> float:
+    """The greatest absolute difference over the greatest value, 0 for nothing; not a number counts as infinitely far."""
+    if not expected.size:
+        return 0.0
+    difference = float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
+    return difference if np.isfinite(difference) else float("inf")
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------------
+
+
+def check_bandwidth(device: Device, parameters: int) -> list[Row]:
+    """The rows of `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy."""
+    rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(parameters,), repeats=9, repeat_s=0.2))
+    for row in rows:
+        row["check"] = "bandwidth"
+        row["bound"] = SHARE if row["name"] in ("sgd-momentum", "adam") else None
+        row["ok"] = row["bound"] is None or row["limit_share"] >= row["bound"]
+    return rows
+
+
+# -- whole jobs --------------------------------------------------------------------------------------------------------------
+
+
+def run_job(job: GpuJob, workers: int, placement: str) -> list[dict[str, Any]]:
+    """Run a job's workers, all on GPU 0 where they use one; returns what each wrote. Raises Error if one failed."""
+    kept = {name: os.environ.get(name) for name in ("FASTPS_GPUS", "FASTPS_PLACEMENT")}
+    with tempfile.TemporaryDirectory(prefix="fastps-gpu-check-") as folder:
+        path = Path(folder) / "options.json"
+        job.save(path)
+        try:
+            os.environ.pop("FASTPS_GPUS", None)
+            if job.device != "cpu":
+                os.environ["FASTPS_GPUS"] = "0"
+            os.environ["FASTPS_PLACEMENT"] = placement
+            outcome = Launcher([sys.executable, "-m", "fastps.bench.gpu_worker", str(path)], workers).run()
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        if outcome.first_failure is not None:
+            failed = outcome.first_failure
+            raise Error(f"worker {failed.rank} of {job}: {failed.ending}: {' '.join(list(failed.tail)[-2:])}")
+        return [dict(np.load(path.with_name(f"{rank}.npz"))) for rank in range(workers)]
+
+
+def check_processes(device: str, placement: str) -> Iterator[Row]:
+    """Two processes on one GPU against two on the CPU: bsp with momentum and Adam, and dssp with what any order sums to."""
+    for sync, optimizer in CASES:
+        name = f"{sync}-{optimizer}-{placement}"
+        try:
+            expected = run_job(GpuJob("cpu", sync, optimizer), 2, "host")
+            found = run_job(GpuJob(device, sync, optimizer), 2, placement)
+        except Error as error:
+            yield {"check": "processes", "name": name, "ok": False, "missing": str(error)}
+            continue
+        worst = max(_difference(each["weights"], expected[0]["weights"]) for each in found)
+        kinds = sorted({str(each["kind"]) for each in found})
+        versions = {int(each["version"]) for each in (*expected, *found)}
+        is_equal = worst <= EQUAL and len(versions) == 1
+        yield {
+            "check": "processes",
+            "name": name,
+            "optimizer_classes": kinds,
+            "difference": worst,
+            "tolerance": EQUAL,
+            "ok": bool(is_equal),
+        }
+
+
+def check_training(device: str, placement: str, data: str, epochs: int = 3) -> Iterator[Row]:
+    """Two workers on one GPU train a small network on images; also with autocast and a GradScaler."""
+    for scaler in (False, True):
+        name = f"{data}{'-amp' if scaler else ''}-{placement}"
+        try:
+            load(data)
+            found = run_job(GpuJob(device, "bsp", data=data, epochs=epochs, scaler=scaler), 2, placement)
+        except Error as error:
+            yield {"check": "training", "name": name, "ok": False, "missing": str(error)}
+            continue
+        yield {
+            "check": "training",
+            "name": name,
+            "optimizer_classes": sorted({str(each["kind"]) for each in found}),
+            "accuracy": float(found[0]["accuracy"]),
+            "bound": LEAST_ACCURACY,
+            "steps_per_s": float(sum(each["steps"] for each in found) / found[0]["seconds"]),
+            "ok": bool(found[0]["accuracy"] >= LEAST_ACCURACY),
+        }
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all checks, or those that are named, and write their rows; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu_check", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the figures (default: %(default)s)")
+    parser.add_argument("--parameters", type=int, default=100_000_000, help="size for the bandwidth (default: %(default)s)")
+    parser.add_argument("--data", default="mnist5k", help="data set to train on, as of `fastps train` (default: %(default)s)")
+    parser.add_argument("--only", choices=["kernels", "bandwidth", "processes", "training"], help="one kind of check")
+    options = parser.parse_args(arguments)
+    try:
+        gpu = _gpu()
+    except DeviceError as error:
+        sys.stderr.write(f"gpu_check: no device: {error}\n")
+        return EXIT_NO_DEVICE
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "kernels": lambda: _on_gpu(lambda device: check_kernels(device) + check_nonfinite(device)),
+        "bandwidth": lambda: _on_gpu(lambda device: check_bandwidth(device, options.parameters)),
+        "processes": lambda: [row for where in ("device", "host") for row in check_processes("cuda", where)],
+        "training": lambda: [row for where in ("device", "host") for row in check_training("cuda", where, options.data)],
+    }
+    rows: list[Row] = []
+    for name, part in parts.items():
+        if options.only in (None, name):
+            rows += part()
+            write(rows, options.out, gpu)  # after each part, so that what was measured is kept if the next one hangs
+    for row in rows:
+        sys.stdout.write(f"{'ok  ' if row['ok'] else 'FAIL'} {row['check']} {row['name']} {_figures(row)}\n")
+    return EXIT_OK if all(row["ok"] for row in rows) else EXIT_FAILED
+
+
+def _gpu() -> dict[str, Any]:
+    """What the GPU is, asked in a process of its own: this one must not touch CUDA before it starts others."""
+    source = (
+        "import json; from fastps.device_cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
+        " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
+        " 'compute': [p['major'], p['minor']], 'driver': r.driverGetVersion(), 'runtime': r.runtimeGetVersion(),"
+        " 'cupy': d._cupy.__version__}))"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise DeviceError(last.partition(": ")[2] or last)
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _on_gpu(check: Callable[[Device], list[Row]]) -> list[Row]:
+    from fastps.device_cuda import CudaDevice
+
+    device = CudaDevice()
+    try:
+        return check(device)
+    finally:
+        device.shut()
+
+
+def write(rows: list[Row], folder: Path, gpu: dict[str, Any]) -> Path:
+    """Write the rows with the machine, the GPU and the date; returns the file, named after the GPU and the day."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC)
+    name = "".join(letter if letter.isalnum() else "-" for letter in str(gpu["name"]).lower())
+    path = folder / f"gpu-{name}-{now:%Y-%m-%d}.json"
+    head = {"command": "gpu_check", "date": now.isoformat(timespec="seconds"), "machine": machine(), "gpu": gpu}
+    path.write_text(json.dumps({**head, "torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+    return path
+
+
+def _figures(row: Row) -> str:
+    """What of a row people want to see."""
+    shown = {"difference": "{:.2g}", "limit_share": "{:.3f}", "accuracy": "{:.3f}", "steps_per_s": "{:.0f}", "missing": "{}"}
+    return " ".join(f"{key}={form.format(row[key])}" for key, form in shown.items() if key in row)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

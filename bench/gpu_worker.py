@@ -1,0 +1,111 @@
+"""A worker of the GPU check: `python -m fastps.bench.gpu_worker OPTIONS.json`, started by fastps' own launcher.
+
+Either fixed gradients, which do not depend on the weights, so that runs on a GPU and on the CPU can be compared number by
+number; or training on real images. What it ends with goes to a file beside the options. Refuses to judge.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fastps
+from fastps.clock import SYSTEM_CLOCK
+from fastps.data import load
+from fastps.models import accuracy, inputs_of, model_for
+
+SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))
+
+
+@dataclass(frozen=True)
+class GpuJob:
+    """What the workers of one run do."""
+
+    device: str
+    sync: str
+    optimizer: str = "sgd"
+    steps: int = 20
+    data: str = ""  # a data set to train on; "" for fixed gradients
+    epochs: int = 3
+    scaler: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """The torch optimizers of the check."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=0.01)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def run_fixed(job: GpuJob) -> dict[str, Any]:
+    """Steps with gradients that are given by rank and step; returns the final weights."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(job.device)) for shape in SHAPES]
+    with fastps.DistributedOptimizer(optimizer_of(job.optimizer, parameters), sync=job.sync) as optimizer:
+        optimizer.wait_for_start()
+        for step in range(job.steps):
+            generator.manual_seed(1000 * fastps.rank() + step)
+            for parameter in parameters:
+                # Through backward, so that the hooks put the gradients where they belong.
+                gradient = torch.randn(parameter.shape, generator=generator).to(job.device)
+                parameter.grad = None
+                (parameter * gradient).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        optimizer.wait_for_others()
+        weights = torch.cat([parameter.detach().flatten() for parameter in parameters]).cpu().numpy()
+        return {"kind": type(optimizer).__name__, "version": optimizer.version, "weights": weights}
+
+
+def run_training(job: GpuJob) -> dict[str, Any]:
+    """Train on images with autocast and a GradScaler where the job says so; returns the accuracy of the final weights."""
+    data = load(job.data)
+    torch.manual_seed(0)
+    model = model_for(data).to(job.device)
+    inputs = inputs_of(data, data.train_images).to(job.device)
+    labels = torch.from_numpy(data.train_labels).to(job.device)
+    scaler = torch.amp.GradScaler(job.device.split(":")[0], enabled=job.scaler)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    with fastps.DistributedOptimizer(inner, sync=job.sync, model=model) as optimizer:
+        optimizer.wait_for_start()
+        began_ns, steps = SYSTEM_CLOCK.now_ns(), 0
+        for epoch in range(job.epochs):
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
+            for chosen in order[fastps.rank() :: fastps.world_size()].split(16):  # type: ignore[no-untyped-call]
+                optimizer.zero_grad()
+                with torch.autocast(job.device.split(":")[0], torch.float16, enabled=job.scaler):
+                    loss = torch.nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen])
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+                steps += 1
+        optimizer.wait_for_others()
+        seconds = (SYSTEM_CLOCK.now_ns() - began_ns) / 1e9
+        found = accuracy(_on_cpu(model, data), data)
+        return {"kind": type(optimizer).__name__, "accuracy": found, "steps": steps, "seconds": seconds}
+
+
+def _on_cpu(model: torch.nn.Module, data: Any) -> torch.nn.Module:
+    """A copy on the CPU, for the judge; the model itself stays where its optimizer knows it."""
+    judge = model_for(data)
+    judge.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    return judge
+
+
+def main() -> None:
+    """Run what the options file says and write RANK.npz beside it."""
+    path = Path(sys.argv[1])
+    job = GpuJob(**json.loads(path.read_text()))
+    result = run_training(job) if job.data else run_fixed(job)
+    np.savez(path.with_name(f"{fastps.rank()}.npz"), **result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The fold's kernels on a GPU beside the bandwidth of a plain copy there: `fastps bench kernels --backend cuda`.
+
+Bytes are those that must be moved: gradients read, weights and state read and written. A copy reads and writes each byte.
+Refuses to time compilation, launches one by one, and the making of orders: a step's host work is `bench step --device cuda`'s.
+"""
+
+import numpy as np
+
+from fastps.bench.device_fold import DeviceFold
+from fastps.bench.kernels import BETA2, EPSILON, KERNELS, LEARNING_RATE, MOMENTUM, Kernel
+from fastps.bench.measure import BenchOptions, Row, check, interleaved, repeated, whole_lines
+from fastps.device import Device
+from fastps.kernels import device_order, fold
+
+
+def measure(options: BenchOptions) -> list[Row]:
+    """A row a kernel, dtype of the gradients and size. Raises DeviceError where there is no GPU."""
+    from fastps.device_cuda import CudaDevice
+
+    device = CudaDevice()
+    try:
+        return rows_on(device, options)
+    finally:
+        device.shut()
+
+
+def rows_on(device: Device, options: BenchOptions) -> list[Row]:
+    """The same on a device that is given."""
+    return [
+        row
+        for kernel in KERNELS
+        for size in options.parameters
+        for dtype in device_order.DTYPES
+        for row in [_row(device, kernel, size, dtype, options)]
+    ]
+
+
+def _row(device: Device, kernel: Kernel, parameters: int, dtype: str, options: BenchOptions) -> Row:
+    size = whole_lines(parameters)
+    random = np.random.default_rng(0)
+    weights = random.standard_normal(size, np.float32)
+    is_adam = kernel.planes == 2
+    hyper = (LEARNING_RATE, 0.0 if is_adam else MOMENTUM, 0.0, 0.0, MOMENTUM, BETA2, EPSILON, 0.0, 0)
+    gradients = [_gradient(random, size, dtype) for _ in range(kernel.gradients)]
+    rule = fold.RULE_ADAM if is_adam else fold.RULE_SGD
+    state = np.zeros((kernel.planes, size), np.float32)
+    made = DeviceFold(
+        device,
+        device_order.Shape(rule, kernel.planes, 0.0, ((0, size, 0),)),
+        fold.FOLD_SUM,
+        [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
+        weights,
+        state,
+        np.full(1, 1, np.int64),
+        dtype,
+    )
+    try:
+        made.run()
+        moved = float(np.abs(made.results()[0] - weights).max())
+        check(moved > 1e-3, "weights that moved", f"{moved:g}")
+        sides = {"fold": repeated(made.run_often, options.repeat_s), "copy": repeated(made.copy_often, options.repeat_s)}
+        spreads = interleaved(sides, options.repeats)
+    finally:
+        made.close()
+    moved_bytes = size * (kernel.gradients * device_order.DTYPE_BYTES[dtype] + 8 * (1 + kernel.planes))
+    bytes_per_s = moved_bytes / spreads["fold"].median
+    copy_bytes_per_s = 8 * size / spreads["copy"].median
+    return {
+        "bench": "kernels",
+        "name": kernel.name if dtype == "float32" else f"{kernel.name}-{dtype}",
+        "size": parameters,
+        "backend": "cuda",
+        **spreads["fold"].row(),
+        "bytes_per_s": bytes_per_s,
+        "copy_bytes_per_s": copy_bytes_per_s,
+        "limit_share": bytes_per_s / copy_bytes_per_s,
+        "checked": True,
+    }
+
+
+def _gradient(random: np.random.Generator, size: int, dtype: str) -> "np.ndarray[tuple[int], np.dtype[np.generic]]":
+    values = random.standard_normal(size, np.float32)
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values if dtype == "float32" else values.astype(np.float16)

@@ -1,0 +1,162 @@
+"""One synchronization step of workers on GPUs: `fastps bench step --device cuda --against nccl,limit`.
+
+As step.py, whose crews, checks and rows it uses: gradients are ready on the GPU, and a repeat ends when the GPU is done.
+Workers share the GPUs in turn, all on one where there is one. Refuses to touch CUDA in the process that starts the workers:
+they are forked from it.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fastps.bench import step
+from fastps.bench.device_fold import DeviceFold
+from fastps.bench.measure import BenchOptions, Row
+from fastps.bench.member import load_torch
+from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, averaging_sgd
+from fastps.bench.step import Kind
+from fastps.device import DeviceError
+from fastps.kernels import device_order, fold
+from fastps.placement import gpu_variables
+
+_DEVICES = Path("/dev")
+
+
+def gpus() -> int:
+    """GPUs of this machine, told without CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return len(list(_DEVICES.glob("nvidia[0-9]*")))
+
+
+def settle(job: Job, rank: int) -> None:
+    """Give this process its GPU, as the launcher would, before it first uses CUDA."""
+    os.environ["FASTPS_GPUS"] = ",".join(str(gpu) for gpu in range(min(job.workers, gpus())))
+    os.environ.update(gpu_variables(rank, os.environ))
+
+
+class FastpsCuda(Fastps):
+    """fastps with its parameters on a GPU, wherever its placement then puts the shards."""
+
+    def __init__(self, job: Job, rank: int, sync: str) -> None:
+        settle(job, rank)
+        super().__init__(job, rank, sync, device="cuda")
+        self.is_exposed = type(self.optimizer).__name__ == "DeviceOptimizer"
+        if not self.is_exposed:
+            for parameter in self.parameters:
+                parameter.grad = torch.full_like(parameter, self.gradient)
+
+    def step(self) -> None:
+        """On the device the slots are written once; staged, each step copies the gradients, as one after a backward would."""
+        if self.is_exposed:
+            super().step()
+        else:
+            self.optimizer.step()
+
+    def run(self, steps: int) -> None:
+        """So many steps, to the end of what they queued."""
+        super().run(steps)
+        torch.cuda.synchronize()
+
+
+class Nccl(Peer):
+    """torch.distributed: one flat tensor, all_reduce by NCCL, one fused step on it that makes the mean. A GPU a worker."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        settle(job, rank)
+        dist.init_process_group("nccl", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
+        self.weights = torch.ones(job.size, device="cuda").requires_grad_()
+        self.gradient = torch.full((job.size,), job.gradient(rank), device="cuda")
+        self.weights.grad = self.gradient
+        self.optimizer = averaging_sgd(self.weights, job.workers)
+        self.optimizer.grad_scale = self.optimizer.grad_scale.cuda()  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """The mean stays in the gradient, so that the next step's mean is the same."""
+        dist.all_reduce(self.gradient)
+        self.optimizer.step()
+
+    def run(self, steps: int) -> None:
+        """So many steps, to the end of what they queued."""
+        super().run(steps)
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
+
+
+class LimitCuda:
+    """The fold's kernel alone on all gradients, by one process, without a step around it: no step can be quicker."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        from fastps.device_cuda import CudaDevice
+
+        settle(job, 0)
+        self.works = rank == 0
+        self.device = CudaDevice()
+        hyper = (LEARNING_RATE, MOMENTUM, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        gradients = [np.full(job.size, job.gradient(each), np.float32) for each in range(job.workers)]
+        self.fold = DeviceFold(
+            self.device,
+            device_order.Shape(fold.RULE_SGD, 1, 0.0, ((0, job.size, 0),)),
+            fold.FOLD_SUM,
+            [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
+            np.ones(job.size, np.float32),
+            np.zeros((1, job.size), np.float32),
+            np.zeros(1, np.int64),
+            "float32",
+            1.0 / job.workers,
+        )
+        self.fold.run()
+
+    def run(self, steps: int) -> None:
+        """So many folds from the same buffers into the same buffers."""
+        if self.works:
+            self.fold.run_often(steps)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """What the fold made."""
+        return torch.from_numpy(self.fold.results()[0])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.fold.close()
+        self.device.shut()
+
+
+OURS = {
+    "fastps": Kind(lambda job, rank: FastpsCuda(job, rank, "bsp")),
+    "fastps-asp": Kind(lambda job, rank: FastpsCuda(job, rank, "asp")),
+}
+PEERS = {"limit": {"limit": Kind(LimitCuda)}, "nccl": {"nccl": Kind(Nccl)}}
+
+
+def missing_reason(workers: int) -> Callable[[str], str | None]:
+    """Why a peer cannot be measured here with so many workers, or None."""
+
+    def reason(name: str) -> str | None:
+        if name not in PEERS:
+            return "it is no peer on a GPU"
+        if name == "nccl" and gpus() < workers:
+            return f"NCCL needs a GPU a worker, and there are {gpus()} for {workers}"
+        return None
+
+    return reason
+
+
+def measure(options: BenchOptions) -> list[Row]:
+    """As step.measure. Raises DeviceError where there is no GPU."""
+    if not gpus():
+        raise DeviceError("expected a GPU for --device cuda, found none on this machine: `fastps doctor` shows what there is")
+    load_torch()
+    pairs = [(workers, size) for size in options.parameters for workers in options.workers]
+    return [
+        row for workers, size in pairs for row in step.rows_of(workers, size, options, OURS, PEERS, missing_reason(workers))
+    ]

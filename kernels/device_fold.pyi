@@ -1,0 +1,17 @@
+FLOAT32: int
+FLOAT16: int
+BFLOAT16: int
+BY_DECAY: int
+BY_SHRINK: int
+BY_MOMENTUM: int
+BY_FIRST: int
+BY_NESTEROV: int
+BY_CENTERED: int
+BY_SMALL_LERP: int
+TILE_BYTES: int
+COEFFICIENTS_BYTES: int
+CLASS_BYTES: int
+ENTRY_BYTES: int
+ORDER_BYTES: int
+
+def launch(rule: int, dtype: int, order: int, tiles: int, blocks: int, threads: int = 256) -> None: ...
