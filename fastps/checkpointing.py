@@ -62,16 +62,17 @@ class Checkpointing:
         return Path(given), int(text) if every is None else every
 
     def after_step(self) -> None:
-        """Begin a checkpoint if one is due and this worker is the one that writes it."""
+        """Begin a checkpoint if one is due and this worker is the one that writes it; while one is written, the next waits."""
         version = self._worker.version
         if version < self._next:
             return
-        self._next = (version // self._every + 1) * self._every
         if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
+            self._next = (version // self._every + 1) * self._every
             return
         if self._thread is not None and self._thread.is_alive():
-            logger.info("version %d: no checkpoint, for the one before is still being written", version)
+            logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return
+        self._next = (version // self._every + 1) * self._every
         buffers = {name: array.copy() for name, array in self._buffers().items()}
         self._thread = threading.Thread(target=self._write, args=(self._pin(), buffers), name="fastps-checkpoint", daemon=True)
         self._thread.start()
@@ -85,8 +86,14 @@ class Checkpointing:
             self.failures += 1
             logger.warning("%s; training goes on", error)
 
-    def close(self) -> None:
-        """Wait until nothing is being written."""
+    def close(self, failed: bool = False) -> None:
+        """Wait until what is due is written; after a failure, only until nothing is being written."""
+        self._join()
+        if not failed:
+            self.after_step()
+            self._join()
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -595,7 +595,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._worker.closed or self._worker.forked:
             return
         if self._checkpointing is not None:
-            self._checkpointing.close()
+            self._checkpointing.close(failed=failure is not None)
         for hook in self._hooks:
             hook.remove()
         for tensor in self._tensors:
