@@ -84,7 +84,7 @@ class Checkpointing:
             logger.info("wrote %s, version %d", folder, pinned.description["version"])
         except CheckpointError as error:
             self.failures += 1
-            logger.warning("%s; training goes on", error)
+            logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
 
     def close(self, failed: bool = False) -> None:
         """Wait until what is due is written; after a failure, only until nothing is being written."""
