@@ -19,12 +19,12 @@ typedef struct {
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    void (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
-    void (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
+    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
+    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
                  const float *, float *);
-    void (*sgd_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
+    int (*sgd_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
                      float *);
-    void (*adam_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
+    int (*adam_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
                       float *, const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
@@ -221,20 +221,6 @@ static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_j
         tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);
 }
 
-/* Flag a tile whose results are not finite: then a gradient was not, or it overflowed the rule. Inf and NaN of a gradient reach the
- * weights, or stay in a sum of squares whose root divides it; so these are looked at, while they are in the cache. */
-static void fps_watch(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first, int64_t length) {
-    const float *weights = job->streaming ? stage : job->weights_out + first;
-    const float *state = job->streaming ? stage + FPS_TILE : job->state_out + first;
-    int64_t stride = job->streaming ? FPS_TILE : job->state_stride;
-    int from = job->rule == FPS_RULE_ADAM ? 1 : 0, to = job->rule == FPS_RULE_SGD ? 0 : fps_rule_planes(job);
-    if (!job->unsound) return;
-    if (job->rule == FPS_RULE_RMSPROP) to = 1;
-    if (!tile->is_finite(weights, length)) *job->unsound = 1;
-    for (int plane = from; plane < to; plane++)
-        if (!tile->is_finite(state + plane * stride, length)) *job->unsound = 1;
-}
-
 /* The average's plane follows the weights that were just written. */
 static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int64_t plane = job->ema_plane * place->stride;
@@ -279,22 +265,42 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
 /* How many gradients the rule's loop sums by itself. */
 static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
 
+/* Whether what a rule that does not look wrote is finite: Inf and NaN of a gradient reach the weights, or stay in a sum of squares
+ * whose root divides it, so these are looked at while they are in the cache. */
+static int fps_is_sound(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
+    int planes = job->rule == FPS_RULE_RMSPROP ? 1 : fps_rule_planes(job);
+    if (!job->unsound) return 1;
+    int finite = tile->is_finite(place->weights_out, length);
+    for (int plane = 0; plane < planes; plane++)
+        finite &= tile->is_finite(place->state_out + plane * place->stride, length);
+    return finite;
+}
+
+/* Flag a fold whose results are not finite: a gradient was not, or it overflowed the rule. */
+static inline void fps_flag(const fps_fold_job *job, int finite) {
+    if (!finite && job->unsound) *job->unsound = 1;
+}
+
 /* One push on one tile, or the sum of `count` pushes (no more than fps_summed_at_once); the next push on it reads what this one
  * wrote. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
                       const float *const *gradients, int count, fps_place *place) {
-    const float *weights = place->weights, *state = place->state;
+    const float *weights = place->weights, *state = place->state, *gradient = gradients[0];
     float *weights_out = place->weights_out, *state_out = place->state_out;
-    const float *gradient = gradients[0];
     int64_t stride = place->stride;
+    int finite;
     fps_plain_store();
-    if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
+    if (job->rule == FPS_RULE_SGD) finite = tile->sgd(by, length, gradients, count, weights, weights_out, state, state_out);
     else if (job->rule == FPS_RULE_ADAM)
-        tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride, state_out + stride);
-    else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
-    else if (job->rule == FPS_RULE_RMSPROP)
-        tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
-    else tile->sgd(by, length, gradients, count, weights, weights_out, state, state_out);
+        finite = tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride,
+                            state_out + stride);
+    else {
+        if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
+        else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
+        else tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
+        finite = fps_is_sound(tile, job, length, place);
+    }
+    fps_flag(job, finite);
     fps_carry_planes(job, by, length, place);
     fps_average(tile, job, length, place);
     place->weights = weights_out;
@@ -378,7 +384,6 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                 else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
             }
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
-        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -399,7 +404,6 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
-        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -423,11 +427,12 @@ static void fps_apply_each(const fps_tile_functions *tile, const fps_fold_job *j
         fps_apply(tile, job, by, length, gradients, 1, place);
         return;
     }
-    if (job->rule == FPS_RULE_ADAM)
-        tile->adam_each(by, length, gradients, count, place->weights, place->weights_out, place->state, place->state_out,
-                        place->state + stride, place->state_out + stride);
-    else
-        tile->sgd_each(by, length, gradients, count, place->weights, place->weights_out, place->state, place->state_out);
+    int finite = job->rule == FPS_RULE_ADAM
+                     ? tile->adam_each(by, length, gradients, count, place->weights, place->weights_out, place->state,
+                                       place->state_out, place->state + stride, place->state_out + stride)
+                     : tile->sgd_each(by, length, gradients, count, place->weights, place->weights_out, place->state,
+                                      place->state_out);
+    fps_flag(job, finite);
     fps_carry_planes(job, by, length, place);
     place->weights = place->weights_out;
     place->state = place->state_out;
@@ -448,7 +453,6 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
                 gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
             fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
         }
-        fps_watch(tile, job, stage, first, length);
         fps_end_tile(tile, job, stage, first, length);
     }
 }

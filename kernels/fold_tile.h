@@ -67,6 +67,14 @@ static void FPS_ISA(widen_bfloat16)(float *restrict wide, const uint16_t *restri
     }
 }
 
+/* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
+static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t most, float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    bits &= 0x7fffffff;
+    return bits > most ? bits : most;
+}
+
 /* Element i of the gradient: of the sum, in order, of `count` of them, a constant at every call. */
 static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count) {
     float total = gradients[0][i];
@@ -94,14 +102,16 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
     }
 }
 
-/* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. */
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
+/* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. Loops return the largest
+ * magnitude of their results, as bits: so what is not finite is found without a pass of its own. */
+static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
     float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int first,
     const int nesterov) {
     const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, undampened = by->undampened;
     const float minus_rate = by->minus_rate;
     FPS_GRADIENTS(summed, count);
+    int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
@@ -111,14 +121,18 @@ static inline __attribute__((always_inline)) void FPS_ISA(sgd_loop)(
             buffer_out[i] = buffer;
             step = nesterov ? FPS_ISA(fma)(buffer, factor, step) : buffer;
         }
-        weights_out[i] = FPS_ISA(fma)(step, minus_rate, weight);
+        weight = FPS_ISA(fma)(step, minus_rate, weight);
+        weights_out[i] = weight;
+        most = FPS_ISA(larger)(most, weight);
     }
+    return most;
 }
 
-static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
+static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
                          const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+    int32_t most;
 #define FPS_SGD_LOOP(count, decay, momentum, first, nesterov)                                                            \
-    FPS_ISA(sgd_loop)(by, length, summed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
+    most = FPS_ISA(sgd_loop)(by, length, summed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
 #define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
 #define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
     do {                                                                                                                 \
@@ -133,13 +147,15 @@ static void FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float
 #undef FPS_SGD_DECAY
 #undef FPS_SGD
 #undef FPS_SGD_LOOP
+    return most < 0x7f800000;
 }
 
 /* Several pushes in order, each as above with its own coefficients, while the element is in registers. None is the first ever. */
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_each_loop)(
+static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_each_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
     float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int nesterov) {
     FPS_GRADIENTS(pushed, count);
+    int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], buffer = momentum ? buffer_in[i] : 0;
@@ -155,13 +171,16 @@ static inline __attribute__((always_inline)) void FPS_ISA(sgd_each_loop)(
         }
         if (momentum) buffer_out[i] = buffer;
         weights_out[i] = weight;
+        most = FPS_ISA(larger)(most, weight);
     }
+    return most;
 }
 
-static void FPS_ISA(sgd_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
+static int FPS_ISA(sgd_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
                               const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+    int32_t most;
 #define FPS_SGD_LOOP(count, decay, momentum, nesterov)                                                                   \
-    FPS_ISA(sgd_each_loop)(by, length, pushed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, nesterov)
+    most = FPS_ISA(sgd_each_loop)(by, length, pushed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, nesterov)
 #define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
     if (!by->has_momentum && by->has_decay) FPS_SGD(1, 0, 0);
     else if (!by->has_momentum) FPS_SGD(0, 0, 0);
@@ -171,10 +190,11 @@ static void FPS_ISA(sgd_each)(const fps_coefficients *by, int64_t length, const 
     else FPS_SGD(0, 1, 0);
 #undef FPS_SGD
 #undef FPS_SGD_LOOP
+    return most < 0x7f800000;
 }
 
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. */
-static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
+static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
     const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
     float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
     const int shrink) {
@@ -183,6 +203,7 @@ static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
     const float epsilon = by->epsilon, minus_rate = by->minus_rate;
     const fps_lerp lerp = by->lerp;
     FPS_GRADIENTS(summed, count);
+    int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
@@ -192,30 +213,36 @@ static inline __attribute__((always_inline)) void FPS_ISA(adam_loop)(
         float square = FPS_ISA(fma)(one_minus_beta2 * step, step, square_in[i] * beta2);
         mean_out[i] = mean;
         square_out[i] = square;
-        weights_out[i] = weight + (minus_rate * mean) / (__builtin_sqrtf(square) / root_correction2 + epsilon);
+        weight = weight + (minus_rate * mean) / (__builtin_sqrtf(square) / root_correction2 + epsilon);
+        weights_out[i] = weight;
+        most = FPS_ISA(larger)(FPS_ISA(larger)(most, weight), square);
     }
+    return most;
 }
 
-static void FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
+static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
                           const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
                           const float *square_in, float *square_out) {
+    int32_t most;
 #define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
-    FPS_ISA(adam_loop)(by, length, summed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
+    most = FPS_ISA(adam_loop)(by, length, summed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
 #define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
     if (by->has_shrink) FPS_ADAM(0, 1);
     else if (by->has_decay) FPS_ADAM(1, 0);
     else FPS_ADAM(0, 0);
 #undef FPS_ADAM
 #undef FPS_ADAM_LOOP
+    return most < 0x7f800000;
 }
 
 /* As sgd_each; the coefficients of a mean's lerp are the same for all. */
-static inline __attribute__((always_inline)) void FPS_ISA(adam_each_loop)(
+static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_each_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
     float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
     const int shrink) {
     const fps_lerp lerp = by->lerp;
     FPS_GRADIENTS(pushed, count);
+    int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], mean = mean_in[i], square = square_in[i];
@@ -232,14 +259,17 @@ static inline __attribute__((always_inline)) void FPS_ISA(adam_each_loop)(
         mean_out[i] = mean;
         square_out[i] = square;
         weights_out[i] = weight;
+        most = FPS_ISA(larger)(FPS_ISA(larger)(most, weight), square);
     }
+    return most;
 }
 
-static void FPS_ISA(adam_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
+static int FPS_ISA(adam_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
                                const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
                                const float *square_in, float *square_out) {
+    int32_t most;
 #define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
-    FPS_ISA(adam_each_loop)(by, length, pushed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out,   \
+    most = FPS_ISA(adam_each_loop)(by, length, pushed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out,   \
                             decay, shrink)
 #define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
     if (by->has_shrink) FPS_ADAM(0, 1);
@@ -247,6 +277,7 @@ static void FPS_ISA(adam_each)(const fps_coefficients *by, int64_t length, const
     else FPS_ADAM(0, 0);
 #undef FPS_ADAM
 #undef FPS_ADAM_LOOP
+    return most < 0x7f800000;
 }
 
 /* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
@@ -317,15 +348,10 @@ static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const f
 #undef FPS_RMSPROP
 }
 
-/* Whether no value is infinite or NaN: the largest exponent of all, on a tile that was written just now. */
+/* Whether no value is infinite or NaN, on a tile that was written just now by a rule that does not look. */
 static int FPS_ISA(is_finite)(const float *values, int64_t length) {
     int32_t most = 0;
-    for (int64_t i = 0; i < length; i++) {
-        int32_t bits;
-        memcpy(&bits, values + i, sizeof(bits));
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
+    for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
     return most < 0x7f800000;
 }
 
