@@ -219,7 +219,7 @@ cdef int _format_shard(Arena arena, uint32_t shard, int64_t first, int64_t last,
     for lane in range(arena.header.n_lanes):
         roster_remove(state, lane)
     for lane, clock in enumerate(clocks):
-        roster_add(state, lane, clock)
+        roster_add(state, lane, clock, -1)
         roster_workers(state)[lane].granted = clock + 1
     arena.domain(shard).commit = fps_commit_pack(version, 0, 0, 0)
     for record in range(2):

@@ -159,7 +159,7 @@ cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexce
 
 cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil
 cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
 cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil

@@ -207,20 +207,22 @@ cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil:
         tournament_set(roster_equal_times(state), worker, 0)
 
 
-cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
-    """A worker lives again, or for the first time, at this clock: the opposite of roster_remove. It waits for nothing."""
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil:
+    """A worker lives again, or for the first time, at this clock: the opposite of roster_remove. It waits for nothing.
+
+    `before`: the live worker that it follows in the order of all; -1: the one with the next lower number.
+    """
     cdef worker_t *w = &roster_workers(state)[worker]
-    cdef int32_t before = worker
     _append(state, _bucket_of(state, clock), worker)
     w.live = 1
     w.clock = clock
     if state.n_live == 0:
         w.next_live = w.previous_live = state.fold_next = state.grant_next = worker
     else:
-        while True:
-            before = before - 1 if before > 0 else state.n_workers - 1
-            if before != worker and roster_workers(state)[before].live:
-                break
+        if before < 0:
+            before = worker - 1 if worker > 0 else state.n_workers - 1
+            while before == worker or not roster_workers(state)[before].live:
+                before = before - 1 if before > 0 else state.n_workers - 1
         w.previous_live = before
         w.next_live = roster_workers(state)[before].next_live
         roster_workers(state)[before].next_live = worker

@@ -8,6 +8,7 @@ cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil
 cdef void round_robin_space(scheduler_t *state) noexcept nogil
 cdef void round_robin_grant(scheduler_t *state) noexcept nogil
+cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil
 
 # -- in line, for it is asked before and after every event ------------------------------------------------
 

@@ -53,6 +53,7 @@ from fastps.kernels.round_robin cimport (
     round_robin_due,
     round_robin_expect,
     round_robin_grant,
+    round_robin_join,
     round_robin_measure,
     round_robin_space,
 )
@@ -303,7 +304,10 @@ cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int
     _set_time(state, now_ns)
     if clock < 0:
         clock = roster_slowest_clock(state) if state.n_live > 0 else w.clock
-    roster_add(state, worker, clock)
+    if state.policy.grant == GRANT_ROUND_ROBIN and state.n_live > 0:
+        round_robin_join(state, worker, clock)
+    else:
+        roster_add(state, worker, clock, -1)
     w.granted = clock + 1
     w.granted_at = state.sequence
     w.granted_ns = state.now_ns
@@ -401,6 +405,7 @@ cdef class Scheduler:
         elif action == ACTION_FOLD_LIST:
             for i in range(self.state.n_folds):
                 folded.append(roster_folds(self.state)[i])
+                self._worker(roster_folds(self.state)[i]).cursor += 1
         return folded, sorted(granted)
 
     def push(self, int worker, int64_t now_ns, timestamp=None, int64_t samples=0):
