@@ -86,8 +86,8 @@ cdef void round_robin_grant(scheduler_t *state) noexcept nogil:
 cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
     """A worker joins, granted its first step: as the last in the order of those that are granted and not folded.
 
-    Anywhere else the order of folds would wait for one whose grant waits for the joiner's fold. Where nobody is granted now, its
-    push is the next to be folded.
+    Anywhere else the order of folds would wait for one whose grant waits for the joiner's fold. Where nobody is granted now,
+    its push is the next to be folded.
     """
     cdef bint is_only = round_robin_is_ready(state, state.fold_next)
     roster_add(state, worker, clock, roster_workers(state)[state.grant_next].previous_live)
