@@ -194,6 +194,7 @@ def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, monke
         model = make_model(seed=rank)
         mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in steps]
         with classes[rank](torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), sync=sync, model=model) as optimizer:
+            optimizer.wait_for_start()  # under asp one may have come to its end before the other has begun
             train(model, optimizer, mine)
             optimizer.wait_for_others()
             assert optimizer.version == (20 if sync == "bsp" else 20 * workers)
