@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastps.rules import Rule
-from fastps.torch_rules import counts_steps, state_names
+from fastps.torch_rules import entry_of
 
 if TYPE_CHECKING:
     from fastps.checkpoint import Checkpoint
@@ -56,11 +56,11 @@ def optimizer_state_dict(checkpoint: "Checkpoint") -> dict[str, Any]:
     for index, parameter in enumerate(described["parameters"]):
         group = groups[parameter["group"]]
         group["params"].append(index)
-        names = state_names(group, rule)
-        if not parameter["steps"] or not names:
-            continue
-        entry: dict[str, Any] = {"step": torch.tensor(float(parameter["steps"]))} if counts_steps(rule) else {}
-        for name in names:
-            entry[name] = torch.from_numpy(checkpoint.tensors[f"state/{name}/{parameter['name']}"].copy())
-        state[index] = entry
+
+        def plane(name: str, of: str = parameter["name"]) -> torch.Tensor:
+            return torch.from_numpy(checkpoint.tensors[f"state/{name}/{of}"].copy())
+
+        entry = entry_of(group, rule, parameter["steps"], plane)
+        if entry is not None:
+            state[index] = entry
     return {"state": state, "param_groups": groups}

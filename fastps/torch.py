@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fastps import config, environment, exits
+from fastps import config, environment, exits, torch_state
 from fastps.allocator import keep_freed_memory
 from fastps.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load, refused
@@ -34,7 +34,7 @@ from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients
-from fastps.torch_rules import check_parameter, counts_steps, hyper_of, rule_of, state_names
+from fastps.torch_rules import check_parameter, hyper_of, rule_of
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
@@ -424,24 +424,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
         self._worker.check_usable()
-        self._worker.hold_turns()
-        try:
-            _, buffers = self._store.committed()
-            steps = [int(count[0]) for count in self._store.rule_steps(buffers)]
-            planes = [
-                [view.clone() for view in self._tensor_views(self._store.plane_views(buffers, plane))]
-                for plane in range(len(self._rule.planes))
-            ]
-        finally:
-            self._worker.release_turns(False)
         groups = [group for group in self.param_groups for _ in group["params"]]
-        for index, (tensor, group) in enumerate(zip(self._tensors, groups, strict=True)):
-            names = state_names(group, self._rule)
-            if steps[index] and names:
-                entry: dict[str, Any] = {name: planes[self._rule.planes.index(name)][index] for name in names}
-                if counts_steps(self._rule):
-                    entry = {"step": torch.tensor(float(steps[index])), **entry}
-                self.state[tensor] = entry
+        found = torch_state.entries(self._worker, self._tensor_views, self._rule, groups)
+        self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -456,39 +441,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
         if self._worker.rank == 0 and not self._worker.generation:
-            self._publish_state()
-
-    def _publish_state(self) -> None:
-        self._worker.hold_turns()
-        published = False
-        try:
-            spares = [self._worker.lane.spare(shard) for shard in range(self._store.arena.shards)]
-            weights_buffers, state_buffers = [pair[0] for pair in spares], [pair[1] for pair in spares]
-            active, active_state = self._store.committed()
-            for view, source in zip(self._store.weight_views(weights_buffers), self._store.weight_views(active), strict=True):
-                view[:] = source
-            if self._store.layout.policy.ema:
-                last = self._store.layout.planes - 1
-                averages = self._store.plane_views(state_buffers, last), self._store.plane_views(active_state, last)
-                for view, source in zip(*averages, strict=True):
-                    view[:] = source
-            steps = self._store.rule_steps(state_buffers)
-            for index, tensor in enumerate(self._tensors):
-                entry = self.state.get(tensor, {})
-                has_state = any(entry.get(name) is not None for name in self._rule.planes)
-                steps[index][0] = int(entry.get("step", 1)) if has_state else 0
-            for plane, name in enumerate(self._rule.planes):
-                planes = self._tensor_views(self._store.plane_views(state_buffers, plane))
-                for values, tensor in zip(planes, self._tensors, strict=True):
-                    value = self.state.get(tensor, {}).get(name)
-                    if value is None:
-                        values.fill_(self._rule.initial_value(plane))
-                    else:
-                        values.copy_(value)
-            published = True
-        finally:
-            self._worker.release_turns(published)
-        self._take_weights()
+            given = [self.state.get(tensor, {}) for tensor in self._tensors]
+            torch_state.publish(self._worker, self._tensor_views, self._rule, given)
+            self._take_weights()
 
     # -- looking -----------------------------------------------------------------------------------
 
@@ -538,21 +493,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._store.layout.policy.ema:
             yield
             return
-        self._worker.hold_turns()
-        try:
-            _, buffers = self._store.committed()
-            averages = self._tensor_views(self._store.plane_views(buffers, self._store.layout.planes - 1))
-            averages = [average.clone() for average in averages]
-        finally:
-            self._worker.release_turns(False)
+        averages = torch_state.averages(self._worker, self._tensor_views)
         kept = [tensor.data for tensor in self._tensors]
         try:
-            for tensor, average in zip(self._tensors, averages, strict=True):
-                tensor.data = average
+            self._show(averages)
             yield
         finally:
-            for tensor, weights in zip(self._tensors, kept, strict=True):
-                tensor.data = weights
+            self._show(kept)
+
+    def _show(self, weights: list[torch.Tensor]) -> None:
+        """Let the parameters be these tensors, which are nobody else's, on their device."""
+        for tensor, values in zip(self._tensors, weights, strict=True):
+            tensor.data = values.to(tensor.device)
 
     @property
     def batch_size(self) -> int:

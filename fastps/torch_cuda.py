@@ -6,8 +6,6 @@ for the GPU once a step. On the device, where all workers share a GPU, the arena
 into them and kernels fold. fastps/placement.py chooses. Refuses to be imported for a model on the CPU.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -136,28 +134,6 @@ class StagedOptimizer(DistributedOptimizer):
                 f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
                 " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
             )
-
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """See DistributedOptimizer."""
-        if not self._store.layout.policy.ema:
-            yield
-            return
-        self._worker.hold_turns()
-        try:
-            _, buffers = self._store.committed()
-            views = self._tensor_views(self._store.plane_views(buffers, self._store.layout.planes - 1))
-            averages = [view.clone() for view in views]
-        finally:
-            self._worker.release_turns(False)
-        kept = [tensor.data.clone() for tensor in self._tensors]
-        try:
-            for tensor, average in zip(self._tensors, averages, strict=True):
-                tensor.data.copy_(average)
-            yield
-        finally:
-            for tensor, weights in zip(self._tensors, kept, strict=True):
-                tensor.data.copy_(weights)
 
     def close(self, failure: str | None = None) -> None:
         """See DistributedOptimizer."""

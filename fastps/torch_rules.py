@@ -4,6 +4,7 @@ Everything that would silently compute something else is refused by name. Refuse
 names what the fold keeps.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,17 +73,22 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
 
 
-def state_names(group: dict[str, Any], rule: Rule) -> list[str]:
+def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
+    """A parameter's entry of torch's state after so many steps; `plane` gives the tensor of a name. None: torch keeps none."""
+    names = _state_names(group, rule)
+    if not steps or not names:
+        return None
+    # All but SGD count steps.
+    entry: dict[str, Any] = {} if rule.name == "sgd" else {"step": torch.tensor(float(steps))}
+    return entry | {name: plane(name) for name in names}
+
+
+def _state_names(group: Mapping[str, Any], rule: Rule) -> list[str]:
     """The planes that torch itself would keep for a parameter of this group: others are kept for other groups."""
     if isinstance(rule, UserRule):
         return list(rule.planes)
     options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
     return [name for name in rule.planes if name not in options or group[options[name]]]
-
-
-def counts_steps(rule: Rule) -> bool:
-    """Whether torch's state has a "step" beside the planes: all but SGD's have."""
-    return rule.name != "sgd"
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
