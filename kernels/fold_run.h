@@ -19,13 +19,9 @@ typedef struct {
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *);
-    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *, float *,
-                 const float *, float *);
-    int (*sgd_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
-                     float *);
-    int (*adam_each)(const fps_coefficients *, int64_t, const float *const *, int, const float *, float *, const float *,
-                      float *, const float *, float *);
+    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
+    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
+                const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
@@ -34,18 +30,28 @@ typedef struct {
 
 /* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
 #define FPS_SUMMED_AT_ONCE 4
-/* Their addresses as locals of a loop; where there are fewer, the first stands for the rest, and is not read for them. */
-#define FPS_GRADIENTS(summed, count)                                                                                     \
-    const float *const gradients[FPS_SUMMED_AT_ONCE] = {summed[0], summed[count > 1], summed[count > 2 ? 2 : 0],         \
-                                                        summed[count > 3 ? 3 : 0]}
-/* A loop for each count, so that each is without a branch. */
+/* What a loop reads besides its tiles, as locals that no store can change. Where there are fewer gradients, the first stands for
+ * the rest, and is not read for them; so do its coefficients. */
+#define FPS_LOCAL_OF(from, k, count) from[(count) > (k) ? (k) : 0]
+#define FPS_LOCALS(by, pushed, count, each)                                                                              \
+    const float *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                       \
+                                                        FPS_LOCAL_OF(pushed, 2, count), FPS_LOCAL_OF(pushed, 3, count)}; \
+    const int applied = each ? count : 1;                                                                                \
+    const fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied), \
+                                                      FPS_LOCAL_OF(by, 3, applied)}
+/* A loop for each count, so that each is without a branch; one gradient is a sum of itself. */
 #define FPS_BY_COUNT(loop, ...)                                                                                          \
     do {                                                                                                                 \
-        if (count == 1) loop(1, __VA_ARGS__);                                                                            \
-        else if (count == 2) loop(2, __VA_ARGS__);                                                                       \
-        else if (count == 3) loop(3, __VA_ARGS__);                                                                       \
-        else loop(4, __VA_ARGS__);                                                                                       \
+        if (count == 1) loop(1, 0, __VA_ARGS__);                                                                         \
+        else if (count == 2 && each) loop(2, 1, __VA_ARGS__);                                                            \
+        else if (count == 3 && each) loop(3, 1, __VA_ARGS__);                                                            \
+        else if (each) loop(4, 1, __VA_ARGS__);                                                                          \
+        else if (count == 2) loop(2, 0, __VA_ARGS__);                                                                    \
+        else if (count == 3) loop(3, 0, __VA_ARGS__);                                                                    \
+        else loop(4, 0, __VA_ARGS__);                                                                                    \
     } while (0)
+/* The bits of an infinity: of a magnitude's bits, those below are of a finite number. */
+#define FPS_INFINITY_BITS 0x7f800000
 
 #if defined(__x86_64__)
 #define FPS_STREAM_WORD __m128
@@ -281,18 +287,19 @@ static inline void fps_flag(const fps_fold_job *job, int finite) {
     if (!finite && job->unsound) *job->unsound = 1;
 }
 
-/* One push on one tile, or the sum of `count` pushes (no more than fps_summed_at_once); the next push on it reads what this one
- * wrote. */
+/* `count` pushes (no more than fps_summed_at_once) on one tile: their sum, or under `each` one after the other; the next on it reads
+ * what these wrote. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
-                      const float *const *gradients, int count, fps_place *place) {
+                      const float *const *gradients, int count, int each, fps_place *place) {
     const float *weights = place->weights, *state = place->state, *gradient = gradients[0];
     float *weights_out = place->weights_out, *state_out = place->state_out;
     int64_t stride = place->stride;
     int finite;
     fps_plain_store();
-    if (job->rule == FPS_RULE_SGD) finite = tile->sgd(by, length, gradients, count, weights, weights_out, state, state_out);
+    if (job->rule == FPS_RULE_SGD)
+        finite = tile->sgd(by, length, gradients, count, each, weights, weights_out, state, state_out);
     else if (job->rule == FPS_RULE_ADAM)
-        finite = tile->adam(by, length, gradients, count, weights, weights_out, state, state_out, state + stride,
+        finite = tile->adam(by, length, gradients, count, each, weights, weights_out, state, state_out, state + stride,
                             state_out + stride);
     else {
         if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
@@ -383,7 +390,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                 if (in_loop) gradients[push] = gradient;
                 else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
             }
-        fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, &place);
+        fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, 0, &place);
         fps_end_tile(tile, job, stage, first, length);
     }
 }
@@ -401,7 +408,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
         for (int push = 0, applied = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter)) {
                 const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
-                fps_apply(tile, job, &by[applied++], length, &gradient, 1, &place);
+                fps_apply(tile, job, &by[applied++], length, &gradient, 1, 0, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
         fps_end_tile(tile, job, stage, first, length);
@@ -419,25 +426,6 @@ static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) 
     return at_once;
 }
 
-/* Some pushes in order on one tile, all in one loop. */
-static void fps_apply_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
-                           const float *const *gradients, int count, fps_place *place) {
-    int64_t stride = place->stride;
-    if (count == 1) {
-        fps_apply(tile, job, by, length, gradients, 1, place);
-        return;
-    }
-    int finite = job->rule == FPS_RULE_ADAM
-                     ? tile->adam_each(by, length, gradients, count, place->weights, place->weights_out, place->state,
-                                       place->state_out, place->state + stride, place->state_out + stride)
-                     : tile->sgd_each(by, length, gradients, count, place->weights, place->weights_out, place->state,
-                                      place->state_out);
-    fps_flag(job, finite);
-    fps_carry_planes(job, by, length, place);
-    place->weights = place->weights_out;
-    place->state = place->state_out;
-}
-
 /* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
                           const fps_coefficients *by, int64_t first, int64_t last) {
@@ -451,7 +439,7 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
             at_once = fps_applied_at_once(job->rule, by + push, count - push);
             for (int each = 0; each < at_once; each++)
                 gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
-            fps_apply_each(tile, job, by + push, length, gradients, at_once, &place);
+            fps_apply(tile, job, by + push, length, gradients, at_once, 1, &place);
         }
         fps_end_tile(tile, job, stage, first, length);
     }

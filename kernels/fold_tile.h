@@ -102,37 +102,43 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
     }
 }
 
-/* torch.optim.SGD: the flags are constants at every call, so each call is a loop without a branch. Loops return the largest
+/* The rules of SGD and Adam take `count` gradients at once: either their sum, in order, is applied with `by`, or under `each` they
+ * are applied one after the other, each with its own of `by`, while the element is in registers. Loops return the largest
  * magnitude of their results, as bits: so what is not finite is found without a pass of its own. */
+
+/* torch.optim.SGD: counts and flags are constants at every call, so each call is a loop without a branch. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
-    float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int first,
-    const int nesterov) {
-    const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, undampened = by->undampened;
-    const float minus_rate = by->minus_rate;
-    FPS_GRADIENTS(summed, count);
+    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
+    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum,
+    const int first, const int nesterov) {
+    FPS_LOCALS(by, pushed, count, each);
     int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
-        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
-        if (momentum) {
-            float buffer = first ? step : FPS_ISA(fma)(step, undampened, buffer_in[i] * factor);
-            buffer_out[i] = buffer;
-            step = nesterov ? FPS_ISA(fma)(buffer, factor, step) : buffer;
+        float weight = weights_in[i], buffer = momentum && !first ? buffer_in[i] : 0;
+#pragma GCC unroll 4
+        for (int k = 0; k < (each ? count : 1); k++) {
+            float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
+            if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
+            if (momentum) {
+                buffer = first ? step : FPS_ISA(fma)(step, own[k].undampened, buffer * own[k].momentum);
+                step = nesterov ? FPS_ISA(fma)(buffer, own[k].momentum, step) : buffer;
+            }
+            weight = FPS_ISA(fma)(step, own[k].minus_rate, weight);
         }
-        weight = FPS_ISA(fma)(step, minus_rate, weight);
+        if (momentum) buffer_out[i] = buffer;
         weights_out[i] = weight;
         most = FPS_ISA(larger)(most, weight);
     }
     return most;
 }
 
-static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
-                         const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
+                        const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
     int32_t most;
-#define FPS_SGD_LOOP(count, decay, momentum, first, nesterov)                                                            \
-    most = FPS_ISA(sgd_loop)(by, length, summed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, first, nesterov)
+#define FPS_SGD_LOOP(count, each, decay, momentum, first, nesterov)                                                      \
+    most = FPS_ISA(sgd_loop)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, \
+                             first, nesterov)
 #define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
 #define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
     do {                                                                                                                 \
@@ -147,114 +153,30 @@ static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float 
 #undef FPS_SGD_DECAY
 #undef FPS_SGD
 #undef FPS_SGD_LOOP
-    return most < 0x7f800000;
+    return most < FPS_INFINITY_BITS;
 }
 
-/* Several pushes in order, each as above with its own coefficients, while the element is in registers. None is the first ever. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_each_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
-    float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum, const int nesterov) {
-    FPS_GRADIENTS(pushed, count);
-    int32_t most = 0;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], buffer = momentum ? buffer_in[i] : 0;
-#pragma GCC unroll 4
-        for (int push = 0; push < count; push++) {
-            float step = gradients[push][i] * by[push].scale;
-            if (decay) step = FPS_ISA(fma)(weight, by[push].weight_decay, step);
-            if (momentum) {
-                buffer = FPS_ISA(fma)(step, by[push].undampened, buffer * by[push].momentum);
-                step = nesterov ? FPS_ISA(fma)(buffer, by[push].momentum, step) : buffer;
-            }
-            weight = FPS_ISA(fma)(step, by[push].minus_rate, weight);
-        }
-        if (momentum) buffer_out[i] = buffer;
-        weights_out[i] = weight;
-        most = FPS_ISA(larger)(most, weight);
-    }
-    return most;
-}
-
-static int FPS_ISA(sgd_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
-                              const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
-    int32_t most;
-#define FPS_SGD_LOOP(count, decay, momentum, nesterov)                                                                   \
-    most = FPS_ISA(sgd_each_loop)(by, length, pushed, count, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, nesterov)
-#define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
-    if (!by->has_momentum && by->has_decay) FPS_SGD(1, 0, 0);
-    else if (!by->has_momentum) FPS_SGD(0, 0, 0);
-    else if (by->has_decay && by->is_nesterov) FPS_SGD(1, 1, 1);
-    else if (by->is_nesterov) FPS_SGD(0, 1, 1);
-    else if (by->has_decay) FPS_SGD(1, 1, 0);
-    else FPS_SGD(0, 1, 0);
-#undef FPS_SGD
-#undef FPS_SGD_LOOP
-    return most < 0x7f800000;
-}
-
-/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. */
+/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. The lerp of the
+ * mean is the same for all of `by`. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *summed, const int count, const float *weights_in,
-    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
-    const int shrink) {
-    const float scale = by->scale, weight_decay = by->weight_decay, shrinkage = by->shrink;
-    const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, root_correction2 = by->root_correction2;
-    const float epsilon = by->epsilon, minus_rate = by->minus_rate;
-    const fps_lerp lerp = by->lerp;
-    FPS_GRADIENTS(summed, count);
-    int32_t most = 0;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = FPS_ISA(gradient)(gradients, i, count) * scale;
-        if (shrink) weight = weight * shrinkage;
-        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
-        float mean = FPS_ISA(lerp)(mean_in[i], step, lerp.fraction, lerp.is_small);
-        float square = FPS_ISA(fma)(one_minus_beta2 * step, step, square_in[i] * beta2);
-        mean_out[i] = mean;
-        square_out[i] = square;
-        weight = weight + (minus_rate * mean) / (__builtin_sqrtf(square) / root_correction2 + epsilon);
-        weights_out[i] = weight;
-        most = FPS_ISA(larger)(FPS_ISA(larger)(most, weight), square);
-    }
-    return most;
-}
-
-static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *summed, int count,
-                          const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
-                          const float *square_in, float *square_out) {
-    int32_t most;
-#define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
-    most = FPS_ISA(adam_loop)(by, length, summed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out, decay, shrink)
-#define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
-    if (by->has_shrink) FPS_ADAM(0, 1);
-    else if (by->has_decay) FPS_ADAM(1, 0);
-    else FPS_ADAM(0, 0);
-#undef FPS_ADAM
-#undef FPS_ADAM_LOOP
-    return most < 0x7f800000;
-}
-
-/* As sgd_each; the coefficients of a mean's lerp are the same for all. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_each_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const float *weights_in,
-    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int decay,
-    const int shrink) {
-    const fps_lerp lerp = by->lerp;
-    FPS_GRADIENTS(pushed, count);
+    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
+    const float *weights_in, float *weights_out, const float *mean_in, float *mean_out, const float *square_in,
+    float *square_out, const int decay, const int shrink) {
+    FPS_LOCALS(by, pushed, count, each);
+    const fps_lerp lerp = own[0].lerp;
     int32_t most = 0;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], mean = mean_in[i], square = square_in[i];
 #pragma GCC unroll 4
-        for (int push = 0; push < count; push++) {
-            float step = gradients[push][i] * by[push].scale;
-            if (shrink) weight = weight * by[push].shrink;
-            if (decay) step = FPS_ISA(fma)(weight, by[push].weight_decay, step);
+        for (int k = 0; k < (each ? count : 1); k++) {
+            float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
+            if (shrink) weight = weight * own[k].shrink;
+            if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
             mean = FPS_ISA(lerp)(mean, step, lerp.fraction, lerp.is_small);
-            square = FPS_ISA(fma)(by[push].one_minus_beta2 * step, step, square * by[push].beta2);
-            weight = weight + (by[push].minus_rate * mean)
-                                  / (__builtin_sqrtf(square) / by[push].root_correction2 + by[push].epsilon);
+            square = FPS_ISA(fma)(own[k].one_minus_beta2 * step, step, square * own[k].beta2);
+            weight = weight + (own[k].minus_rate * mean)
+                                  / (__builtin_sqrtf(square) / own[k].root_correction2 + own[k].epsilon);
         }
         mean_out[i] = mean;
         square_out[i] = square;
@@ -264,20 +186,20 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_each_loop)(
     return most;
 }
 
-static int FPS_ISA(adam_each)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count,
-                               const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
-                               const float *square_in, float *square_out) {
+static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
+                         const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
+                         const float *square_in, float *square_out) {
     int32_t most;
-#define FPS_ADAM_LOOP(count, decay, shrink)                                                                              \
-    most = FPS_ISA(adam_each_loop)(by, length, pushed, count, weights_in, weights_out, mean_in, mean_out, square_in, square_out,   \
-                            decay, shrink)
+#define FPS_ADAM_LOOP(count, each, decay, shrink)                                                                        \
+    most = FPS_ISA(adam_loop)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,      \
+                              square_out, decay, shrink)
 #define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
     if (by->has_shrink) FPS_ADAM(0, 1);
     else if (by->has_decay) FPS_ADAM(1, 0);
     else FPS_ADAM(0, 0);
 #undef FPS_ADAM
 #undef FPS_ADAM_LOOP
-    return most < 0x7f800000;
+    return most < FPS_INFINITY_BITS;
 }
 
 /* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
@@ -352,7 +274,7 @@ static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const f
 static int FPS_ISA(is_finite)(const float *values, int64_t length) {
     int32_t most = 0;
     for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
-    return most < 0x7f800000;
+    return most < FPS_INFINITY_BITS;
 }
 
 /* Copy a tile past the caches: whoever reads it next does so after everything else has gone through them. `from` is a stage. */
@@ -365,6 +287,5 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
 }
 
 const static fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum),  FPS_ISA(add),      FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
-    FPS_ISA(adam), FPS_ISA(sgd_each), FPS_ISA(adam_each),     FPS_ISA(adagrad),        FPS_ISA(rmsprop), FPS_ISA(stream),
-    FPS_ISA(is_finite)};
+    FPS_ISA(sum),  FPS_ISA(add),     FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average),  FPS_ISA(sgd),
+    FPS_ISA(adam), FPS_ISA(adagrad), FPS_ISA(rmsprop),       FPS_ISA(stream),         FPS_ISA(is_finite)};
