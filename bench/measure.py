@@ -18,7 +18,7 @@ from fastps.kernels import limit
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
-PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", "alone", "plain", "streaming")
+PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", "alone", "plain", "streaming", "server")
 
 
 class WrongResultError(Error):

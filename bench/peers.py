@@ -34,7 +34,7 @@ class Job:
         self.workers = workers
         self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # a little more, so that tensors fill lines
         self.folder = folder
-        self.is_level = name not in ("fastps-asp", "hogwild")
+        self.is_level = name not in ("fastps-asp", "fastps-server-asp", "hogwild")
 
     def gradient(self, rank: int) -> float:
         """Every element of a worker's gradient."""
@@ -140,11 +140,18 @@ class Fastps(Peer):
     """fastps: gradients in the slot, step() with its swap of 60 tensors; `choose` makes one of its choices otherwise."""
 
     def __init__(
-        self, job: Job, rank: int, sync: str, choose: Callable[[Lane], None] | None = None, device: str = "cpu"
+        self,
+        job: Job,
+        rank: int,
+        sync: str,
+        choose: Callable[[Lane], None] | None = None,
+        device: str = "cpu",
+        server: str = "workers",
     ) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
         self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size, device=device))]
-        self.optimizer = DistributedOptimizer(torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM), sync)
+        plain = torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.optimizer = DistributedOptimizer(plain, sync, server=server)
         if choose is not None:
             choose(self.optimizer.worker.lane)
         self.gradient = job.gradient(rank)

@@ -40,6 +40,14 @@ TraceFile = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Record the run, for fastps trace and fastps advise.")
 ]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        metavar="workers|process",
+        help="Who takes the turns: the workers that wait, or a process of its own. Default: workers, or what the script says.",
+        show_default=False,
+    ),
+]
 Restarts = Annotated[int, typer.Option(help="Replace so many lost workers, in all; the job goes on meanwhile.")]
 OnWorkerLoss = Annotated[
     str,
@@ -122,6 +130,7 @@ def job_options_of(context: typer.Context, seed: int) -> JobOptions:
         every=given["every"],
         resume=str(resume.resolve()) if resume is not None else "",
         faults=FaultPlan.parse(chaos, seed) if chaos is not None else None,
+        server=given["server"],
     )
 
 

@@ -3,7 +3,8 @@ order all of it happens.
 
 The control words stay in the shared arena; a shard's floats are one allocation of its home, the lane that the layout names for
 it. Every lane shows a board in the arena: its device, the handles of its two events and those of the memory that it is home of.
-A lane on a shard's own device folds it; the others only push and pull.
+A lane on a shard's own device folds it; the others only push and pull. Where a server process is home of all shards, it alone
+folds.
 
 Two events a lane order everything. `computed` is recorded on the stream that computes, when a push is posted and when weights
 are let go; `folded` on the stream that folds, after each fold. A fold waits for both of every lane; a pull waits for every
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from fastps.device import HANDLE_BYTES, Device, Event, Stream
 from fastps.errors import UnsupportedError
 from fastps.kernels import device_fold, device_order
-from fastps.kernels.arena import LANE_LEAVING, LANE_LIVE, STATE_BUFFERS
+from fastps.kernels.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING, STATE_BUFFERS
 
 if TYPE_CHECKING:
     from fastps.layout import Layout
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN, FILLED = 1, 2  # a board's `ready`: handles are there; and the first weights have been written (lane 0)
 _RING_ENTRIES = 8  # orders that may be on their way to the device at a time
 _LEAST_ORDER_BYTES = 1 << 16
-PRESENT = (LANE_LIVE, LANE_LEAVING)
+PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
 def board_dtype(shards: int) -> np.dtype[Any]:
@@ -162,7 +163,13 @@ class DeviceArena:
                 self._bases[shard] = 0
 
     def own_shards(self) -> list[int]:
-        """The shards that this lane may fold: those on its own device."""
+        """The shards that this lane folds: those on its own device, or with a server none but the server's."""
+        if self._layout.has_server and self._rank < self._layout.lanes:
+            return []
+        return self.near_shards()
+
+    def near_shards(self) -> list[int]:
+        """The shards on this lane's device."""
         identity = self._device.identity.encode()
         return [shard for shard, home in enumerate(self.homes) if self.board(home)["identity"].item() == identity]
 
@@ -236,7 +243,7 @@ class DeviceArena:
     def _present_peers(self) -> list[tuple[Event, Event]]:
         """The two events of each other lane that is there; one that has left has waited for its folds before."""
         found = []
-        for lane, state in enumerate(self._store.arena.lane_states()):
+        for lane, (_, state) in enumerate(self._store.arena.members()):
             if lane == self._rank or state not in PRESENT:
                 continue
             if lane not in self._peers:

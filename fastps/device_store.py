@@ -15,10 +15,12 @@ import numpy as np
 
 from fastps.device import Device, DeviceError
 from fastps.device_arena import PRESENT, DeviceArena
-from fastps.errors import ProtocolError, TimeoutExceededError, UnsupportedError, UsageError
+from fastps.errors import ProtocolError, TimeoutExceededError, UnsupportedError, UsageError, WorkerDiedError
+from fastps.kernels import turn
 from fastps.peers import Peers
 from fastps.rendezvous import Answerer
 from fastps.rules import Hyper
+from fastps.served import ServedWorker
 from fastps.store import Store, Views
 from fastps.worker import Worker
 
@@ -62,8 +64,9 @@ class DeviceWorker(Worker):
             assert isinstance(self.store, DeviceStore)
             first = self.store.take_first_weights()
             self._with_turns(lambda: arena.fill(first))
-        self._own = arena.own_shards()
-        self.lane.fold_with(arena.fold, self._own)
+        own = arena.own_shards()
+        self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
+        self.lane.fold_with(arena.fold, own)
 
     def release_turns(self, publish: bool) -> None:
         """See Worker.release_turns; what was read or written under the turns comes before what is folded or read next."""
@@ -100,7 +103,7 @@ class DeviceWorker(Worker):
         """See Worker.push; the gradients are those that the compute stream will have written by now."""
         self.devices.mark_computed()
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
-        if len(self._own) < len(self.buffers):
+        if self._needs_others:
             self.lane.nudge()  # others fold those shards, and may be asleep
 
     def pull(self) -> list[int]:
@@ -167,10 +170,33 @@ class DeviceWorker(Worker):
             peers.close()
 
 
+class ServedDeviceWorker(ServedWorker, DeviceWorker):
+    """A worker of a DeviceStore whose memory is a server's: it maps it, and never folds."""
+
+    def _make_lane(self) -> turn.Lane:
+        lane = super()._make_lane()
+        if not self.is_served:
+            raise self._without_server()
+        return lane
+
+    def take_over(self) -> None:
+        """Refused: the memory is gone with the server. Raises WorkerDiedError."""
+        self.look_around()  # which says more, where the server has died
+        raise self._without_server()
+
+    def _without_server(self) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"worker {self.rank}: expected the job's server, which owns the memory on devices, found that it has ended: restart"
+            " the job from its last snapshot",
+            self.store.arena.server_lane,
+        )
+
+
 class DeviceStore(Store):
     """A store with its shards on devices. Give it the device of this process with `use` before `attach`."""
 
     worker_class = DeviceWorker
+    served_class = ServedDeviceWorker
     device: Device
     devices: DeviceArena | None = None
     _first: Views | None = None
@@ -179,6 +205,15 @@ class DeviceStore(Store):
         """Name this process's device; returns the store. A forked child names its own."""
         self.device = device
         return self
+
+    def own_memory(self, lane: turn.Lane) -> None:
+        """Be the server's side of it: this process, which serves on `lane`, makes all memory and folds all shards.
+
+        Before it serves, for it holds no turn while it shows what it has.
+        """
+        arena = self.devices = DeviceArena(self, lane.index, self.device)
+        arena.show()
+        lane.fold_with(arena.fold, arena.own_shards())
 
     def attach(self, rank: int | None = None) -> Worker:
         """See Store. Waits until all workers are there whose devices hold shards."""

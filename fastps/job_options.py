@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastps.errors import UsageError
 from fastps.faults import FaultPolicy
 from fastps.live_faults import FaultPlan
+from fastps.server_process import chosen_server
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class JobOptions:
         every: updates between two of them.
         resume: checkpoint, or directory of them, to begin with; "": none.
         faults: what is injected; None: nothing.
+        server: who takes the turns, "workers" or "process"; "" leaves it to the script.
 
     Raises UsageError for values that make no sense.
 
@@ -38,6 +40,7 @@ class JobOptions:
     every: int = 0
     resume: str = ""
     faults: FaultPlan | None = None
+    server: str = ""
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
@@ -46,6 +49,7 @@ class JobOptions:
             raise UsageError(f"--every: expected a number of updates, and --checkpoint DIR with it, found {self.every}")
         if self.restarts and self.on_worker_loss == "stop":
             raise UsageError("--restarts replaces lost workers, --on-worker-loss stop ends the job: expected one of the two")
+        chosen_server(self.server)
         FaultPolicy(self.on_worker_loss or "stop", self.nonfinite or "reject", self.max_workers)
 
     @property
@@ -63,5 +67,6 @@ class JobOptions:
             "FASTPS_CHECKPOINT": self.checkpoint,
             "FASTPS_CHECKPOINT_EVERY": str(self.every or ""),
             "FASTPS_RESUME": self.resume,
+            "FASTPS_SERVER": self.server,
         }
         return {name: value for name, value in values.items() if value}

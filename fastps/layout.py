@@ -46,7 +46,8 @@ class Layout:
     """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
     precision gradients are pushed; they are summed and applied in single precision in any case.
 
-    `homes`: for each shard the worker on whose device its floats lie (device_arena.py); () where all are in the arena itself.
+    `homes`: for each shard the lane on whose device its floats lie (device_arena.py); () where all are in the arena itself.
+    `server`: who takes the turns, "workers" that wait or a "process" of its own (server.py).
     """
 
     parameters: tuple[Parameter, ...]
@@ -58,11 +59,17 @@ class Layout:
     faults: FaultPolicy = DEFAULT_FAULTS
     gradient_type: GradientType = "float32"
     homes: tuple[int, ...] = ()
+    server: str = "workers"
 
     @property
     def lanes(self) -> int:
         """Lanes of the arena: so many workers at a time."""
         return self.faults.lanes(self.workers)
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a process of its own takes the turns, on a lane behind the workers', number `lanes`."""
+        return self.server == "process"
 
     @property
     def planes(self) -> int:
@@ -124,6 +131,7 @@ class Layout:
             "extra_bytes": self.extra_bytes,
             "gradient_type": self.gradient_type,
             "homes": list(self.homes),
+            "server": self.server,
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
         return json.dumps(description, sort_keys=True, separators=(",", ":"))
@@ -171,7 +179,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "homes"):
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "homes", "server"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

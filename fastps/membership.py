@@ -8,7 +8,7 @@ Refuses to decide what a scheme does with fewer or more workers: the scheduler d
 import logging
 from typing import TYPE_CHECKING
 
-from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError
+from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError, WorkerDiedError
 from fastps.layout import first_difference
 from fastps.peers import Owner, Peers
 
@@ -57,6 +57,9 @@ class Membership:
         Raises WorkerDiedError under on_worker_loss="stop", LayoutError; what `report_rejections` raises.
         """
         while (dead := self._peers.dead()) is not None:
+            if dead[0] == self._store.arena.server_lane:
+                self._lose_server(dead, now_ns)
+                continue
             self._worker.break_turn(dead, now_ns)
             if not self._faults.continues:
                 raise self._peers.error(dead)
@@ -67,6 +70,20 @@ class Membership:
             self._worker.try_turn()
         self._check_layouts()
         self.report_rejections()
+
+    def _lose_server(self, server: Owner, now_ns: int) -> None:
+        """Go on without the server, whatever the job does about lost workers; on devices its memory is gone with it."""
+        error = self._peers.error(server)
+        if self._store.layout.homes:
+            raise WorkerDiedError(
+                f"{error}; the memory on devices was its own and is gone: restart the job from its last snapshot", server[0]
+            )
+        self._worker.take_over()
+        self._worker.break_turn(server, now_ns)
+        if self._store.arena.bury(*server):
+            logger.warning("%s; the workers take the turns from now on, and nothing is lost", error)
+        self._peers.forget(server)
+        self._worker.try_turn()
 
     def _check_layouts(self) -> None:
         theirs = self._store.foreign_layout()

@@ -1,4 +1,4 @@
-"""The peers of a process: which of the job's workers have died, told by pidfds.
+"""The peers of a process: which of the job's workers have died, or whether its server has, told by pidfds.
 
 Each process opens its own pidfd and hands it to whoever asks its answering thread; no number is looked up, so no reused process
 id can deceive. A lane that is live in the arena while nobody listens at its name belongs to a process that died before it was
@@ -11,13 +11,13 @@ import select
 
 from fastps import rendezvous
 from fastps.errors import WorkerDiedError
-from fastps.kernels.arena import ABI, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, Arena
+from fastps.kernels.arena import ABI, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, LANE_SERVING, Arena
 
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = (
     20  # a peer that did not answer, time and again (a stopped process), is asked so seldom: each try costs time
 )
-_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING, LANE_SERVING)
 
 Owner = tuple[int, int]
 """A lane, and the generation of its owner."""
@@ -33,6 +33,7 @@ class Peers:
         self._poll = select.poll()
         self._owner_of: dict[int, Owner] = {}  # by pidfd
         self._known: set[Owner] = set()
+        self._dismissed: set[Owner] = set()
         self._looks_to_skip: dict[Owner, int] = {}
         self._silences: dict[Owner, int] = {}
 
@@ -44,7 +45,7 @@ class Peers:
         members = self._arena.members()
         for lane, (generation, state) in enumerate(members):
             owner = lane, generation
-            if state not in _PRESENT or lane == self._own or owner in self._known:
+            if state not in _PRESENT or lane == self._own or owner in self._known or owner in self._dismissed:
                 continue
             if self._looks_to_skip.get(owner, 0) > 0:
                 self._looks_to_skip[owner] -= 1
@@ -59,7 +60,11 @@ class Peers:
                 return owner
             self.forget(owner)
         # Last, for a worker that fails because another died says so itself, and the first cause is the better answer.
-        failed = [lane for lane, (_, state) in enumerate(members) if state == LANE_FAILED and lane != self._own]
+        failed = [
+            lane
+            for lane, (generation, state) in enumerate(members)
+            if state == LANE_FAILED and lane != self._own and (lane, generation) not in self._dismissed
+        ]
         lane = min(failed, key=self._is_consequence, default=-1)
         return (lane, members[lane][0]) if lane >= 0 else None
 
@@ -70,9 +75,14 @@ class Peers:
     def error(self, owner: Owner) -> WorkerDiedError:
         """The named error for a worker that `dead` returned."""
         lane = owner[0]
-        who = f"worker {lane} (process {self._arena.process_id(lane)})"
+        is_server = lane == self._arena.server_lane
+        who = f"{'the server' if is_server else f'worker {lane}'} (process {self._arena.process_id(lane)})"
         if self._arena.lane_state(lane) == LANE_FAILED:
             return WorkerDiedError(f"{who} failed: {self._arena.failure(lane)}", lane)
+        if is_server:
+            return WorkerDiedError(
+                f"{who} died: expected it to stay until the last worker has left, found its process gone", lane
+            )
         return WorkerDiedError(
             f"{who} died: expected it to close its optimizer or to end normally, found its process gone; see its own output"
             " for the reason",
@@ -89,6 +99,15 @@ class Peers:
             del self._owner_of[pidfd]
             os.close(pidfd)
 
+    def dismiss(self, owner: Owner) -> None:
+        """Forget this owner, and never name it again."""
+        self.forget(owner)
+        self._dismissed.add(owner)
+
+    def is_dismissed(self, owner: Owner) -> bool:
+        """Whether `dismiss` was called for it."""
+        return owner in self._dismissed
+
     def close(self) -> None:
         """Let go of all pidfds."""
         for descriptor in self._owner_of:
@@ -103,9 +122,10 @@ class Peers:
         Should the next owner have answered already, then it finds out about this one's death itself, before it joins.
         """
         lane, generation = owner
+        place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
         try:
             answer = rendezvous.ask(
-                self._job, lane, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
+                self._job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Absent:
             now_generation, state = self._arena.members()[lane]

@@ -20,11 +20,11 @@ from typing import Literal
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.kernels import answer
 
-Place = int | Literal["host"]
-"""Who is asked: the worker of a lane, or the process that created the arena."""
+Place = int | Literal["host", "server"]
+"""Who is asked: the worker of a lane, the process that created the arena, or the job's server process."""
 
 HOST_PLACE = -1
-"""How the creator of the arena calls its place in an answer."""
+"""How the creator of the arena, and the server, call their place in an answer."""
 
 _RETRY_NS = 1_000_000
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
@@ -114,8 +114,8 @@ def place_name(job: str, place: Place) -> bytes:
     >>> place_name("mnist", 3)
     b'\\x00fastps/mnist/3'
     """
-    if place != "host" and (not isinstance(place, int) or place < 0):
-        raise ValueError(f"expected a lane's number or 'host' as the place, found {place!r}")
+    if place not in ("host", "server") and (not isinstance(place, int) or place < 0):
+        raise ValueError(f"expected a lane's number, 'host' or 'server' as the place, found {place!r}")
     name = b"\0fastps/" + os.fsencode(job) + b"/" + str(place).encode()
     if not job or len(name) > answer.NAME_BYTES:
         limit = answer.NAME_BYTES - (len(name) - len(os.fsencode(job)))

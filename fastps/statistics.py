@@ -164,8 +164,8 @@ class Observer:
         return statistics_of(self._arena)
 
     def members(self) -> list[tuple[int, int]]:
-        """(generation, LANE_ state) of every lane, as they stand now."""
-        return self._arena.members()
+        """(generation, LANE_ state) of every worker's lane, as they stand now."""
+        return self._arena.members()[: self._arena.lanes]
 
     @property
     def version(self) -> int:

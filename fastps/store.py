@@ -1,8 +1,9 @@
 """The store: a job's arena as one process sees it, and the way in for its workers.
 
-Embedded: there is no server process. The process that creates a store writes the first weights; any process of the same user
-then attaches as a worker, by inheritance (fork) or by the job's name (rendezvous.py). Refuses to run anything by itself: the
-turn is run by the workers that wait (worker.py, kernels/turn.pyx).
+Embedded: there is no server process, unless one is asked for (server_process.py). The process that creates a store writes
+the first weights; any process of the same user then attaches as a worker, by inheritance (fork) or by the job's name
+(rendezvous.py). Refuses to run anything by itself: the turn is run by the workers that wait (worker.py, kernels/turn.pyx), or
+by the server.
 """
 
 import contextlib
@@ -20,12 +21,15 @@ from fastps import arena as memory_of
 from fastps import config, memory_nodes, rendezvous
 from fastps.checkpoint import Checkpoint
 from fastps.clock import SYSTEM_CLOCK, Clock
+from fastps.device import Device
 from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
 from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
 from fastps.rules import Hyper, Update, write_initial_state
+from fastps.served import ServedWorker
+from fastps.server_process import ServerProcess, chosen_server
 from fastps.specs import parse_policy
 from fastps.worker import Worker
 
@@ -48,7 +52,8 @@ class Store:
     [0.5, 0.5, 0.5]
     """
 
-    worker_class = Worker  # what `attach` makes
+    worker_class: type[Worker] = Worker  # what `attach` makes
+    served_class: type[ServedWorker] = ServedWorker  # and where a server takes the turns
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class Store:
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
         self._answerers: list[rendezvous.Answerer] = []
+        self.server: ServerProcess | None = None
 
     # -- making and finding ------------------------------------------------------------------------
 
@@ -85,6 +91,7 @@ class Store:
         on_worker_loss: str | None = None,
         nonfinite: str | None = None,
         max_workers: int | None = None,
+        server: str | None = None,
         resume: Checkpoint | None = None,
         gradient_type: GradientType = "float32",
         job: str | None = None,
@@ -93,11 +100,13 @@ class Store:
     ) -> "Store":
         """Make a job's arena and write `weights` (name to float32 array) into it as version 0, or what `resume` has.
 
-        `on_worker_loss`, `nonfinite` and `max_workers` as of FaultPolicy.
+        `on_worker_loss`, `nonfinite` and `max_workers` as of FaultPolicy. `server`: who takes the turns, the "workers" that
+        wait (the default, or the environment's FASTPS_SERVER) or a "process" of its own, which is started here.
 
         With `gradient_type` "float16" workers push half as many bytes, which are summed in single precision.
         Raises PolicyError, UnsupportedError (a dtype other than float32, or a type of gradient that NumPy lacks), ArenaError
-        (too little memory) or ValueError (no weights, or a number of workers out of range), CheckpointError.
+        (too little memory) or ValueError (no weights, or a number of workers out of range), CheckpointError, UsageError for an
+        option that is not one of those named, AttachError when the server process does not begin.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
         for name, array in arrays.items():
@@ -115,7 +124,9 @@ class Store:
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         placed = place(rows, policy.shards)
-        layout = Layout(placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type)
+        layout = Layout(
+            placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=chosen_server(server)
+        )
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -135,11 +146,12 @@ class Store:
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
         finish: "Callable[[Store], None] | None" = None,
+        server_device: Callable[[], Device] | None = None,
     ) -> "Store":
         """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it.
 
         With `resume` the weights, the rule's state, the version and the clocks are the checkpoint's. `finish` may write more,
-        before anybody can join.
+        before anybody can join. `server_device` makes the device of a server that owns the memory on it; it must be picklable.
         """
         values = layout.policy.values(layout.workers)
         if resume is not None:
@@ -177,7 +189,11 @@ class Store:
                 store.write_first(write_weights)
             if finish is not None:
                 finish(store)
+            if layout.has_server:
+                store.server = ServerProcess(store, server_device)
             store.answer_at("host")
+            if store.server is not None:
+                store.server.begin()
         except BaseException as error:
             if store is not None:
                 store.close()
@@ -256,7 +272,8 @@ class Store:
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
-            return self.worker_class(self, rank, answerer, generation)
+            kind = self.served_class if self.layout.has_server else self.worker_class
+            return kind(self, rank, answerer, generation)
         except BaseException:
             self.arena.finish(rank, "it could not join")
             self.stop_answering(answerer)
@@ -373,6 +390,8 @@ class Store:
             return
         for answerer in list(self._answerers):
             self.stop_answering(answerer)
+        if self.server is not None:
+            self.server.let_go(self.arena.lane_states())
         for descriptor in (self._descriptor, self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
@@ -439,6 +458,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         ema_decay=layout.policy.ema,
         checks_finite=layout.faults.nonfinite != "allow",
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
+        servers=int(layout.has_server),
     )
 
 

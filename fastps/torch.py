@@ -30,6 +30,7 @@ from fastps.layout import GradientType, Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
 from fastps.policy import Policy
 from fastps.rules import Hyper
+from fastps.server_process import chosen_server
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
@@ -77,6 +78,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
         on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
+        server: who takes the turns: the "workers" that wait, or a "process" of its own that worker 0 starts; default: the
+            environment's FASTPS_SERVER, else "workers" (docs/architecture.md says when it is worth it).
         checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
             environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
         resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.
@@ -112,6 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         on_worker_loss: str | None = None,
         nonfinite: str | None = None,
         max_workers: int | None = None,
+        server: str | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
         resume: str | os.PathLike[str] | None = None,
@@ -138,6 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers = ModelBuffers(model)
         self._push_dtype = push_dtype
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
+        self._server = chosen_server(server)
         layout = self._layout(model, policy, faults, _PUSH_TYPES[push_dtype])
         wanted = Checkpointing.wanted(checkpoint, every)
         resumed = self._resumed(layout, model, resume if resume is not None else os.environ.get("FASTPS_RESUME"))
@@ -215,7 +220,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         workers = environment.world_size()
         parameters = place(rows, policy.shards)
         extra_bytes = self._buffers.nbytes + room_bytes(policy)
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, extra_bytes, faults, pushed)
+        rest = extra_bytes, faults, pushed
+        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, *rest, server=self._server)
 
     def _resumed(self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None) -> Checkpoint | None:
         """The checkpoint to go on from; every worker takes the options of its param_groups and the model's buffers."""

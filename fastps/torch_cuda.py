@@ -6,7 +6,9 @@ for the GPU once a step. On the device, where all workers share a GPU, the arena
 into them and kernels fold. fastps/placement.py chooses. Refuses to be imported for a model on the CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,10 +158,17 @@ class DeviceOptimizer(DistributedOptimizer):
 
         return CudaDevice(self._tensors[0].device.index or 0)
 
+    def server_device(self) -> Callable[[], Device]:
+        """What makes the same GPU's device in the server process, which sees the GPUs of worker 0."""
+        from fastps.device_cuda import CudaDevice
+
+        return partial(CudaDevice, self._tensors[0].device.index or 0)
+
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
         layout = super()._layout(model, policy, faults, pushed)
         shards = len(layout.shards)
-        return replace(layout, homes=(0,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
+        home = layout.lanes if layout.has_server else 0
+        return replace(layout, homes=(home,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
 
     def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
         if resumed is not None:
@@ -167,13 +176,16 @@ class DeviceOptimizer(DistributedOptimizer):
         hypers, rank = self._hypers(), environment.rank()
         device = self.make_device()
         if rank == 0:
-            store = DeviceStore.create_for(layout, self._write_first, hypers, job=job, timeout_s=timeout_s, clock=clock)
+            first, served_by = self._write_first, self.server_device() if layout.has_server else None
+            store = DeviceStore.create_for(
+                layout, first, hypers, job=job, timeout_s=timeout_s, clock=clock, server_device=served_by
+            )
         else:
             store = DeviceStore.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
         assert isinstance(store, DeviceStore)
         try:
             worker = store.use(device).attach(rank)
-            if store.arena_on_devices().own_shards() == []:
+            if store.arena_on_devices().near_shards() == []:
                 worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
                 raise UnsupportedError(
                     f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: use"

@@ -59,8 +59,7 @@ class Worker:
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
         self.store = store
         self.rank = rank
-        self.lane = turn.Lane(store.arena, rank)
-        self.lane.set_user_rule(store.layout.rule.address)
+        self.lane = self._make_lane()
         self.earlier_steps = 0
         self.slot = 0
         self.generation = generation
@@ -105,6 +104,11 @@ class Worker:
         _live.add(self)
         self.pull()
         self.recorder = recording.recorder_for(self)
+
+    def _make_lane(self) -> turn.Lane:
+        lane = turn.Lane(self.store.arena, self.rank)
+        lane.set_user_rule(self.store.layout.rule.address)
+        return lane
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -376,6 +380,9 @@ class Worker:
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(self._timeout_text())
         return outcome
+
+    def take_over(self) -> None:
+        """The job's server is gone; without one a worker takes the turns anyway."""
 
     def look_around(self) -> None:
         """Act on every peer that has died; raises WorkerDiedError where the job ends with one."""

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 4
+#define FPS_ABI 5
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -37,6 +37,7 @@
 #define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still takes turns: its death matters */
 #define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's holder retires it */
 #define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's holder has let it join */
+#define FPS_LANE_SERVING 7 /* the server's lane: it takes turns and never pushes */
 
 /* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
 static inline uint32_t fps_member_pack(uint32_t generation, uint32_t state) { return (generation << 8) | state; }
@@ -212,7 +213,7 @@ typedef struct {
     uint32_t n_shards;
     uint32_t checks_finite;   /* whether a push that makes results infinite or NaN is rejected */
     uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
-    uint32_t pad;
+    uint32_t n_servers;       /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */
     double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
     uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
     uint64_t domains_offset;  /* fps_domain[n_shards] */

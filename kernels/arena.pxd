@@ -92,6 +92,7 @@ cdef extern from "arena.h" nogil:
         uint32_t n_shards
         uint32_t checks_finite
         uint32_t gradient_type
+        uint32_t n_servers
         double ema_decay
         uint64_t buffer_floats
         uint64_t domains_offset

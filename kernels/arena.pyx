@@ -17,6 +17,7 @@ from fastps.kernels.lane cimport (
     FPS_LANE_LEAVING,
     FPS_LANE_LEFT,
     FPS_LANE_LIVE,
+    FPS_LANE_SERVING,
     FPS_LINE,
     FPS_MAGIC,
     FPS_MAX_BUFFERS,
@@ -76,6 +77,7 @@ FATE_FOLDED = FPS_FATE_FOLDED
 FATE_DROPPED = FPS_FATE_DROPPED
 LANE_DEAD = FPS_LANE_DEAD
 LANE_JOINING = FPS_LANE_JOINING
+LANE_SERVING = FPS_LANE_SERVING
 STATE_BUFFERS = FPS_STATE_BUFFERS
 
 cdef enum:
@@ -88,12 +90,14 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type) except -1:
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    if servers > 1:
+        raise ValueError(f"expected one server or none, found {servers}")
     if not 2 <= buffers <= FPS_MAX_BUFFERS:
         raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
     if ring_size < 2 or ring_size & (ring_size - 1):
@@ -122,6 +126,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.checks_finite = checks_finite
     header.ema_decay = ema_decay
     header.gradient_type = gradient_type
+    header.n_servers = servers
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.domains_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
@@ -131,7 +136,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
     header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
     header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
-    offset = header.statistics_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
+    offset = header.statistics_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
     header.scheduler_bytes = _aligned(roster_bytes(lanes), PAGE)
@@ -147,14 +152,16 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
-    header.total_bytes = offset + lanes * header.extra_bytes
+    header.total_bytes = offset + (lanes + servers) * header.extra_bytes
     return 0
 
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
-         int gradient_type=FPS_FLOAT32):
+         int gradient_type=FPS_FLOAT32, int servers=0):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
+
+    `servers`: 1 for a lane more, behind the workers', for a server process.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
@@ -162,7 +169,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type)
+          shards, ema_decay, checks_finite, gradient_type, servers)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
@@ -236,7 +243,7 @@ cdef int _check(const fps_header *found, int64_t size) except -1:
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
           found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type)
+          found.checks_finite, found.gradient_type, found.n_servers)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0
@@ -329,6 +336,11 @@ cdef class Arena:
     def lanes(self):
         """Workers that the arena was made for."""
         return self.header.n_lanes
+
+    @property
+    def server_lane(self):
+        """The lane of the job's server process, behind the workers'; -1 where the workers take the turns."""
+        return <int64_t> self.header.n_lanes if self.header.n_servers else -1
 
     @property
     def buffers(self):
@@ -424,6 +436,20 @@ cdef class Arena:
                 return -1
         return generation
 
+    def serve(self, int64_t process_id):
+        """Make the server's lane this process's own; False if a server has it, or had it."""
+        cdef fps_lane *words = self.lane(self.header.n_lanes)
+        if not self.header.n_servers:
+            raise ValueError("expected an arena with a lane for a server, found one whose workers take the turns")
+        fps_plain_store()
+        words.process_id = process_id
+        return bool(fps_state_change(&words.state, fps_member_pack(0, FPS_LANE_FREE), fps_member_pack(0, FPS_LANE_SERVING)))
+
+    def is_served(self):
+        """Whether a server process takes the turns, as far as anybody has said until now."""
+        return (self.header.n_servers != 0
+                and fps_member_state(fps_state_acquire(&self.lane(self.header.n_lanes).state)) == FPS_LANE_SERVING)
+
     def clock(self, uint32_t lane, uint32_t shard=0):
         """Pushes of the lane's worker that a shard has received, as the slowest is told by."""
         return self._committed(lane, shard).clock
@@ -450,7 +476,8 @@ cdef class Arena:
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil:
         """Whoever is present as that generation is not any more."""
         return (self._change(lane, generation, FPS_LANE_LIVE, state) or self._change(lane, generation, FPS_LANE_LEAVING, state)
-                or self._change(lane, generation, FPS_LANE_JOINING, state))
+                or self._change(lane, generation, FPS_LANE_JOINING, state)
+                or self._change(lane, generation, FPS_LANE_SERVING, state))
 
     cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil:
         return fps_state_change(&self.lane(lane).state, fps_member_pack(generation, seen), fps_member_pack(generation, state))
@@ -502,7 +529,7 @@ cdef class Arena:
         return fps_member_generation(fps_state_acquire(&self.lane(lane).state))
 
     def lane_states(self):
-        """The state of every lane, as bytes: one look at all of them."""
+        """The state of every worker's lane, as bytes: one look at all of them."""
         cdef uint32_t index
         cdef bytearray states = bytearray(self.header.n_lanes)
         for index in range(self.header.n_lanes):
@@ -510,9 +537,10 @@ cdef class Arena:
         return bytes(states)
 
     def members(self):
-        """(generation, state) of every lane."""
+        """(generation, state) of every lane, the server's as the last."""
         return [(fps_member_generation(member), fps_member_state(member))
-                for member in [fps_state_acquire(&self.lane(index).state) for index in range(self.header.n_lanes)]]
+                for member in [fps_state_acquire(&self.lane(index).state)
+                               for index in range(self.header.n_lanes + self.header.n_servers)]]
 
     # -- copies of a whole version -----------------------------------------------------------------
 

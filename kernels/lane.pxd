@@ -22,6 +22,7 @@ cdef extern from "arena.h" nogil:
         FPS_LANE_LEAVING
         FPS_LANE_DEAD
         FPS_LANE_JOINING
+        FPS_LANE_SERVING
 
     ctypedef struct fps_descriptor:
         uint64_t step

@@ -49,6 +49,9 @@ cdef extern from "atomics.h" nogil:
     uint32_t fps_state_acquire(const uint32_t *state)
     void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
     void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
+    void fps_event_add(uint32_t *event)
+    void fps_event_wake(uint32_t *event)
+    uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
     void fps_plain_store()
@@ -82,8 +85,8 @@ cdef class Lane:
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
-        if index >= arena.header.n_lanes:
-            raise IndexError(f"expected a lane of 0 to {arena.header.n_lanes - 1}, found {index}")
+        if index >= arena.header.n_lanes + arena.header.n_servers:
+            raise IndexError(f"expected a lane of 0 to {arena.header.n_lanes + arena.header.n_servers - 1}, found {index}")
         self.arena = arena
         self.index = index
         self.bad_lane = -1
@@ -141,9 +144,45 @@ cdef class Lane:
                 return holder.fold.failure
         return None
 
+    def hand_over(self, bint hands_over):
+        """Whether this lane leaves every shard's turn to the server. It may still hold one, and lets go without draining."""
+        cdef Holder holder
+        for holder in self.holders:
+            holder.hands_over = hands_over
+
     def nudge(self):
         """Wake whoever sleeps, for a push that this lane cannot fold itself."""
         (<Holder> self.holders[0]).nudge_all()
+
+    def call_server(self):
+        """Wake the server, for what this lane has posted. Whatever was posted before is seen by the server's next turn."""
+        cdef fps_lane *server = self.arena.lane(self.arena.header.n_lanes)
+        if not self.arena.header.n_servers:
+            raise RuntimeError("expected an arena with a lane for a server, found one whose workers take the turns")
+        with nogil:
+            fps_event_add(&server.event)
+            if fps_sleeping_load(&server.sleeping):
+                fps_event_wake(&server.event)
+
+    def event(self):
+        """The word that `await_call` waits for to change. The server reads it before it takes the turns."""
+        return fps_event_load(&self.words.event)
+
+    def await_call(self, uint32_t seen, int64_t spins, int64_t slice_ns):
+        """The server's rest: until the word is no longer `seen`, which `event` gave, or the slice has ended. Releases the GIL.
+
+        What was posted since moves the word after the post, so that nobody is missed. Returns early on a signal.
+        """
+        cdef int64_t _look
+        with nogil:
+            for _look in range(spins):
+                if fps_event_load(&self.words.event) != seen:
+                    break
+                fps_pause()
+            fps_sleeping_set(&self.words.sleeping, 1)
+            if fps_event_load(&self.words.event) == seen:
+                fps_event_sleep(&self.words.event, seen, slice_ns)
+            fps_sleeping_set(&self.words.sleeping, 0)
 
     def share_folds(self, uint32_t helpers):
         """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
