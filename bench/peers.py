@@ -22,6 +22,7 @@ from fastps.kernels.turn import Lane
 from fastps.torch import DistributedOptimizer
 
 TENSORS = 60
+ASYNCHRONOUS = ("fastps-asp", "fastps-server-asp", "hogwild")  # sides whose workers do not wait for each other
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 BUCKET_FLOATS, FIRST_BUCKET_FLOATS = 25 * 2**18, 2**18  # DDP's 25 MiB, and 1 MiB for the first
 
@@ -34,7 +35,7 @@ class Job:
         self.workers = workers
         self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # a little more, so that tensors fill lines
         self.folder = folder
-        self.is_level = name not in ("fastps-asp", "fastps-server-asp", "hogwild")
+        self.is_level = name not in ASYNCHRONOUS
 
     def gradient(self, rank: int) -> float:
         """Every element of a worker's gradient."""

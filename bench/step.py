@@ -181,7 +181,7 @@ def _with_better_limit(spreads: dict[str, Spread]) -> dict[str, Spread]:
 
 
 def _row(name: str, workers: int, size: int, spread: Spread, spreads: dict[str, Spread]) -> Row:
-    is_asynchronous = name in ("fastps-asp", "hogwild")
+    is_asynchronous = name in peers.ASYNCHRONOUS
     ours = spreads["fastps-asp" if is_asynchronous else "fastps"]
     return {
         "bench": "step",

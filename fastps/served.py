@@ -45,6 +45,12 @@ class ServedWorker(Worker):
         super().release_turns(publish)
         self.try_turn()
 
+    def _timeout_text(self) -> str:
+        text = super()._timeout_text()
+        if self.is_served:
+            text += f"; process {self.store.arena.process_id(self.store.arena.server_lane)}, the job's server, takes the turns"
+        return text
+
     def _slice_ns(self) -> int:
         """Timers are the server's."""
         return config.SLICE_NS if self.is_served else super()._slice_ns()

@@ -177,6 +177,40 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
         _until(lambda: store.version == 4)
 
 
+def test_a_wait_for_a_stopped_server_says_who_takes_the_turns() -> None:
+    with _store("bsp", 1, timeout_s=0.5) as store, store.attach(0) as worker:
+        os.kill(_server_of(store), signal.SIGSTOP)
+        try:
+            worker.push(store.hypers)
+            with pytest.raises(fastps.TimeoutExceededError, match=f"process {_server_of(store)}, the job's server"):
+                worker.advance()
+        finally:
+            os.kill(_server_of(store), signal.SIGCONT)
+        worker.advance()
+
+
+def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_job_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    found = []
+    for server in ("workers", "process"):
+        for name, value in JobOptions(server=server).environment().items():
+            monkeypatch.setenv(name, value)
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 4)
+        with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), sync="bsp") as optimizer:
+            assert (optimizer.worker.store.server is not None) == (server == "process")
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.randn(3, 8)).square().sum().backward()
+                optimizer.step()
+            state = optimizer.state_dict()["state"]
+            found.append([parameter.detach().clone() for parameter in model.parameters()] + [state[0]["exp_avg"]])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
     with _store("asp", 2) as store, store.attach(0) as first, store.attach(1) as second:
         first.hold_turns()
