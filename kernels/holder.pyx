@@ -79,6 +79,7 @@ from fastps.kernels.scheduler cimport (
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     ACTION_NONE,
+    scheduler_close,
     scheduler_due,
     scheduler_fire,
     scheduler_join,
@@ -308,6 +309,8 @@ cdef class Holder:
                     break
         if not any_event:
             return TURN_DONE
+        if scheduler_close(state) == ACTION_FOLD_ALL:
+            self._gather(state)
         action = self._fold_and_flip(state, record)
         return TURN_BUSY if action == TURN_DONE else action
 
@@ -624,11 +627,11 @@ cdef class Holder:
 
     cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil:
         """What is to be folded, and into which buffers."""
-        cdef bint is_sum = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        cdef bint is_mean = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
         fps_plain_store()
-        self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
+        self.fold.work.mode = FPS_FOLD_SUM if is_mean or state.policy.combine else FPS_FOLD_EACH
         self.fold.work.n_pushes = self.n_batch
-        self.fold.work.scale = 1.0 / self.n_batch if is_sum else 1.0
+        self.fold.work.scale = 1.0 / self.n_batch if is_mean else 1.0
         self.fold.work.rate_scale = self._rate_scale(&state.policy)
         fps_plain_store()
         self.fold.work.weights_in = fps_commit_buffer(self.seen)

@@ -56,6 +56,7 @@ CASES = [
          {"fold": "quorum", "grant": "next-version", "count": 2}, slots=1),
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
+    Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
 ]  # fmt: skip
 
 
