@@ -5,7 +5,7 @@ Every discipline is a row of ROWS. Bounds leave room for a machine of two cores 
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def _gradient(rank: int, step: int) -> Any:
 
 
 def _push_with_momentum(store: fastps.Store, rank: int, steps: int) -> None:
-    hyper = replace(store.hypers[0], learning_rate=RATES[rank])
+    hyper = store.hypers[0]._replace(learning_rate=RATES[rank])
     with store.attach(rank) as worker:
         worker.wait_for_start()
         for step in range(steps):
