@@ -25,8 +25,9 @@ from fastps.kernels.arena cimport (
     fps_member_state,
     fps_turn_owner,
 )
+from fastps.kernels.commit cimport TURN_AWAITING, TURN_LOST
 from fastps.kernels.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD, fps_hyper
-from fastps.kernels.holder cimport TURN_AWAITING, TURN_LOST, Holder
+from fastps.kernels.holder cimport Holder
 from fastps.kernels.lane cimport (
     FPS_LANE_FREE,
     FPS_LANE_JOINING,
