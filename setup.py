@@ -17,6 +17,7 @@ DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = os.environ.get("FASTPS_SANITIZE", "")  # thread or address
 STAGE = Path("build/cimport")
+JOBS = len(os.sched_getaffinity(0))  # compilers at a time
 HOOKS_ONLY = ("chaos", "hooks", "witness")  # modules that only the tests' build has
 # and those that have nothing to hook
 NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator")
@@ -64,6 +65,7 @@ def extensions() -> list[Extension]:
 setup(
     ext_modules=cythonize(
         extensions(),
+        nthreads=JOBS,
         build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
         include_path=[stage_cimports()],
         compiler_directives={
@@ -75,5 +77,6 @@ setup(
             "embedsignature": True,
             "freethreading_compatible": False,
         },
-    )
+    ),
+    options={"build_ext": {"parallel": JOBS}},
 )

@@ -37,7 +37,7 @@ cdef enum:
     EVENT_TIMER = 4     # index: a shard
     EVENT_RESUME = 5    # index: a worker
     EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
-    EVENT_CORES = 7     # index: 0; a step has had its processor time (cores.pyx)
+    EVENT_CORES = 7     # index: a core, whose step is done or whose slice is over (cores.pyx)
 
 cdef struct message_t:
     int32_t worker

@@ -76,7 +76,8 @@ cdef class Simulator:
     that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
     worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
     and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
-    (service.pyx); none without. cores: that the workers share (cores.pyx); 0: each has its own. trace: write down every line.
+    (service.pyx); none without. cores, slice_ns: that the workers share, and for how long at a time (cores.pyx); 0 cores: each
+    has its own. trace: write down every line.
 
     Raises ValueError for values that do not fit.
     """
@@ -84,7 +85,7 @@ cdef class Simulator:
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0):
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -107,7 +108,7 @@ cdef class Simulator:
         if len(service_ns) != shards:
             raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
         self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
-        self.cores = Cores(cores, self.n_workers)
+        self.cores = Cores(cores, self.n_workers, slice_ns)
         self.is_direct = network.instant and shards == 1 and not self.service.takes_time
         self._allocate(link_of)
 
@@ -192,7 +193,7 @@ cdef class Simulator:
                 self._fire_due(event.index)
                 self._arm(event.index)
         elif event.kind == EVENT_CORES:
-            self._check(self.cores.run(&self.queue, self.now_ns))
+            self._check(self.cores.run(&self.queue, self.now_ns, event.index))
         elif event.kind == EVENT_SERVED:
             self._served(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
