@@ -3,7 +3,8 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport Arena, fps_domain, fps_folded_push
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport fps_domain, fps_folded_push
 from fastps.kernels.roster cimport policy_t, scheduler_t
 from fastps.kernels.shared_fold cimport SharedFold
 

@@ -11,11 +11,11 @@ cimport cython
 from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_FATE_DROPPED,
     FPS_FATE_FOLDED,
     FPS_STALENESS_BUCKETS,
-    Arena,
     fps_fate,
     fps_folded_push,
     fps_statistics,

@@ -15,10 +15,11 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.arena import format_memory, plan
+from fastps.kernels.arena_format import format_memory
+from fastps.kernels.arena_plan import plan
 
-from fastps.kernels.arena cimport (
-    Arena,
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     fps_commit_buffer,
     fps_commit_version,
     fps_member_generation,

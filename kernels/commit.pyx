@@ -12,9 +12,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_STATE_BUFFERS,
-    Arena,
     fps_commit_buffer,
     fps_commit_epoch,
     fps_commit_pack,

@@ -2,7 +2,8 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport Arena, fps_domain
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport fps_domain
 from fastps.kernels.batch cimport Batch
 from fastps.kernels.commit cimport Commit
 from fastps.kernels.lane cimport fps_descriptor

@@ -11,9 +11,9 @@ and Python objects on the way of a push.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_PENDING,
-    Arena,
     fps_member_generation,
     fps_member_state,
     fps_turn_epoch,

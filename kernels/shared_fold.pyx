@@ -13,11 +13,11 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_MAX_CHUNKS,
     FPS_STATE_BUFFERS,
     FPS_TICKET_NEXT,
-    Arena,
     fps_folded_push,
     fps_member_generation,
     fps_member_pack,

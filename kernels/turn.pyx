@@ -9,13 +9,8 @@ from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.arena cimport (
-    Arena,
-    fps_commit_buffer,
-    fps_commit_version,
-    fps_member_generation,
-    fps_turn_owner,
-)
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport fps_commit_buffer, fps_commit_version, fps_member_generation, fps_turn_owner
 from fastps.kernels.commit cimport (
     TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
