@@ -178,11 +178,11 @@ cdef class Batch:
 
     cdef void order(self, const policy_t *policy) noexcept nogil:
         """Write down how the pushes are folded: as a sum or one by one, and by what they are multiplied."""
-        cdef bint is_sum = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
+        cdef bint is_mean = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
         fps_plain_store()
-        self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
+        self.fold.work.mode = FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH
         self.fold.work.n_pushes = self.n_pushes
-        self.fold.work.scale = 1.0 / self.n_pushes if is_sum else 1.0
+        self.fold.work.scale = 1.0 / self.n_pushes if is_mean else 1.0
         self.fold.work.rate_scale = self._rate_scale(policy)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:

@@ -44,16 +44,15 @@ cdef class World:
         self.machine = Machine()
         self.memory_bytes = 0
 
-    def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint may_drop,
-            int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
-            double crash, double stall,
-            double wake, double null, int crashes, int stalls, int restarts,
+    def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
+            bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
+            double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
             int busy_factor, double skew_ns, dict policy not None):
         """Play one seed; returns what happened as a dict.
 
         Args:
             workers, steps, shards, slots: measures; `adagrad`: a rule with state, else SGD.
-            is_sum, may_drop, bound: what the witness must know of the policy.
+            is_sum, is_mean, may_drop, bound: what the witness must know of the policy.
             partial: a step waits for one shard only. at_once: a worker goes on without waiting for anything.
             helpers: how many waiting workers may be woken for a fold; 0: folds are not shared. shared_least: the shortest fold
                 that is, in floats moved.
@@ -66,7 +65,8 @@ cdef class World:
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
         lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy)
-        self.witness = Witness(self.arena, workers, steps, is_sum=is_sum, may_drop=may_drop, bound=bound)
+        self.witness = Witness(
+            self.arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
         machine.switch_share = <uint32_t> (switch * (1 << 16))
         machine.crash_share = <uint32_t> (crash * (1 << 24))
         machine.stall_share = <uint32_t> (stall * (1 << 24))

@@ -40,6 +40,7 @@ from fastps.kernels.scheduler cimport (
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     ACTION_NONE,
+    scheduler_close,
     scheduler_due,
     scheduler_fire,
     scheduler_join,
@@ -233,6 +234,8 @@ cdef class Holder:
                     break
         if not any_event:
             return TURN_DONE
+        if scheduler_close(state) == ACTION_FOLD_ALL:
+            self.batch.gather(state)
         action = self.commit.fold_and_flip(state)
         return TURN_BUSY if action == TURN_DONE else action
 

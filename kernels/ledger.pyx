@@ -45,7 +45,7 @@ cdef Ledger begin_ledger(policy_t *policy, int32_t workers, int32_t shards, bint
             raise MemoryError()
         roster_initialise(server.state, workers, policy)
         server.due_ns = server.armed_ns = server.last_update_ns = -1
-        server.sum.first = server.sum.last = -1
+        server.sum.first = server.sum.last = server.posted.first = server.posted.last = -1
         for leaf in range(policy.groups + 1):
             server.leaves[leaf].first = server.leaves[leaf].last = -1
     return ledger

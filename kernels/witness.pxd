@@ -35,6 +35,7 @@ cdef class Witness:
     cdef int32_t n_shards
     cdef int32_t n_steps
     cdef bint is_sum
+    cdef bint is_mean
     cdef bint may_drop
     cdef bint has_state
     cdef int64_t bound                  # of clocks at a grant, or -1
