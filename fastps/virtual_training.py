@@ -179,7 +179,7 @@ class _Shard:
         return found
 
     def fold(self, pushes: list[tuple[_Pushed, int]], part: slice, learning_rate: float) -> None:
-        """One update of (push, its staleness); kernels/holder.pyx scales a live one in the same way."""
+        """One update of (push, its staleness); kernels/batch.pyx scales a live one in the same way."""
         is_mean = self._policy.fold in _MEANS
         hyper = Hyper(learning_rate, self._training.momentum, 0.0, self._training.weight_decay)
         ordered = []

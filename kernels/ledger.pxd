@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from fastps.kernels.arena cimport FPS_GAP_BUCKETS
+from fastps.kernels.arena_words cimport FPS_GAP_BUCKETS
 from fastps.kernels.roster cimport policy_t, scheduler_t
 
 cdef extern from "ledger.h" nogil:

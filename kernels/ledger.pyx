@@ -6,7 +6,7 @@ What it refuses to do: decide (scheduler.pyx does), play workers or messages (si
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport fps_time_bucket
+from fastps.kernels.arena_words cimport fps_time_bucket
 from fastps.kernels.roster cimport (
     FOLD_IN_ORDER,
     policy_t,

@@ -1,4 +1,4 @@
-# Who watches a simulated job and knows what must be true of it, for chaos.pyx.
+# Who watches a simulated job and knows what must be true of it, for chaos.pyx and chaos_machine.pyx.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 

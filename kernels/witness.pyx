@@ -13,9 +13,9 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_PENDING,
-    Arena,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,

@@ -21,7 +21,9 @@ import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
 from fastps.kernels import fold, turn  # noqa: E402
-from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena, format_memory, plan  # noqa: E402
+from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
+from fastps.kernels.arena_format import format_memory  # noqa: E402
+from fastps.kernels.arena_plan import plan  # noqa: E402
 from fastps.kernels.turn import Lane  # noqa: E402
 
 SHARD_FLOATS = 96
