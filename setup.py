@@ -18,7 +18,7 @@ HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = os.environ.get("FASTPS_SANITIZE", "")  # thread or address
 STAGE = Path("build/cimport")
 JOBS = len(os.sched_getaffinity(0))  # compilers at a time
-HOOKS_ONLY = ("chaos", "hooks", "witness")  # modules that only the tests' build has
+HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has
 # and those that have nothing to hook
 NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator")
 

@@ -38,6 +38,7 @@ cdef enum:
     EVENT_RESUME = 5    # index: a worker
     EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
     EVENT_CORES = 7     # index: a core, whose step is done or whose slice is over (cores.pyx)
+    EVENT_DRAIN = 8     # index: a shard; the pushes of this instant are decided together
 
 cdef struct message_t:
     int32_t worker

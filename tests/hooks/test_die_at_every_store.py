@@ -21,7 +21,9 @@ import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
 from fastps.kernels import fold, turn  # noqa: E402
-from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena, format_memory, plan  # noqa: E402
+from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
+from fastps.kernels.arena_format import format_memory  # noqa: E402
+from fastps.kernels.arena_plan import plan  # noqa: E402
 from fastps.kernels.turn import Lane  # noqa: E402
 
 SHARD_FLOATS = 96
@@ -64,6 +66,7 @@ CASES = [
          {"fold": "quorum", "grant": "next-version", "count": 2}, slots=1),
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
+    Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
     Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
 ]  # fmt: skip

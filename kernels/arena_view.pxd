@@ -1,0 +1,24 @@
+# A view of the arena's memory: addresses, and nothing that changes by itself.
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from fastps.kernels.arena_words cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
+from fastps.kernels.lane cimport fps_lane, fps_seat
+from fastps.kernels.roster cimport scheduler_t
+
+
+cdef class ArenaView:
+    cdef object memory          # keeps the mapping alive
+    cdef char *base
+    cdef fps_header *header
+
+    cdef fps_lane *lane(self, uint32_t index) noexcept nogil
+    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
+    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
+    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
+    cdef fps_work *work(self, uint32_t shard) noexcept nogil
+    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
+    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
+    cdef float *weights(self, uint64_t buffer) noexcept nogil
+    cdef char *state(self, uint64_t buffer) noexcept nogil
