@@ -16,7 +16,7 @@ class ServedWorker(Worker):
         is_served: whether the server takes the turns; False once it is gone.
     """
 
-    is_served = True
+    is_served: bool
 
     def _make_lane(self) -> turn.Lane:
         lane = super()._make_lane()

@@ -21,7 +21,7 @@ cdef class Holder:
     cdef SharedFold fold
     cdef Batch batch
     cdef Commit commit
-    cdef bint hands_over        # this lane does not fold, for a server or the shard's own device does: it lets go without draining
+    cdef bint hands_over        # a server folds, or the shard's own device, and not this lane: it lets go without draining
     cdef uint32_t generation    # of this lane's owner: a turn is its owner's, not its lane's
     cdef int awaiting           # what is waited for while TURN_AWAITING
     # Scratch of a turn, allocated once.

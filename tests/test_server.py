@@ -26,7 +26,7 @@ from tests import processes
 AMOUNT = np.float32(1.0 / 1024)
 SIZE = 1000
 # With constant gradients of 1/1024 and a rate of 1 all sums are exact, so that the order of arrival does not show.
-EXACT = ["asp", "ssp:2", "dssp:1,4", "r2sp:0.5", "asp,shards=2"]
+EXACT = ["asp,shards=2", "dssp:1,4", "r2sp:0.5"]
 
 
 def _store(sync: str, workers: int, update: fastps.rules.Update | None = None, **options: Any) -> fastps.Store:
@@ -95,12 +95,8 @@ def _server_of(store: fastps.Store) -> int:
 
 @pytest.mark.parametrize(
     ("sync", "update"),
-    [
-        ("bsp", fastps.SGD(lr=0.1, momentum=0.9)),
-        ("bsp,ema=0.9", fastps.Adam(lr=0.01)),
-        ("hardsync:8,shards=2", fastps.SGD(lr=0.1)),
-    ],
-    ids=["momentum", "adam-average", "two-shards"],
+    [("bsp,ema=0.9", fastps.Adam(lr=0.01)), ("hardsync:8,shards=2", fastps.SGD(lr=0.1, momentum=0.9))],
+    ids=["adam-average", "two-shards"],
 )
 def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, update: fastps.rules.Update) -> None:
     found = []
@@ -229,8 +225,7 @@ def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["bsp", "dssp:1,4", "r2sp:0.5"])
-@pytest.mark.parametrize("loss", ["stop", "continue"])
+@pytest.mark.parametrize(("sync", "loss"), [("bsp", "stop"), ("dssp:1,4", "continue"), ("r2sp:0.5", "stop")])
 def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) -> None:
     workers, steps = 3, 150
     with _store(sync, workers, on_worker_loss=loss) as store:
