@@ -48,6 +48,7 @@ def _steps(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int]
     """Take steps; returns the final weights, and what was logged."""
     told = _Told()
     with store.attach(rank) as worker:
+        worker.wait_for_start()  # or a fast one would be done, and see itself alone, before a slow one has come
         for step in range(steps):
             for name, values in make(rank, step).items():
                 worker.gradients[name][...] = values
