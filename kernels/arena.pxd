@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from fastps.kernels.fold cimport fps_segment
 from fastps.kernels.lane cimport fps_lane, fps_seat
 from fastps.kernels.roster cimport scheduler_t, worker_t
 
@@ -150,8 +151,15 @@ cdef extern from "arena.h" nogil:
 cdef class Arena:
     cdef object memory          # keeps the mapping alive
     cdef char *base
-    cdef fps_header *header
+    # What was checked when this view was made; what lies in the memory, another process may have written over since.
+    cdef fps_header own_header
+    cdef fps_header *header     # own_header
+    cdef fps_segment *segments  # one a parameter
+    cdef int64_t first[64]      # of each shard, FPS_MAX_SHARDS of them: its floats of every buffer are [first, last)
+    cdef int64_t last[64]
 
+    cdef int _copy_places(self) except -1
+    cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
     cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
     cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil

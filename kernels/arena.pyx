@@ -5,6 +5,7 @@ owner of memory or files (fastps/arena.py is), or a place for the protocol (turn
 """
 
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strncpy
 
 from fastps.kernels.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
@@ -62,11 +63,15 @@ cdef extern from "atomics.h" nogil:
     enum:
         FPS_MUTANT_FORGET_GENERATION
 
+cdef enum:
+    PAGE = 4096
+    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
+
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
 MAX_BUFFERS = FPS_MAX_BUFFERS
 MAX_SHARDS = FPS_MAX_SHARDS
-LINE_FLOATS = FPS_LINE // 4
+LINE_FLOATS = FLOATS_OF_LINE
 LANE_FREE = FPS_LANE_FREE
 LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
@@ -77,9 +82,6 @@ FATE_DROPPED = FPS_FATE_DROPPED
 LANE_DEAD = FPS_LANE_DEAD
 LANE_JOINING = FPS_LANE_JOINING
 STATE_BUFFERS = FPS_STATE_BUFFERS
-
-cdef enum:
-    PAGE = 4096
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
@@ -148,6 +150,17 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     header.total_bytes = offset + lanes * header.extra_bytes
+    return _check_size(header)
+
+
+cdef int _check_size(const fps_header *header) except -1:
+    """The same size without a wrap around 2^64: places of measures that wrapped would lie anywhere."""
+    cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
+    cdef double lanes = header.n_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
+    cdef double rings = <double> header.n_lanes * header.ring_size * 64 * (1 + header.n_shards)
+    cdef double buffers = header.n_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    if lanes + rings + buffers + tables > 2.0 ** 56:
+        raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
     return 0
 
 
@@ -177,6 +190,7 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
+    cdef fps_domain *domain
     cdef policy_t policy
     cdef uint32_t index
     cdef Arena arena
@@ -192,27 +206,25 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
         segment.length = length
         segment.group = group
         segment.parameter = index
-    arena = Arena(memory)
     shards = shards or [(0, header.buffer_floats)]
     if len(shards) != header.n_shards:
         raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
+    for index, (first, last) in enumerate(shards):
+        domain = <fps_domain *> (&memory[0] + header.domains_offset) + index
+        domain.first, domain.last = first, last
+    arena = Arena(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):
         raise ValueError(f"expected {header.n_shards} versions of 0 to 2^40, found {versions}")
-    for index, (first, last) in enumerate(shards):
-        if not 0 <= first <= last <= header.buffer_floats:
-            raise ValueError(f"expected a shard within {header.buffer_floats} floats, found {first} to {last}")
-        _format_shard(arena, index, first, last, &policy, clocks, versions[index])
+    for index in range(header.n_shards):
+        _format_shard(arena, index, &policy, clocks, versions[index])
     arena.domain(0).drawn = drawn
 
 
-cdef int _format_shard(Arena arena, uint32_t shard, int64_t first, int64_t last, const policy_t *policy, list clocks,
-                       int64_t version) except -1:
+cdef int _format_shard(Arena arena, uint32_t shard, const policy_t *policy, list clocks, int64_t version) except -1:
     cdef scheduler_t *state = arena.scheduler(shard, 0)
     cdef uint32_t lane
     cdef int record
-    arena.domain(shard).first = first
-    arena.domain(shard).last = last
     arena.domain(shard).due_ns = -1
     roster_initialise(state, arena.header.n_lanes, policy)
     state.version = version
@@ -252,15 +264,45 @@ cdef class Arena:
         cdef const unsigned char[::1] view = memory
         self.memory = view
         self.base = <char *> &view[0]
-        self.header = <fps_header *> self.base
+        self.header = &self.own_header
         if <uintptr_t> self.base % FPS_LINE:
             raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
-        if view.shape[0] < PAGE or self.header.magic != FPS_MAGIC:
+        if view.shape[0] >= PAGE:
+            memcpy(self.header, self.base, sizeof(fps_header))
+        if self.header.magic != FPS_MAGIC:
             raise ValueError("expected an arena of fastps, found other memory")
         if self.header.abi != FPS_ABI:
             raise ValueError(f"expected an arena of layout {FPS_ABI}, found layout {self.header.abi}: "
                              "all processes of a job must run the same fastps")
         _check(self.header, view.shape[0])
+        self._copy_places()
+
+    def __dealloc__(self):
+        free(self.segments)
+
+    cdef int _copy_places(self) except -1:
+        """Where parameters and shards lie, checked once: every fold goes by it."""
+        cdef fps_segment *segment
+        cdef uint32_t index
+        cdef int64_t floats = self.header.buffer_floats
+        self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
+        if self.segments == NULL:
+            raise MemoryError()
+        memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
+        for index in range(self.header.n_parameters):
+            segment = &self.segments[index]
+            # Without floats here the parameters lie on devices, and nobody folds here.
+            if not ((floats == 0 or (0 <= segment.offset <= floats and 0 <= segment.length <= floats - segment.offset
+                                      and segment.offset % FLOATS_OF_LINE == 0))
+                    and 0 <= segment.group < <int64_t> self.header.n_groups and segment.parameter == <int64_t> index):
+                raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
+                                 f"{segment.length} floats from {segment.offset} on, group {segment.group}")
+        for index in range(self.header.n_shards):
+            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
+            if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
+                raise ValueError(
+                    f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
+        return 0
 
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
         return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
@@ -377,10 +419,20 @@ cdef class Arena:
         return fps_commit_version(fps_commit_load(&self.domain(shard).commit))
 
     def committed(self, uint32_t shard=0):
-        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it."""
+        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it.
+
+        Raises ValueError for buffers that the arena has not.
+        """
         cdef uint64_t commit = fps_commit_load(&self.domain(shard).commit)
         cdef fps_record *record = &self.domain(shard).records[fps_commit_record(commit)]
-        return fps_commit_version(commit), fps_commit_buffer(commit), record.state_buffer
+        return fps_commit_version(commit), *self._buffers_of(commit, record.state_buffer)
+
+    cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
+        """(weights buffer, state buffer) of a commit, checked: whoever reads there trusts these numbers."""
+        if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
+            raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
+                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is damaged")
+        return fps_commit_buffer(commit), state_buffer
 
     def pins(self, uint32_t shard=0):
         """The buffer that each lane pins, or -1."""
@@ -520,7 +572,7 @@ cdef class Arena:
         """Keep a shard's published weights and rule state as they are: (version, weights buffer, state buffer, clocks), or None
         while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker is live.
 
-        Commits go on meanwhile. Call `unpin_version` soon after the copy.
+        Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
         """
         cdef fps_domain *domain = self.domain(shard)
         cdef uint64_t commit, mine
@@ -528,7 +580,7 @@ cdef class Arena:
         cdef worker_t *worker
         while True:
             commit = fps_commit_load(&domain.commit)
-            state_buffer = domain.records[fps_commit_record(commit)].state_buffer
+            _, state_buffer = self._buffers_of(commit, domain.records[fps_commit_record(commit)].state_buffer)
             mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
                                    fps_commit_buffer(commit))
             if not fps_reader_change(&domain.reader, 0, mine):

@@ -16,6 +16,7 @@ cdef enum:
     TURN_BAD_DESCRIPTOR = -1
     TURN_NO_BUFFER = -2
     TURN_BAD_FOLD = -3
+    TURN_BAD_STATE = -4  # the scheduler's state cannot be walked
 
 cdef class Holder:
     cdef Arena arena
@@ -27,6 +28,7 @@ cdef class Holder:
     cdef uint64_t seen          # the commit word that this turn's flip expects
     cdef int64_t now_ns         # when the turn was tried: which timers are due
     cdef SharedFold fold
+    cdef scheduler_t expected   # what must hold of the shard's state
     cdef bint hands_over        # this lane cannot fold, for the shard is on another's device: it lets go without draining
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
     cdef uint32_t spare_state   # the state buffer that goes with it
@@ -56,6 +58,7 @@ cdef class Holder:
     cdef void _wake(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
+    cdef scheduler_t *_begin(self, uint64_t record) noexcept nogil
     cdef void _look(self) noexcept nogil
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
@@ -65,11 +68,11 @@ cdef class Holder:
     cdef int _reject(self) noexcept nogil
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
-    cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
+    cdef int _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
                           int64_t staleness) noexcept nogil
-    cdef void _take_listed(self, scheduler_t *state) noexcept nogil
-    cdef void _gather(self, scheduler_t *state) noexcept nogil
+    cdef int _take_listed(self, scheduler_t *state) noexcept nogil
+    cdef int _gather(self, scheduler_t *state) noexcept nogil
     cdef void _end_update(self, scheduler_t *state) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil
     cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil

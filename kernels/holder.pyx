@@ -51,6 +51,7 @@ from fastps.kernels.lane cimport (
     fps_tail_acquire,
     lane_descriptor,
 )
+from fastps.kernels.policy_words cimport policy_check
 from fastps.kernels.roster cimport (
     FOLD_ALL,
     FOLD_EACH,
@@ -73,6 +74,7 @@ from fastps.kernels.roster cimport (
     scheduler_t,
     worker_t,
 )
+from fastps.kernels.roster_check cimport roster_can_be_followed, roster_can_be_walked, roster_remember
 from fastps.kernels.scheduler cimport (
     ACTION_DROP,
     ACTION_FOLD,
@@ -149,6 +151,9 @@ cdef class Holder:
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
+        roster_remember(
+            &self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain.commit))), lanes)
+        policy_check(&self.expected.policy, lanes)
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
         self.to_wake = <uint32_t *> calloc(lanes, sizeof(uint32_t))
@@ -286,9 +291,9 @@ cdef class Holder:
         cdef bint any_event = False
         self.seen = fps_commit_load(&self.domain.commit)
         record = fps_commit_record(self.seen)
-        state = self.arena.scheduler(self.shard, 1 - record)
-        roster_catch_up(state, self.arena.scheduler(self.shard, record))
-        roster_begin(state)
+        state = self._begin(record)
+        if state == NULL:
+            return TURN_BAD_STATE
         self._look()
         self.n_batch = 0
         self.batch_samples = 0
@@ -300,16 +305,30 @@ cdef class Holder:
                 break
             any_event = True
             if action == ACTION_FOLD_ALL:
-                self._gather(state)
+                if self._gather(state) != TURN_DONE:
+                    return TURN_BAD_DESCRIPTOR
                 break
             if action == ACTION_FOLD_LIST:
-                self._take_listed(state)
+                if self._take_listed(state) != TURN_DONE:
+                    return TURN_BAD_DESCRIPTOR
                 if self.n_batch + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
             return TURN_DONE
         action = self._fold_and_flip(state, record)
         return TURN_BUSY if action == TURN_DONE else action
+
+    cdef scheduler_t *_begin(self, uint64_t record) noexcept nogil:
+        """The inactive record, brought up to the active one and ready for changes; NULL if it is damaged."""
+        cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
+        cdef const scheduler_t *active = self.arena.scheduler(self.shard, record)
+        if not roster_can_be_followed(active, &self.expected):
+            return NULL
+        roster_catch_up(state, active)
+        if not roster_can_be_walked(state, self.arena.header.ring_size):
+            return NULL
+        roster_begin(state)
+        return state
 
     cdef void _look(self) noexcept nogil:
         cdef uint32_t index
@@ -358,7 +377,8 @@ cdef class Holder:
             return action
         action = self._receive(state, lane, earliest)
         if action == ACTION_FOLD:
-            self._take_push(state, lane, worker.consumed - 1, state.version - 1)
+            if self._take_push(state, lane, worker.consumed - 1, state.version - 1) != TURN_DONE:
+                return TURN_BAD_DESCRIPTOR
             self._end_update(state)
         elif action == ACTION_DROP:
             self._write_fate(state, lane, worker.consumed - 1, FPS_FATE_DROPPED, state.version, 0)
@@ -420,16 +440,24 @@ cdef class Holder:
         fate.position, fate.version, fate.decided_ns = position + 1, version, state.now_ns
         fate.staleness, fate.kind = <int32_t> staleness, kind
 
-    cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
-        """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
+    cdef int _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
+        """Add the push to the batch, and count its staleness: versions published between its read and `version`.
+
+        Returns TURN_BAD_DESCRIPTOR for a push that was kept and names another slot by now than the lane has.
+        """
         cdef worker_t *worker = &roster_workers(state)[lane]
         cdef const fps_descriptor *descriptor = lane_descriptor(
             self.arena.lane(lane), self.arena.header.ring_size, position)
-        cdef char *slot = self.arena.slot(lane, descriptor.slot)
-        cdef uint64_t *versions = <uint64_t *> (slot + self.arena.header.slot_versions_offset)
-        cdef int64_t staleness = version - <int64_t> (
-            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
+        cdef uint32_t slot = descriptor.slot
+        cdef uint64_t *versions
+        cdef int64_t staleness
         cdef double scale = descriptor.scale, rate_scale = 1.0
+        if slot >= self.arena.header.n_slots or self.n_batch >= FPS_MAX_PUSHES:
+            self.bad_lane = lane
+            return TURN_BAD_DESCRIPTOR
+        versions = <uint64_t *> (self.arena.slot(lane, slot) + self.arena.header.slot_versions_offset)
+        staleness = version - <int64_t> (
+            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
         worker.folded += 1
         worker.staleness_sum += staleness
         worker.staleness_max = max(worker.staleness_max, staleness)
@@ -438,7 +466,7 @@ cdef class Holder:
         _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
         self._write_fate(state, lane, position, FPS_FATE_FOLDED, version + 1, staleness)
         if descriptor.kind == FPS_NULL:
-            return
+            return TURN_DONE
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
             # Rudra, footnote 3: a learning rate of its own for each gradient.
             scale /= <double> staleness
@@ -448,22 +476,25 @@ cdef class Holder:
         self.fold.put(self.n_batch, lane, descriptor, scale, rate_scale)
         self.batch_samples += descriptor.samples
         self.n_batch += 1
+        return TURN_DONE
 
-    cdef void _take_listed(self, scheduler_t *state) noexcept nogil:
+    cdef int _take_listed(self, scheduler_t *state) noexcept nogil:
         """The oldest kept push of each listed worker, one version each."""
         cdef int32_t i, lane
         cdef worker_t *worker
         for i in range(state.n_folds):
             lane = roster_folds(state)[i]
             worker = &roster_workers(state)[lane]
-            self._take_push(state, lane, worker.cursor, state.version - state.n_folds + i)
+            if self._take_push(state, lane, worker.cursor, state.version - state.n_folds + i) != TURN_DONE:
+                return TURN_BAD_DESCRIPTOR
             self._end_update(state)
             worker.cursor += 1
             if worker.said_leave:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
+        return TURN_DONE
 
-    cdef void _gather(self, scheduler_t *state) noexcept nogil:
+    cdef int _gather(self, scheduler_t *state) noexcept nogil:
         """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival."""
         cdef worker_t *worker
         cdef fps_descriptor *descriptor
@@ -478,14 +509,16 @@ cdef class Holder:
                 descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
                 if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
                     continue  # dropped when it came, behind one that was kept
-                if descriptor.kind != FPS_LEAVE and self.n_batch < FPS_MAX_PUSHES:
-                    self._take_push(state, lane, position, state.version - 1)
+                if (descriptor.kind != FPS_LEAVE and self.n_batch < FPS_MAX_PUSHES
+                        and self._take_push(state, lane, position, state.version - 1) != TURN_DONE):
+                    return TURN_BAD_DESCRIPTOR
             worker.cursor = end
             worker.relayed = 0
             if not worker.live and worker.said_leave and worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
         self._end_update(state)
+        return TURN_DONE
 
     cdef void _end_update(self, scheduler_t *state) noexcept nogil:
         """Count one version: its <sigma>, and the gaps between the updates that are its pushes."""
@@ -576,6 +609,8 @@ cdef class Holder:
         cdef int32_t parameter
         cdef float most = -1, size
         for index in range(self.n_batch):
+            if self.fold.work.pushes[index].lane >= self.arena.header.n_lanes:
+                return TURN_BAD_FOLD
             size = self.fold.largest(index, &parameter)
             if size > most:
                 most = size
@@ -695,10 +730,13 @@ cdef class Holder:
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
+        self.pushes_of_update = self.staleness_of_update = 0
+        if not roster_can_be_followed(active, &self.expected) or not roster_can_be_walked(
+                active, self.arena.header.ring_size):
+            return  # nothing follows from what is damaged; the next commit says so
         fps_plain_store()
         inactive.n_workers = active.n_workers
         roster_copy(inactive, active)
-        self.pushes_of_update = self.staleness_of_update = 0
         fps_counter_set(&self.domain.due_ns, scheduler_due(active))
         if fps_mutant(FPS_MUTANT_FORGET_HEADS):
             return
@@ -753,8 +791,6 @@ cdef class Holder:
         self.now_ns = now_ns
         if publish:
             record = fps_commit_record(self.seen)
-            state = self.arena.scheduler(self.shard, 1 - record)
-            roster_catch_up(state, self.arena.scheduler(self.shard, record))
-            roster_begin(state)
-            outcome = self._commit(state, record, self.spare_state)
-        return self.run() if outcome == TURN_DONE else outcome
+            state = self._begin(record)
+            outcome = self._commit(state, record, self.spare_state) if state != NULL else TURN_BAD_STATE
+        return outcome if outcome == TURN_LOST else self.run(outcome)
