@@ -91,6 +91,6 @@ def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
 def damaged(what: str) -> ProtocolError:
     """The error for shared memory that something has written over."""
     return ProtocolError(
-        f"{what}: expected what fastps writes, found that something else wrote over it: a process of the job stores where it must"
-        " not; restart the job"
+        f"{what}: expected what fastps writes, found that something else wrote over it: a process of the job stores where it"
+        " must not; restart the job"
     )

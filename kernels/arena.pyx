@@ -292,9 +292,9 @@ cdef class Arena:
         for index in range(self.header.n_parameters):
             segment = &self.segments[index]
             # Without floats here the parameters lie on devices, and nobody folds here.
-            if not ((floats == 0 or (0 <= segment.offset <= floats and 0 <= segment.length <= floats - segment.offset
-                                      and segment.offset % FLOATS_OF_LINE == 0))
-                    and 0 <= segment.group < <int64_t> self.header.n_groups and segment.parameter == <int64_t> index):
+            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
+                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
+                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
                 raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
                                  f"{segment.length} floats from {segment.offset} on, group {segment.group}")
         for index in range(self.header.n_shards):
@@ -431,7 +431,8 @@ cdef class Arena:
         """(weights buffer, state buffer) of a commit, checked: whoever reads there trusts these numbers."""
         if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
             raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
-                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is damaged")
+                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
+                             "damaged")
         return fps_commit_buffer(commit), state_buffer
 
     def pins(self, uint32_t shard=0):

@@ -29,6 +29,7 @@ cdef class Holder:
     cdef int64_t now_ns         # when the turn was tried: which timers are due
     cdef SharedFold fold
     cdef scheduler_t expected   # what must hold of the shard's state
+    cdef bint is_checked        # whether the state was looked at in this turn: from then on it is this lane's own
     cdef bint hands_over        # this lane cannot fold, for the shard is on another's device: it lets go without draining
     cdef int64_t spare_buffer   # the weights buffer that `spare` gave out, or that is folded into
     cdef uint32_t spare_state   # the state buffer that goes with it

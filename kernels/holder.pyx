@@ -214,6 +214,7 @@ cdef class Holder:
         cdef int rounds = 0
         if self.hands_over:
             return self._hand_over()
+        self.is_checked = False
         while True:
             if outcome in (_RUN, TURN_DONE):
                 outcome = self._drain()
@@ -322,11 +323,12 @@ cdef class Holder:
         """The inactive record, brought up to the active one and ready for changes; NULL if it is damaged."""
         cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
         cdef const scheduler_t *active = self.arena.scheduler(self.shard, record)
-        if not roster_can_be_followed(active, &self.expected):
+        if not self.is_checked and not roster_can_be_followed(active, &self.expected):
             return NULL
         roster_catch_up(state, active)
-        if not roster_can_be_walked(state, self.arena.header.ring_size):
+        if not self.is_checked and not roster_can_be_walked(state, self.arena.header.ring_size):
             return NULL
+        self.is_checked = True
         roster_begin(state)
         return state
 
@@ -791,6 +793,7 @@ cdef class Holder:
         self.now_ns = now_ns
         if publish:
             record = fps_commit_record(self.seen)
+            self.is_checked = False
             state = self._begin(record)
             outcome = self._commit(state, record, self.spare_state) if state != NULL else TURN_BAD_STATE
         return outcome if outcome == TURN_LOST else self.run(outcome)

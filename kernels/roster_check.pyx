@@ -1,8 +1,8 @@
 """Whether a roster that lies in shared memory can be walked: every index is in range, and every list ends.
 
 The roster (roster.pyx) trusts its links: an index out of range would be a store anywhere, a ring of links a loop without end.
-In the arena any process of the job may have written over it, so the holder of a turn (holder.pyx) asks here first, once a
-commit, which reads all lanes anyway. What it refuses to be: a checksum, for numbers that only count are left alone; or a lock,
+In the arena any process of the job may have written over it, so the holder of a turn (holder.pyx) asks here first, once a turn,
+which reads all lanes anyway. What it refuses to be: a checksum, for numbers that only count are left alone; or a lock,
 for a process that writes while the state is being used is not found.
 """
 

@@ -179,6 +179,12 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
             lambda it: it["parameters"][1].update(name="c"),
             "parameter 'c': tensor 'weights/c': expected float32.*no such tensor",
         ),
+        (
+            lambda it: it["parameters"][0].update(steps=1 << 70),
+            r"parameter 0: expected a group that is there and 0 to 2\^40 steps",
+        ),
+        (lambda it: it["parameters"][1].update(group=1), "parameter 1: expected a group that is there"),
+        (lambda it: it.update(param_groups=[7]), r"field 'param_groups': expected an object each, found \[7\]"),
         (lambda it: it["rule"].update(planes=["x"]), "parameter 'w': tensor 'state/x/w': expected float32 of shape"),
         (lambda it: it["checksums"].update({"weights/b": 1}), "tensor 'weights/b': expected the checksum 1, found"),
         (lambda it: it["checksums"].pop("weights/b"), "tensor 'weights/b': expected it in both files"),

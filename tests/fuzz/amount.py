@@ -1,7 +1,7 @@
 """How much is fuzzed: a few examples of a fixed seed in `make test`, or as many as a time allows (`make fuzz`).
 
-FASTPS_FUZZ_SECONDS is the time of all targets together; FASTPS_FUZZ_SEED, printed at the end, plays a run again. Refuses to know what
-is fuzzed. Here time is read by itself: it only says when to stop.
+FASTPS_FUZZ_SECONDS is the time of all targets together; FASTPS_FUZZ_SEED, printed at the end, plays a run again. Refuses to
+know what is fuzzed. Here time is read by itself: it only says when to stop.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Where what lies in an arena, for who writes over it; and walls around an arena, and marks between its parts.
 
-The header's words say where (kernels/arena.h). A sanitizer knows memory that was allocated, not the parts of one mapping: so an access
-beyond the arena ends at a wall of pages that nobody may touch, and a store between two parts changes a mark.
+The header's words say where (kernels/arena.h). A sanitizer knows memory that was allocated, not the parts of one mapping: so an
+access beyond the arena ends at a wall of pages that nobody may touch, and a store between two parts changes a mark.
 Refuses to know what is written.
 """
 

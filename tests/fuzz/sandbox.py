@@ -47,7 +47,7 @@ class Sandbox:
     def _start(self) -> None:
         there, self._to = os.pipe()
         self._back, here = os.pipe()
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed in _end)
         self._process_id = os.fork()
         if self._process_id:
             os.close(there)

@@ -8,7 +8,7 @@ import gc
 import random
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import fastps
 from fastps import config
 from fastps.errors import Error
-from fastps.kernels.arena import Arena
 from fastps.statistics import statistics_of
 from fastps.store import Store
 from fastps.worker import Worker
@@ -57,7 +56,27 @@ ROUNDS = 5
 ACTIONS = ("push", "advance", "pull", "look", "save", "hold", "leave", "join")
 # What a round is made of, for each of the workers.
 ROUND = (("push", 0), ("push", 1), ("advance", 0), ("advance", 1), ("pull", 0), ("pull", 1))
-NUMBERS = (0, 1, 2, 3, 7, 8, 64, 65, 127, 128, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+)
 
 
 @dataclass(frozen=True)
@@ -278,4 +297,6 @@ def test_an_example_without_wounds_ends_without_an_error(sandbox: Sandbox) -> No
     """Or what is found above would be of the example's own making."""
     for sync in SCHEMES:
         for size in SIZES:
-            assert sandbox.run(Example(sync, "momentum", size, False, False, 3, ((8, "save", 0), (9, "hold", 1)), ())) == [], sync
+            assert sandbox.run(Example(sync, "momentum", size, False, False, 3, ((8, "save", 0), (9, "hold", 1)), ())) == [], (
+                sync
+            )

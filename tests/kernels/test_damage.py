@@ -1,4 +1,4 @@
-"""Words that another process wrote over: each is named, or does nothing; and what no process wrote over is never called damaged."""
+"""Words that another process wrote over are named, or do nothing; and what no process wrote over is never called damaged."""
 
 import mmap
 import random
@@ -34,13 +34,18 @@ class Job:
 
     def __init__(self, lanes: int, started: int = 0, shards: int = 1, **policy: Any) -> None:
         header, size = plan(
-            lanes=lanes, slots=3, ring_size=8, groups=1, parameters=shards, buffer_floats=FLOATS * shards, rule=0, state_planes=0,
-            extra_bytes=0, buffers=lanes + 3, shards=shards,
+            lanes=lanes, slots=3, ring_size=8, groups=1, parameters=shards, buffer_floats=FLOATS * shards, rule=0,
+            state_planes=0, extra_bytes=0, buffers=lanes + 3, shards=shards,
         )  # fmt: skip
         self.memory = mmap.mmap(-1, size)
         places = [(FLOATS * shard, FLOATS, 0) for shard in range(shards)]
         format_memory(
-            self.memory, header, places, started=started, shards=[(offset, offset + FLOATS) for offset, _, _ in places], **policy
+            self.memory,
+            header,
+            places,
+            started=started,
+            shards=[(offset, offset + FLOATS) for offset, _, _ in places],
+            **policy,
         )
         self.arena = Arena(self.memory)
         self.header: Header = header_of(self.memory)
@@ -83,7 +88,6 @@ def test_no_history_is_called_damaged(name: str) -> None:
             rank, act = draw.randrange(count), draw.random()
             live = job.arena.lane_state(rank) == 1
             if live and act < 0.8:
-                posted = job.lanes[rank].posted() - job.lanes[rank].done()
                 ready = job.lanes[rank].fresh(job.arena.clock(rank) + 1) > 0
                 if ready and job.lanes[rank].posted() - job.lanes[rank].done() < 3:
                     job.lanes[rank].pull()
@@ -175,7 +179,9 @@ def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, **POLICIES["asp"])
     job.write(job.header.domains_offset + 64, "<Q", 100 << 1)  # the commit word: version 0, buffer 100
     assert (job.lanes[0].pull(), job.lanes[0].prefetch()) == (-1, (-1, 0))
-    with pytest.raises(ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"):
+    with pytest.raises(
+        ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
+    ):
         job.arena.committed()
     with pytest.raises(ValueError, match="found 100 and 0"):
         job.arena.pin_version(0, 0)
