@@ -18,7 +18,8 @@ DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = {"": "", "thread": "thread", "address": "address,undefined"}[os.environ.get("FASTPS_SANITIZE", "")]
 STAGE = Path("build/cimport")
-HOOKS_ONLY = ("chaos", "hooks", "witness")  # modules that only the tests' build has
+JOBS = len(os.sched_getaffinity(0))  # compilers at a time
+HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has
 # and those that have nothing to hook
 NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator")
 
@@ -65,6 +66,7 @@ def extensions() -> list[Extension]:
 setup(
     ext_modules=cythonize(
         extensions(),
+        nthreads=JOBS,
         build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
         include_path=[stage_cimports()],
         compiler_directives={
@@ -76,5 +78,6 @@ setup(
             "embedsignature": True,
             "freethreading_compatible": False,
         },
-    )
+    ),
+    options={"build_ext": {"parallel": JOBS}},
 )

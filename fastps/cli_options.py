@@ -17,6 +17,7 @@ SYNC_HELP = (
     f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
     f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
 )
+PUSH_DTYPES = ("float32", "float16", "bfloat16")
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the training images, all workers together.")]
@@ -31,6 +32,10 @@ Straggler = Annotated[
 ]
 TransferMs = Annotated[float, typer.Option(help="What each push and each pull takes on its link: an honest wait.")]
 ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
+PushDtype = Annotated[
+    str,
+    typer.Option(help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same."),
+]
 PullDelay = Annotated[
     str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
 ]
@@ -92,6 +97,9 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
             raise UsageError(f"--{name}: expected at least 1, found {value}")
     if not lr > 0:
         raise UsageError(f"--lr: expected more than 0, found {lr}")
+    push_dtype = given.get("push_dtype", PUSH_DTYPES[0])
+    if push_dtype not in PUSH_DTYPES:
+        raise UsageError(f"--push-dtype: expected one of {', '.join(PUSH_DTYPES)}, found {push_dtype!r}")
     return TrainingOptions(
         sync=sync,
         workers=workers,
@@ -102,6 +110,7 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
         straggler=factors,
         pull_delay_share=delay_share,
         pull_delay_s=delay_s,
+        push_dtype=push_dtype,
         **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
         **others,
     )

@@ -61,7 +61,7 @@ def simulate(
     shards: Annotated[int | None, typer.Option(help="Servers that the model is cut over; default: as the spec says.")] = None,
     slow_server: Annotated[list[str], typer.Option(help="Shards whose server is FACTOR times as slow: " + FACTORS_HELP)] = [],  # noqa: B006
     cores: Annotated[
-        float, typer.Option(metavar="C", help="Cores that computing workers share evenly; 0: each has one of its own.")
+        float, typer.Option(metavar="C", help="Cores that computing workers share, in slices of 4 ms; 0: each has one.")
     ] = 0.0,
     late_push: Annotated[
         str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")

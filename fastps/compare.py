@@ -133,6 +133,7 @@ def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
         "sync": options.sync,
         "chosen": results[0]["sync"],
         "workers": options.workers,
+        "push_dtype": options.push_dtype,
         "seconds": seconds,
         "steps": total["steps"],
         "steps_per_s": total["steps"] / seconds,

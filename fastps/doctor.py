@@ -23,6 +23,7 @@ from fastps.errors import Error, UsageError
 from fastps.finding import Finding
 from fastps.kernels import arena as words
 from fastps.kernels import fold
+from fastps.kernels.arena_format import format_memory
 from fastps.layout import Layout, place
 from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
 from fastps.specs import parse_policy
@@ -213,7 +214,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
     except (OSError, OverflowError) as error:
         raise UsageError(f"{refusal} ({error})") from None
     segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
-    words.format_memory(memory, header, segments, shards=layout.shards, **layout.policy.values(layout.workers))
+    format_memory(memory, header, segments, shards=layout.shards, **layout.policy.values(layout.workers))
     arena = words.Arena(memory)
     slots = layout.workers * arena.slots * (arena.gradient_offset(0, 1) - arena.gradient_offset(0, 0))
     weights_begin, state_begin, extra_begin = arena.weights_offset(0), arena.steps_offset(0), arena.extra_offset(0)

@@ -54,6 +54,8 @@ class Policy:
         spec: the canonical text, as `fastps.parse_policy` reads it; made from the values when not given.
         fold: "each" push when it arrives; "all" live workers' pushes of one version; the first of this version ("quorum",
             later ones are dropped); a "count" of pushes of any version; one at a time "in-order" of the workers.
+        combine: with fold "each": the pushes that one drain finds are folded as one sum, not divided by their number, with
+            their mean learning rate and one version, rather than one after the other with a version each.
         grant: a worker goes on "at-once", with the "next-version", while "bounded" ahead of the slowest, or "round-robin".
         scale: "one"; the "mean" of pushes folded together, or with the learning rate times their number ("linear"), times
             sqrt(samples / reference) ("square-root"), divided by the divisor ("divisor"); each push divided by its
@@ -91,6 +93,7 @@ class Policy:
     high: int = 0
     release: str = "next-push"
     hard_bound: bool = False
+    combine: bool = False
     count: int = 0
     backups: int = 0
     push_timeout: float = 0.0
@@ -156,6 +159,7 @@ class Policy:
         """A value that nothing would read is a mistake."""
         uses = {
             "grant 'bounded'": (self.grant == "bounded", ("low", "high", "hard_bound")),
+            "fold 'each'": (self.fold == "each", ("combine",)),
             "fold 'quorum'": (self.fold == "quorum", ("count", "backups", "push_timeout")),
             "fold 'count'": (self.fold == "count", ("divisor", "groups")),
             "grant 'round-robin'": (self.grant == "round-robin", ("relax", "tune")),
@@ -218,6 +222,7 @@ class Policy:
             "high": self.high,
             "release": self.release,
             "hard_bound": self.hard_bound,
+            "combine": self.combine,
             "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
             "timeout_ns": int(self.push_timeout * 1e9),
             "divisor": self.divisor,
@@ -243,6 +248,11 @@ class Policy:
     def waits_for_fold(self) -> bool:
         """Whether a worker goes on only when its own push is folded, or dropped."""
         return self.grant == "next-version" or self.fold == "in-order"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a version is the sum, or the mean, of all pushes that are folded with it, and not of one push."""
+        return self.combine or self.fold not in ("each", "in-order")
 
     @property
     def is_level(self) -> bool:

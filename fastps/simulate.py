@@ -28,6 +28,7 @@ from fastps.transfers import link_of
 
 Row = dict[str, Any]
 
+CORE_SLICE_NS = 4_000_000  # of Linux where its clock ticks 250 times a second; it changes workers at ticks
 SLICE_EVENTS = 200_000  # events between two looks at Ctrl-C and the progress: about a tenth of a second
 MOST_WORKERS = 10_000_000
 MOST_LINKS_SHOWN = 64
@@ -62,6 +63,7 @@ class Simulation:
         slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
         late_pushes, late_pulls: (share of the messages, ns that they come late).
         cores: that all workers share while they compute (kernels/cores.pyx); 0: each has one of its own.
+        slice_ns: how long a worker has a core while others wait for one.
         half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
         seed: decides all draws: one seed, one trace, on any machine.
     """
@@ -82,6 +84,7 @@ class Simulation:
     late_pushes: tuple[float, int] = (0.0, 0)
     late_pulls: tuple[float, int] = (0.0, 0)
     cores: float = 0.0
+    slice_ns: int = CORE_SLICE_NS
     half_duplex: bool = False
     seed: int = 0
 
@@ -95,6 +98,8 @@ class Simulation:
             raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
         if not 0 <= self.cores <= 1e6:
             raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {self.cores:g}")
+        if self.slice_ns < 1:
+            raise UsageError(f"slice_ns: expected 1 or more, found {self.slice_ns}")
         if (self.bandwidth or self.worker_bandwidth) and not self.model_bytes:
             raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
         if self.service_rate and not self.model_bytes:
@@ -168,6 +173,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         trace=trace,
         service_ns=_service(policy, simulation),
         cores=simulation.cores,
+        slice_ns=simulation.slice_ns,
     )
 
 

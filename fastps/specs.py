@@ -39,6 +39,7 @@ MODIFIERS: dict[str, tuple[str, Callable[[Policy, str], dict[str, Any]]]] = {
     "stagger": ("r: grants in a fixed order, r T/N apart", _stagger),
     "ema": ("d: keep a moving average of the weights", lambda policy, value: {"ema": float(value)}),
     "clip": ("g: clip each push to a global norm of g", lambda policy, value: {"clip": float(value)}),
+    "combine": ("true: fold pushes that are found together as one sum", lambda policy, value: {"combine": _value(value)}),
 }
 
 

@@ -23,6 +23,8 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ArenaError, AttachError, LayoutError, ProtocolError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
+from fastps.kernels import arena_plan
+from fastps.kernels.arena_format import format_memory
 from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
 from fastps.rules import Hyper, Update, write_initial_state
@@ -150,7 +152,7 @@ class Store:
         descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.lanes} workers")
         try:
             memory = memory_of.map_shared(descriptor)
-            words.format_memory(
+            format_memory(
                 memory,
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
@@ -427,7 +429,7 @@ def plan(layout: Layout) -> tuple[bytes, int]:
     """The header of a layout's arena, and the bytes that it takes in all. Raises UsageError for a layout without parameters."""
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
-    return words.plan(
+    return arena_plan.plan(
         lanes=layout.lanes,
         slots=layout.slots,
         ring_size=config.RING_SIZE,

@@ -12,7 +12,6 @@ import numpy as np
 from fastps.trace_file import DROPPED, FOLDED, UNDECIDED, Lines, Trace
 
 Row = dict[str, Any]
-_ONE_PUSH_A_VERSION = ("each", "in-order")
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,11 @@ def ledger_row(trace: Trace) -> Row:
         ],
         "complete": is_complete(trace),
     }
+
+
+def _is_one_push_a_version(trace: Trace) -> bool:
+    policy = trace.header["policy"]
+    return policy["fold"] in ("each", "in-order") and not policy.get("combine", False)  # older traces do not know it
 
 
 def _first(wrong: np.ndarray) -> int:
@@ -110,8 +114,7 @@ def _pushes_of(trace: Trace, lines: Lines, worker: int, shard: int) -> Iterator[
     if at >= 0:
         yield violation("fate", at, f"has a fate that there is not: {lines['fate'][at]}")
     lines = lines[lines["fate"] == FOLDED]
-    one_each = trace.header["policy"]["fold"] in _ONE_PUSH_A_VERSION
-    at = _first(np.diff(lines["version"]) < (1 if one_each else 0))
+    at = _first(np.diff(lines["version"]) < (1 if _is_one_push_a_version(trace) else 0))
     if at >= 0:
         yield violation(
             "order", at + 1, f"is folded into version {lines['version'][at + 1]}, after one in {lines['version'][at]}"
@@ -143,7 +146,7 @@ def _versions_of(trace: Trace, shard: int) -> Iterator[Violation]:
         early, late = lines["version"][at], lines["version"][at + 1]
         sentence = f"shard {shard}: version {late} comes before version {early}: versions go back"
         yield Violation("monotone", sentence, shard=shard, version=int(late))
-    if trace.header["policy"]["fold"] in _ONE_PUSH_A_VERSION:
+    if _is_one_push_a_version(trace):
         at = _first(np.diff(lines["version"]) == 0)
         if at >= 0:
             twice = lines["version"][at]

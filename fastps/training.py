@@ -123,7 +123,10 @@ class TrainingRun:
             torch.set_num_threads(1)  # processor time of the step is then the time of this thread
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         seeds = {"seed": options.seed}
-        with fastps.DistributedOptimizer(inner, sync=self._policy, model=self._model, seeds=seeds) as optimizer:
+        push_dtype = getattr(torch, options.push_dtype)
+        with fastps.DistributedOptimizer(
+            inner, sync=self._policy, model=self._model, seeds=seeds, push_dtype=push_dtype
+        ) as optimizer:
             batches = self._batches(optimizer.worker)
             if options.warm_start and not optimizer.worker.generation:
                 load_weights(self._model, Path(options.warm_start))

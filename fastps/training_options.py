@@ -11,6 +11,7 @@ class TrainingOptions:
 
     `straggler` maps a worker to the factor by which its compute time is stretched. Of the responses to pulls,
     `pull_delay_share` come `pull_delay_s` seconds late (PSP-SGD, section 4.2).
+    `push_dtype` is what gradients are pushed in, by torch's name of it.
     `warm_start` and `weights_file` are files of weights to begin with and to write at the end.
     """
 
@@ -29,6 +30,7 @@ class TrainingOptions:
     weights_file: str = ""
     pull_delay_share: float = 0.0
     pull_delay_s: float = 0.0
+    push_dtype: str = "float32"
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

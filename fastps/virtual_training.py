@@ -32,7 +32,7 @@ from fastps.training_options import TrainingOptions
 Floats = npt.NDArray[np.float32]
 
 GOAL_ITERATIONS = 10
-_SUMS = ("all", "quorum", "count")  # folds of several pushes at once
+_MEANS = ("all", "quorum", "count")  # folds of several pushes at once, divided by their number
 _BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP, _GRANT, _TIMER, _LEAVE, _PULL = range(len(TRACE_KINDS))
 
 
@@ -179,8 +179,8 @@ class _Shard:
         return found
 
     def fold(self, pushes: list[tuple[_Pushed, int]], part: slice, learning_rate: float) -> None:
-        """One update of (push, its staleness); kernels/holder.pyx scales a live one in the same way."""
-        is_sum = self._policy.fold in _SUMS
+        """One update of (push, its staleness); kernels/batch.pyx scales a live one in the same way."""
+        is_mean = self._policy.fold in _MEANS
         hyper = Hyper(learning_rate, self._training.momentum, 0.0, self._training.weight_decay)
         ordered = []
         for pushed, staleness in pushes:
@@ -192,13 +192,13 @@ class _Shard:
             ordered.append((pushed.gradient[part], [hyper], [True], scale, rate_scale))
         weights, self._state, self._steps = folding.fold(
             folding.RULE_SGD,
-            folding.FOLD_SUM if is_sum else folding.FOLD_EACH,
+            folding.FOLD_SUM if self._policy.is_sum else folding.FOLD_EACH,
             [(0, len(self.weights), 0)],
             ordered,
             self.weights,
             self._state,
             self._steps,
-            scale=1.0 / len(ordered) if is_sum else 1.0,
+            scale=1.0 / len(ordered) if is_mean else 1.0,
             rate_scale=self._rate_scale([pushed for pushed, _ in pushes]),
         )
         if self._reads[self.version] <= 0:

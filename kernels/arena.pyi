@@ -1,4 +1,6 @@
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from fastps.kernels.arena_view import ArenaView
 
 ABI: int
 MAX_LANES: int
@@ -40,61 +42,7 @@ class Histograms(TypedDict):
     staleness: list[tuple[int, int]]
     arrivals_ns: list[list[tuple[int, int]]]
 
-def plan(
-    *,
-    lanes: int,
-    slots: int,
-    ring_size: int,
-    groups: int,
-    parameters: int,
-    buffer_floats: int,
-    rule: int,
-    state_planes: int,
-    extra_bytes: int,
-    buffers: int,
-    shards: int = 1,
-    ema_decay: float = 0.0,
-    checks_finite: bool = False,
-    gradient_type: int = ...,
-) -> tuple[bytes, int]: ...
-def format_memory(
-    memory: Any,
-    header_bytes: bytes,
-    segments: list[tuple[int, int, int]],
-    *,
-    shards: list[tuple[int, int]] | None = None,
-    started: int = 0,
-    versions: list[int] | None = None,
-    clocks: list[int] | None = None,
-    drawn: int = 0,
-    **policy_values: Any,
-) -> None: ...
-
-class Arena:
-    def __init__(self, memory: Any) -> None: ...
-    def weights_offset(self, buffer: int) -> int: ...
-    def slots_range(self, lane: int) -> tuple[int, int]: ...
-    def slot_offset(self, lane: int, slot: int) -> int: ...
-    def gradient_offset(self, lane: int, slot: int) -> int: ...
-    def steps_offset(self, buffer: int) -> int: ...
-    def plane_offset(self, buffer: int, plane: int) -> int: ...
-    def extra_offset(self, lane: int) -> int: ...
-    @property
-    def lanes(self) -> int: ...
-    @property
-    def buffers(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def buffer_floats(self) -> int: ...
-    @property
-    def state_planes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-    @property
-    def shards(self) -> int: ...
-    @property
-    def ema_decay(self) -> float: ...
+class Arena(ArenaView):
     @property
     def version(self) -> int: ...
     def shard_version(self, shard: int) -> int: ...

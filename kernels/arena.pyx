@@ -1,14 +1,32 @@
-"""The arena's memory: how it is cut into header, control words, scheduler state, weights, rule state and slots.
+"""The arena's control words: who has which lane, what is committed, who copies a version, and what was counted.
 
-`plan` computes the header, `format_memory` writes a fresh arena, `Arena` is a checked view of one. What it refuses to be: an
-owner of memory or files (fastps/arena.py is), or a place for the protocol (turn.pyx is).
+What it refuses to be: a place for where the words lie (arena_view.pyx), or for the protocol of a push (lane.pyx, turn.pyx).
 """
 
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy, memset, strncpy
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, strncpy
 
-from fastps.kernels.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.arena_view cimport ArenaView
+from fastps.kernels.arena_words cimport (
+    FPS_FATE_DROPPED,
+    FPS_FATE_FOLDED,
+    FPS_GAP_BUCKETS,
+    FPS_STALENESS_BUCKETS,
+    FPS_STATE_BUFFERS,
+    fps_bucket_time,
+    fps_commit_buffer,
+    fps_commit_record,
+    fps_commit_version,
+    fps_domain,
+    fps_fate,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
+    fps_reader_owner,
+    fps_reader_pack,
+    fps_record,
+    fps_statistics,
+)
 from fastps.kernels.lane cimport (
     FPS_ABI,
     FPS_LANE_DEAD,
@@ -19,29 +37,16 @@ from fastps.kernels.lane cimport (
     FPS_LANE_LEFT,
     FPS_LANE_LIVE,
     FPS_LINE,
-    FPS_MAGIC,
     FPS_MAX_BUFFERS,
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
     FPS_MESSAGE_BYTES,
-    fps_descriptor,
     fps_head_acquire,
     fps_lane,
     fps_seat,
     fps_tail_acquire,
 )
-from fastps.kernels.policy_words cimport policy_from_values
-from fastps.kernels.roster cimport (
-    policy_t,
-    roster_add,
-    roster_bytes,
-    roster_copy,
-    roster_initialise,
-    roster_remove,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
+from fastps.kernels.roster cimport roster_workers, worker_t
 
 cdef extern from "atomics.h" nogil:
     uint32_t fps_state_acquire(const uint32_t *state)
@@ -63,15 +68,11 @@ cdef extern from "atomics.h" nogil:
     enum:
         FPS_MUTANT_FORGET_GENERATION
 
-cdef enum:
-    PAGE = 4096
-    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
-
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
 MAX_BUFFERS = FPS_MAX_BUFFERS
 MAX_SHARDS = FPS_MAX_SHARDS
-LINE_FLOATS = FLOATS_OF_LINE
+LINE_FLOATS = FPS_LINE // 4
 LANE_FREE = FPS_LANE_FREE
 LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
@@ -84,328 +85,8 @@ LANE_JOINING = FPS_LANE_JOINING
 STATE_BUFFERS = FPS_STATE_BUFFERS
 
 
-cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
-    return (size + to - 1) // to * to
-
-
-cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
-               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type) except -1:
-    """Give every part its place; parts that different processes write begin on a page of their own."""
-    cdef uint64_t offset
-    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
-    if not 1 <= lanes <= FPS_MAX_LANES:
-        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
-    if not 2 <= buffers <= FPS_MAX_BUFFERS:
-        raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
-    if ring_size < 2 or ring_size & (ring_size - 1):
-        raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
-    if slots < 1 or slots >= ring_size:
-        raise ValueError(f"expected 1 to {ring_size - 1} gradient slots in a ring of {ring_size}, found {slots}")
-    if not 1 <= shards <= FPS_MAX_SHARDS:
-        raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
-    if not 0 <= ema_decay < 1:
-        raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
-    if gradient_type > FPS_BFLOAT16:
-        raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
-    memset(header, 0, sizeof(fps_header))
-    header.magic = FPS_MAGIC
-    header.abi = FPS_ABI
-    header.n_lanes = lanes
-    header.n_buffers = buffers
-    header.n_slots = slots
-    header.ring_size = ring_size
-    header.n_groups = groups
-    header.n_parameters = parameters
-    header.presence_words = (parameters + 63) // 64
-    header.rule = rule
-    header.state_planes = state_planes
-    header.n_shards = shards
-    header.checks_finite = checks_finite
-    header.ema_decay = ema_decay
-    header.gradient_type = gradient_type
-    header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
-    offset = header.domains_offset = PAGE
-    offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
-    header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
-    offset = header.segments_offset = offset + shards * header.work_bytes
-    offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
-    header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
-    header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
-    header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
-    offset = header.statistics_offset = offset + _aligned(lanes * header.lane_bytes, PAGE)
-    header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
-    offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
-    header.scheduler_bytes = _aligned(roster_bytes(lanes), PAGE)
-    offset = header.weights_offset = offset + 2 * shards * header.scheduler_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
-    offset = header.state_offset = offset + buffers * header.weights_bytes
-    header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
-    header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
-    offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
-    header.slot_presence_offset = groups * sizeof(fps_hyper)
-    header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
-    header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
-    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
-    offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
-    header.extra_bytes = _aligned(extra_bytes, PAGE)
-    header.total_bytes = offset + lanes * header.extra_bytes
-    return _check_size(header)
-
-
-cdef int _check_size(const fps_header *header) except -1:
-    """The same size without a wrap around 2^64: places of measures that wrapped would lie anywhere."""
-    cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
-    cdef double lanes = header.n_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
-    cdef double rings = <double> header.n_lanes * header.ring_size * 64 * (1 + header.n_shards)
-    cdef double buffers = header.n_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
-    if lanes + rings + buffers + tables > 2.0 ** 56:
-        raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
-    return 0
-
-
-def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
-         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
-         int gradient_type=FPS_FLOAT32):
-    """The header of an arena of these measures, as bytes; its last word is the arena's size.
-
-    Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
-    """
-    cdef fps_header header
-    if lanes < 1:
-        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
-    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type)
-    return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
-
-
-def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, list shards=None,
-                  int started=0, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
-    """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
-
-    `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
-    one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
-    `versions` (one a shard), `clocks` (one a started lane) and `drawn` go on where a job ended. The policy's values are those
-    of fastps.kernels.scheduler.Scheduler.
-    """
-    cdef fps_header *header = <fps_header *> &memory[0]
-    cdef fps_segment *segment
-    cdef fps_domain *domain
-    cdef policy_t policy
-    cdef uint32_t index
-    cdef Arena arena
-    memcpy(header, <char *> header_bytes, sizeof(fps_header))
-    started = started or header.n_lanes
-    clocks = clocks or [0] * started
-    if not 1 <= started <= <int> header.n_lanes or len(clocks) != started or min(clocks) < 0:
-        raise ValueError(f"expected clocks of at least 0 for 1 to {header.n_lanes} workers, found {clocks} for {started}")
-    policy_from_values(&policy, policy_values, header.n_lanes)
-    for index, (offset, length, group) in enumerate(segments):
-        segment = <fps_segment *> (&memory[0] + header.segments_offset) + index
-        segment.offset = offset
-        segment.length = length
-        segment.group = group
-        segment.parameter = index
-    shards = shards or [(0, header.buffer_floats)]
-    if len(shards) != header.n_shards:
-        raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
-    for index, (first, last) in enumerate(shards):
-        domain = <fps_domain *> (&memory[0] + header.domains_offset) + index
-        domain.first, domain.last = first, last
-    arena = Arena(memory)
-    versions = versions or [0] * len(shards)
-    if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):
-        raise ValueError(f"expected {header.n_shards} versions of 0 to 2^40, found {versions}")
-    for index in range(header.n_shards):
-        _format_shard(arena, index, &policy, clocks, versions[index])
-    arena.domain(0).drawn = drawn
-
-
-cdef int _format_shard(Arena arena, uint32_t shard, const policy_t *policy, list clocks, int64_t version) except -1:
-    cdef scheduler_t *state = arena.scheduler(shard, 0)
-    cdef uint32_t lane
-    cdef int record
-    arena.domain(shard).due_ns = -1
-    roster_initialise(state, arena.header.n_lanes, policy)
-    state.version = version
-    for lane in range(arena.header.n_lanes):
-        roster_remove(state, lane)
-    for lane, clock in enumerate(clocks):
-        roster_add(state, lane, clock, -1)
-        roster_workers(state)[lane].granted = clock + 1
-    arena.domain(shard).commit = fps_commit_pack(version, 0, 0, 0)
-    for record in range(2):
-        arena.domain(shard).records[record].version = version
-    arena.scheduler(shard, 1).n_workers = arena.header.n_lanes
-    roster_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))
-    for lane in range(arena.header.n_lanes):
-        arena.seat(lane, shard).granted = roster_workers(state)[lane].granted
-    return 0
-
-
-cdef int _check(const fps_header *found, int64_t size) except -1:
-    """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
-    cdef fps_header own
-    _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
-          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type)
-    if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
-        raise ValueError("the arena's header is damaged: its places do not follow from its measures")
-    return 0
-
-
-cdef class Arena:
-    """A checked view of an arena in `memory` (a writable buffer; it stays exported as long as the view lives).
-
-    Raises ValueError when the memory holds no arena of this version, or is shorter than its header says.
-    """
-
-    def __cinit__(self, memory not None):
-        cdef const unsigned char[::1] view = memory
-        self.memory = view
-        self.base = <char *> &view[0]
-        self.header = &self.own_header
-        if <uintptr_t> self.base % FPS_LINE:
-            raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
-        if view.shape[0] >= PAGE:
-            memcpy(self.header, self.base, sizeof(fps_header))
-        if self.header.magic != FPS_MAGIC:
-            raise ValueError("expected an arena of fastps, found other memory")
-        if self.header.abi != FPS_ABI:
-            raise ValueError(f"expected an arena of layout {FPS_ABI}, found layout {self.header.abi}: "
-                             "all processes of a job must run the same fastps")
-        _check(self.header, view.shape[0])
-        self._copy_places()
-
-    def __dealloc__(self):
-        free(self.segments)
-
-    cdef int _copy_places(self) except -1:
-        """Where parameters and shards lie, checked once: every fold goes by it."""
-        cdef fps_segment *segment
-        cdef uint32_t index
-        cdef int64_t floats = self.header.buffer_floats
-        self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
-        if self.segments == NULL:
-            raise MemoryError()
-        memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
-        for index in range(self.header.n_parameters):
-            segment = &self.segments[index]
-            # Without floats here the parameters lie on devices, and nobody folds here.
-            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
-                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
-                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
-                raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
-                                 f"{segment.length} floats from {segment.offset} on, group {segment.group}")
-        for index in range(self.header.n_shards):
-            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
-            if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
-                raise ValueError(
-                    f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
-        return 0
-
-    cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
-        return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
-
-    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
-        return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
-
-    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
-        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
-                + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
-
-    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
-        return <fps_domain *> (self.base + self.header.domains_offset) + shard
-
-    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
-        return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
-
-    cdef fps_work *work(self, uint32_t shard) noexcept nogil:
-        return <fps_work *> (self.base + self.header.work_offset + shard * self.header.work_bytes)
-
-    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil:
-        return <scheduler_t *> (self.base + self.header.scheduler_offset
-                                + (2 * shard + record) * self.header.scheduler_bytes)
-
-    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
-        return (self.base + self.header.slots_offset
-                + (<uint64_t> lane * self.header.n_slots + slot) * self.header.slot_bytes)
-
-    cdef float *weights(self, uint64_t buffer) noexcept nogil:
-        return <float *> (self.base + self.header.weights_offset + buffer * self.header.weights_bytes)
-
-    cdef char *state(self, uint64_t buffer) noexcept nogil:
-        return self.base + self.header.state_offset + buffer * self.header.state_bytes
-
-    # -- places, for those who make views of them --------------------------------------------------
-
-    def weights_offset(self, int buffer):
-        """Byte offset of a weights buffer."""
-        return <char *> self.weights(buffer) - self.base
-
-    def slots_range(self, int lane):
-        """(offset, length) in bytes of a lane's slots: whole pages."""
-        return self.slot(lane, 0) - self.base, self.header.n_slots * self.header.slot_bytes
-
-    def slot_offset(self, int lane, int slot):
-        """Byte offset of a lane's slot: an fps_hyper a param_group, then the words of presence."""
-        return self.slot(lane, slot) - self.base
-
-    def gradient_offset(self, int lane, int slot):
-        """Byte offset of the gradient in a lane's slot."""
-        return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
-
-    def steps_offset(self, int buffer):
-        """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
-        return self.state(buffer) - self.base
-
-    def plane_offset(self, int buffer, int plane):
-        """Byte offset of one plane of the rule's state."""
-        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * 4 - self.base
-
-    def extra_offset(self, int lane):
-        """Byte offset of the lane's slot for model buffers."""
-        return self.header.extra_offset + lane * self.header.extra_bytes
-
-    @property
-    def lanes(self):
-        """Workers that the arena was made for."""
-        return self.header.n_lanes
-
-    @property
-    def buffers(self):
-        """Weight buffers."""
-        return self.header.n_buffers
-
-    @property
-    def slots(self):
-        """Gradient slots of a lane."""
-        return self.header.n_slots
-
-    @property
-    def buffer_floats(self):
-        """Floats of a weights buffer, padding included."""
-        return self.header.buffer_floats
-
-    @property
-    def state_planes(self):
-        """Planes of the rule's state."""
-        return self.header.state_planes
-
-    @property
-    def total_bytes(self):
-        """Size of the whole arena."""
-        return self.header.total_bytes
-
-    @property
-    def shards(self):
-        """Shards, each versioned by itself."""
-        return self.header.n_shards
-
-    @property
-    def ema_decay(self):
-        """Decay of the moving average of the weights, the last plane of the state; 0 when none is kept."""
-        return self.header.ema_decay
+cdef class Arena(ArenaView):
+    """The control words of an arena in `memory`, which is checked as ArenaView says."""
 
     # -- what is committed -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ class World:
         slots: int,
         adagrad: bool,
         is_sum: bool,
+        is_mean: bool,
         may_drop: bool,
         bound: int,
         partial: bool,

@@ -1,4 +1,5 @@
-/* Coroutines for the simulated world of chaos.pyx: each has a stack of its own, and one runs at a time, in one thread.
+/* Coroutines for the simulated processes of chaos_machine.pyx: each has a stack of its own, and one runs at a time, in
+ * one thread.
  *
  * A switch is a setjmp and a longjmp, without the system call of swapcontext; only a coroutine's first step needs a context. A
  * coroutine that is never resumed needs no clean-up: that is how a worker dies. What it refuses to be: for anything but a test

@@ -1,142 +1,86 @@
-"""The turn of one shard: take it, drain all lanes, decide, fold, commit, grant.
+"""The turn of one shard: take it, drain all lanes, give the scheduler what is posted, commit, let go; break a dead one's.
 
 Flat combining: whoever posted tries the turn; if another has it, that one is told by the PENDING flag and drains again before
-it lets go, so no push is stranded although nobody waits. One flip of the commit word makes everything of a commit true:
-weights, rule state, cursors, the scheduler's state. A holder that dies before it leaves nothing that anyone reads.
+it lets go, so no push is stranded although nobody waits.
 
-What it refuses to know: processes (fastps/worker.py proves an owner dead and then breaks its turn), clocks (times come in
-descriptors and as arguments), files, and Python objects on the way of a push.
+What it refuses to know: what is written down of a push (batch.pyx), how a commit becomes true (commit.pyx), processes
+(fastps/worker.py proves an owner dead and then breaks its turn), clocks (times come in descriptors and as arguments), files,
+and Python objects on the way of a push.
 """
 
-from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport (
-    FPS_FATE_DROPPED,
-    FPS_FATE_FOLDED,
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_PENDING,
-    FPS_STALENESS_BUCKETS,
-    FPS_STATE_BUFFERS,
-    Arena,
-    fps_commit_buffer,
-    fps_commit_epoch,
-    fps_commit_pack,
-    fps_commit_record,
-    fps_commit_version,
-    fps_fate,
-    fps_folded_push,
     fps_member_generation,
     fps_member_state,
-    fps_reader_state,
-    fps_reader_weights,
-    fps_record,
-    fps_statistics,
-    fps_time_bucket,
     fps_turn_epoch,
     fps_turn_generation,
     fps_turn_owner,
     fps_turn_pack,
 )
-from fastps.kernels.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
+from fastps.kernels.batch cimport Batch
+from fastps.kernels.commit cimport (
+    TURN_AWAITING,
+    TURN_BAD_DESCRIPTOR,
+    TURN_BAD_STATE,
+    TURN_BUSY,
+    TURN_DONE,
+    TURN_LOST,
+    Commit,
+)
+from fastps.kernels.fold cimport FPS_MAX_PUSHES
 from fastps.kernels.lane cimport (
     FPS_LANE_DEAD,
     FPS_LANE_JOINING,
     FPS_LEAVE,
     FPS_MAX_BATCH,
-    FPS_NULL,
     fps_descriptor,
-    fps_head_release,
-    fps_seat,
     fps_tail_acquire,
     lane_descriptor,
 )
-from fastps.kernels.policy_words cimport policy_check
-from fastps.kernels.roster cimport (
-    FOLD_ALL,
-    FOLD_EACH,
-    FOLD_IN_ORDER,
-    FOLD_QUORUM,
-    NEVER_NS,
-    SCALE_BATCH,
-    SCALE_DIVISOR,
-    SCALE_LINEAR,
-    SCALE_SQUARE_ROOT,
-    SCALE_STALENESS,
-    policy_t,
-    roster_begin,
-    roster_catch_up,
-    roster_copy,
-    roster_folds,
-    roster_touch,
-    roster_touched,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
-from fastps.kernels.roster_check cimport roster_can_be_followed, roster_can_be_walked, roster_remember
+from fastps.kernels.roster cimport FOLD_ALL, FOLD_QUORUM, NEVER_NS, roster_touch, roster_workers, scheduler_t, worker_t
 from fastps.kernels.scheduler cimport (
     ACTION_DROP,
     ACTION_FOLD,
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     ACTION_NONE,
+    scheduler_close,
     scheduler_due,
     scheduler_fire,
     scheduler_join,
     scheduler_leave,
     scheduler_push,
 )
-
-from fastps.kernels.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
+from fastps.kernels.shared_fold cimport SharedFold
 
 cdef extern from "atomics.h" nogil:
-    void FPS_ASSERT(bint condition)
     uint64_t fps_turn_load(const uint64_t *turn)
     int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine)
     int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given)
     uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag)
     void fps_turn_clear_pending(uint64_t *turn, uint64_t flag)
-    int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
-    uint64_t fps_commit_load(const uint64_t *commit)
-    uint64_t fps_pin_load(const uint64_t *pin)
-    uint64_t fps_reader_load(const uint64_t *reader)
     uint32_t fps_state_acquire(const uint32_t *state)
     int64_t fps_grant_acquire(const int64_t *granted)
-    void fps_grant_release(int64_t *granted, int64_t steps)
     void fps_event_add(uint32_t *event)
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_event_wake(uint32_t *event)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_plain_store()
     bint fps_mutant(int number)
     enum:
-        FPS_MUTANT_ACKNOWLEDGE_FIRST
         FPS_MUTANT_BREAK_AT_ONCE
-        FPS_MUTANT_FLIP_FIRST
         FPS_MUTANT_FORGET_CURSOR
-        FPS_MUTANT_FORGET_HEADS
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
     _NOTHING = 100   # no event; beyond the scheduler's actions
     # What a holder that is TURN_AWAITING waits for.
     _NOBODY = 0
-    _FOLD = 1        # helpers of its own fold
+    _FOLD = 1         # helpers of its own fold
     _BROKEN_FOLD = 2  # helpers of the fold whose holder died
     _RUN = 200       # no outcome yet
-
-
-cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
-    """Add to a counter that only the holder writes."""
-    fps_counter_set(counter, fps_counter_get(counter) + more)
-
-
-cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
-    """Set the bit of a pinned buffer; a pin out of range is no buffer of ours."""
-    if 0 < pin <= 128:
-        pinned[(pin - 1) // 64] |= (<uint64_t> 1) << ((pin - 1) % 64)
 
 
 cdef class Holder:
@@ -150,20 +94,17 @@ cdef class Holder:
         self.domain = arena.domain(shard)
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
+        self.batch = Batch(arena, shard, self.fold)
+        self.commit = Commit(arena, shard, self.fold, self.batch)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
-        roster_remember(
-            &self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain.commit))), lanes)
-        policy_check(&self.expected.policy, lanes)
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        self.to_wake = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        if not self.tails or not self.members or not self.to_wake:
+        if not self.tails or not self.members:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.tails)
         free(self.members)
-        free(self.to_wake)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -184,8 +125,8 @@ cdef class Holder:
         self.now_ns = now_ns
         self.awaiting = _NOBODY
         if awaited == _FOLD:
-            return self.run(self._end_fold(self.fold.finish()))
-        self._repair()
+            return self.run(self.commit.finish())
+        self.commit.repair()
         return self.run()
 
     cdef bint take(self) noexcept nogil:
@@ -214,25 +155,27 @@ cdef class Holder:
         cdef int rounds = 0
         if self.hands_over:
             return self._hand_over()
-        self.is_checked = False
+        self.commit.is_checked = False
         while True:
             if outcome in (_RUN, TURN_DONE):
                 outcome = self._drain()
+            if outcome == TURN_AWAITING:
+                self.awaiting = _FOLD
             if outcome in (TURN_LOST, TURN_AWAITING):
                 return outcome
             if outcome < 0:
-                self._repair()
+                self.commit.repair()
             if fps_turn_give(word, self.turn, given):
-                self._wake()
+                self.commit.wake()
                 return outcome
             rounds += 1
             if outcome < 0 or rounds == MAX_ROUNDS:
                 if fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING):
                     self._nudge()
-                    self._wake()
+                    self.commit.wake()
                     return outcome
                 return TURN_LOST
-            self._wake()
+            self.commit.wake()
             fps_turn_clear_pending(word, FPS_PENDING)
             if fps_turn_load(word) & ~FPS_PENDING != self.turn:
                 return TURN_LOST
@@ -267,13 +210,6 @@ cdef class Holder:
                 if fps_sleeping_load(&self.arena.lane(index).sleeping):
                     fps_event_wake(&self.arena.lane(index).event)
 
-    cdef void _wake(self) noexcept nogil:
-        """Wake whom the commits concern, after letting go: a system call inside the turn would make everyone wait for it."""
-        cdef uint32_t i
-        for i in range(self.n_to_wake):
-            fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
-        self.n_to_wake = 0
-
     cdef int _drain(self) noexcept nogil:
         """Decide and commit everything that is posted now."""
         cdef int outcome
@@ -286,19 +222,14 @@ cdef class Holder:
 
     cdef int _commit_once(self) noexcept nogil:
         """One commit: up to a batch of events, in order of their times. Returns TURN_BUSY if there may be more, else _DONE."""
-        cdef uint64_t record
-        cdef scheduler_t *state
+        cdef scheduler_t *state = self.commit.begin()
         cdef int action
         cdef bint any_event = False
-        self.seen = fps_commit_load(&self.domain.commit)
-        record = fps_commit_record(self.seen)
-        state = self._begin(record)
         if state == NULL:
             return TURN_BAD_STATE
         self._look()
-        self.n_batch = 0
-        self.batch_samples = 0
-        while self.n_batch < FPS_MAX_BATCH:
+        self.batch.begin()
+        while self.batch.n_pushes < FPS_MAX_BATCH:
             action = self._next_event(state)
             if action < 0:
                 return action
@@ -306,31 +237,24 @@ cdef class Holder:
                 break
             any_event = True
             if action == ACTION_FOLD_ALL:
-                if self._gather(state) != TURN_DONE:
-                    return TURN_BAD_DESCRIPTOR
+                if not self.batch.gather(state):
+                    return self._bad_push()
                 break
             if action == ACTION_FOLD_LIST:
-                if self._take_listed(state) != TURN_DONE:
-                    return TURN_BAD_DESCRIPTOR
-                if self.n_batch + self.arena.header.n_lanes > FPS_MAX_PUSHES:
+                if not self.batch.take_listed(state):
+                    return self._bad_push()
+                if self.batch.n_pushes + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
             return TURN_DONE
-        action = self._fold_and_flip(state, record)
+        if scheduler_close(state) == ACTION_FOLD_ALL and not self.batch.gather(state):
+            return self._bad_push()
+        action = self.commit.fold_and_flip(state)
         return TURN_BUSY if action == TURN_DONE else action
 
-    cdef scheduler_t *_begin(self, uint64_t record) noexcept nogil:
-        """The inactive record, brought up to the active one and ready for changes; NULL if it is damaged."""
-        cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
-        cdef const scheduler_t *active = self.arena.scheduler(self.shard, record)
-        if not self.is_checked and not roster_can_be_followed(active, &self.expected):
-            return NULL
-        roster_catch_up(state, active)
-        if not self.is_checked and not roster_can_be_walked(state, self.arena.header.ring_size):
-            return NULL
-        self.is_checked = True
-        roster_begin(state)
-        return state
+    cdef int _bad_push(self) noexcept nogil:
+        self.bad_lane = self.batch.bad_lane
+        return TURN_BAD_DESCRIPTOR
 
     cdef void _look(self) noexcept nogil:
         cdef uint32_t index
@@ -379,11 +303,10 @@ cdef class Holder:
             return action
         action = self._receive(state, lane, earliest)
         if action == ACTION_FOLD:
-            if self._take_push(state, lane, worker.consumed - 1, state.version - 1) != TURN_DONE:
-                return TURN_BAD_DESCRIPTOR
-            self._end_update(state)
+            if not self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1):
+                return self._bad_push()
         elif action == ACTION_DROP:
-            self._write_fate(state, lane, worker.consumed - 1, FPS_FATE_DROPPED, state.version, 0)
+            self.batch.drop(state, lane, worker.consumed - 1)
         if fps_mutant(FPS_MUTANT_FORGET_CURSOR):
             worker.consumed = worker.cursor
         if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
@@ -426,324 +349,8 @@ cdef class Holder:
         cdef int action = scheduler_push(
             state, lane, descriptor.post_ns, descriptor.read_version, descriptor.samples)
         if began_ns > 0 and action != ACTION_DROP and state.policy.fold in (FOLD_ALL, FOLD_QUORUM):
-            _count(&self.arena.statistics(self.shard).arrivals[arrived][fps_time_bucket(state.now_ns - began_ns)], 1)
+            self.batch.count_arrival(arrived, state.now_ns - began_ns)
         return action
-
-    # -- what is folded ----------------------------------------------------------------------------
-
-    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
-                          int64_t staleness) noexcept nogil:
-        """Write down what becomes of a push, if the job is recorded; true once this commit is."""
-        cdef fps_fate *fate
-        if not fps_counter_get(&self.domain.recorded):
-            return
-        fate = self.arena.fate(lane, self.shard, position)
-        fps_plain_store()
-        fate.position, fate.version, fate.decided_ns = position + 1, version, state.now_ns
-        fate.staleness, fate.kind = <int32_t> staleness, kind
-
-    cdef int _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
-        """Add the push to the batch, and count its staleness: versions published between its read and `version`.
-
-        Returns TURN_BAD_DESCRIPTOR for a push that was kept and names another slot by now than the lane has.
-        """
-        cdef worker_t *worker = &roster_workers(state)[lane]
-        cdef const fps_descriptor *descriptor = lane_descriptor(
-            self.arena.lane(lane), self.arena.header.ring_size, position)
-        cdef uint32_t slot = descriptor.slot
-        cdef uint64_t *versions
-        cdef int64_t staleness
-        cdef double scale = descriptor.scale, rate_scale = 1.0
-        if slot >= self.arena.header.n_slots or self.n_batch >= FPS_MAX_PUSHES:
-            self.bad_lane = lane
-            return TURN_BAD_DESCRIPTOR
-        versions = <uint64_t *> (self.arena.slot(lane, slot) + self.arena.header.slot_versions_offset)
-        staleness = version - <int64_t> (
-            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
-        worker.folded += 1
-        worker.staleness_sum += staleness
-        worker.staleness_max = max(worker.staleness_max, staleness)
-        self.staleness_of_update += staleness
-        self.pushes_of_update += 1
-        _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
-        self._write_fate(state, lane, position, FPS_FATE_FOLDED, version + 1, staleness)
-        if descriptor.kind == FPS_NULL:
-            return TURN_DONE
-        if state.policy.scale == SCALE_STALENESS and staleness > 1:
-            # Rudra, footnote 3: a learning rate of its own for each gradient.
-            scale /= <double> staleness
-        elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
-            # R2SP, Algorithm 1, worker, line 5.
-            rate_scale = <double> descriptor.samples / <double> worker.base_batch
-        self.fold.put(self.n_batch, lane, descriptor, scale, rate_scale)
-        self.batch_samples += descriptor.samples
-        self.n_batch += 1
-        return TURN_DONE
-
-    cdef int _take_listed(self, scheduler_t *state) noexcept nogil:
-        """The oldest kept push of each listed worker, one version each."""
-        cdef int32_t i, lane
-        cdef worker_t *worker
-        for i in range(state.n_folds):
-            lane = roster_folds(state)[i]
-            worker = &roster_workers(state)[lane]
-            if self._take_push(state, lane, worker.cursor, state.version - state.n_folds + i) != TURN_DONE:
-                return TURN_BAD_DESCRIPTOR
-            self._end_update(state)
-            worker.cursor += 1
-            if worker.said_leave:
-                worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
-            roster_touch(state, lane)
-        return TURN_DONE
-
-    cdef int _gather(self, scheduler_t *state) noexcept nogil:
-        """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival."""
-        cdef worker_t *worker
-        cdef fps_descriptor *descriptor
-        cdef uint32_t lane
-        cdef int64_t position, end
-        for lane in range(self.arena.header.n_lanes):
-            worker = &roster_workers(state)[lane]
-            end = worker.cursor + worker.relayed if state.policy.groups else worker.consumed
-            if worker.cursor == end:
-                continue
-            for position in range(worker.cursor, end):
-                descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
-                if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
-                    continue  # dropped when it came, behind one that was kept
-                if (descriptor.kind != FPS_LEAVE and self.n_batch < FPS_MAX_PUSHES
-                        and self._take_push(state, lane, position, state.version - 1) != TURN_DONE):
-                    return TURN_BAD_DESCRIPTOR
-            worker.cursor = end
-            worker.relayed = 0
-            if not worker.live and worker.said_leave and worker.cursor + 1 == worker.consumed:
-                worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
-            roster_touch(state, lane)
-        self._end_update(state)
-        return TURN_DONE
-
-    cdef void _end_update(self, scheduler_t *state) noexcept nogil:
-        """Count one version: its <sigma>, and the gaps between the updates that are its pushes."""
-        cdef fps_statistics *counted = self.arena.statistics(self.shard)
-        cdef int64_t gap_ns = state.folded_ns - self.domain.last_update_ns
-        if self.pushes_of_update == 0:
-            return
-        if self.domain.last_update_ns > 0:
-            _count(&counted.gaps[fps_time_bucket(gap_ns)], 1)
-        if self.pushes_of_update > 1:
-            _count(&counted.gaps[0], self.pushes_of_update - 1)
-        _count(&counted.updates, 1)
-        _count(&counted.average_staleness_sum, 1000 * self.staleness_of_update // self.pushes_of_update)
-        fps_plain_store()
-        self.domain.last_update_ns = state.folded_ns
-        self.pushes_of_update = self.staleness_of_update = 0
-
-    cdef int64_t _free_buffer(self) noexcept nogil:
-        """The lowest buffer that is neither active nor pinned, or -1.
-
-        The pins are read after the flip that retired the buffers ([PIN] in atomics.h). The lowest first keeps the same few
-        buffers in the cache.
-        """
-        cdef uint64_t pinned[2]
-        cdef uint32_t index
-        pinned[0] = pinned[1] = 0
-        _mark(pinned, fps_reader_weights(fps_reader_load(&self.domain.reader)))
-        for index in range(self.arena.header.n_lanes):
-            # A dead worker's pin counts no more; the next owner pins what is published after its state changed.
-            if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
-                continue
-            # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
-            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).next))
-            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).pin))
-        for index in range(self.arena.header.n_buffers):
-            if index == fps_commit_buffer(self.seen):
-                continue
-            if not (pinned[index // 64] >> (index % 64)) & 1:
-                return index
-        return -1
-
-    cdef uint32_t _free_state(self) noexcept nogil:
-        """The lowest state buffer that is neither active nor being copied; there is always one."""
-        cdef uint32_t active = self.domain.records[fps_commit_record(self.seen)].state_buffer
-        cdef uint64_t read = fps_reader_state(fps_reader_load(&self.domain.reader))
-        cdef uint32_t index
-        for index in range(FPS_STATE_BUFFERS - 1):
-            if index != active and index + 1 != read:
-                return index
-        return FPS_STATE_BUFFERS - 1
-
-    cdef int _fold_and_flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
-        """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
-        cdef uint32_t state_in = self.domain.records[record].state_buffer
-        if self.n_batch == 0:
-            self.spare_buffer = fps_commit_buffer(self.seen)
-            return self._commit(state, record, state_in)
-        self.spare_buffer = self._free_buffer()
-        if self.spare_buffer < 0:
-            return TURN_NO_BUFFER
-        self.spare_state = self._free_state()
-        self._order(state, state_in)
-        if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
-            self._publish(state)
-        return self._end_fold(self.fold.run())
-
-    cdef int _end_fold(self, int outcome) noexcept nogil:
-        """Commit what was folded, unless it was refused or is still waited for."""
-        cdef uint64_t record = fps_commit_record(self.seen)
-        if outcome == FOLD_AWAITING:
-            self.awaiting = _FOLD
-            return TURN_AWAITING
-        if outcome == FOLD_UNSOUND:
-            return self._reject()
-        if outcome != FOLD_DONE:
-            return TURN_BAD_FOLD
-        return self._commit(self.arena.scheduler(self.shard, 1 - record), record, self.spare_state)
-
-    cdef int _reject(self) noexcept nogil:
-        """Drop the pushes that the fold would have spoiled the weights with, whole, and fold the others again.
-
-        To the scheduler they are null pushes then: steps that count and change nothing. Where every gradient is finite and
-        only the result is not, the largest one goes.
-        """
-        cdef uint64_t record = fps_commit_record(self.seen)
-        cdef scheduler_t *state = self.arena.scheduler(self.shard, 1 - record)
-        cdef uint32_t index, kept = 0, largest = 0
-        cdef int32_t parameter
-        cdef float most = -1, size
-        for index in range(self.n_batch):
-            if self.fold.work.pushes[index].lane >= self.arena.header.n_lanes:
-                return TURN_BAD_FOLD
-            size = self.fold.largest(index, &parameter)
-            if size > most:
-                most = size
-                largest = index
-        for index in range(self.n_batch):
-            size = self.fold.largest(index, &parameter)
-            if size == INFINITY or (most < INFINITY and index == largest):
-                self._count_rejection(&self.fold.work.pushes[index], parameter)
-                roster_workers(state)[self.fold.work.pushes[index].lane].folded -= 1
-                roster_workers(state)[self.fold.work.pushes[index].lane].dropped += 1
-            else:
-                self.fold.work.pushes[kept] = self.fold.work.pushes[index]
-                kept += 1
-        self.n_batch = kept
-        self.batch_samples = 0
-        for index in range(kept):
-            self.batch_samples += self.fold.work.pushes[index].samples
-        return self._fold_and_flip(state, record)
-
-    cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil:
-        cdef fps_seat *seat = self.arena.seat(push.lane, self.shard)
-        fps_counter_set(&seat.rejected_step, <int64_t> push.step)
-        fps_counter_set(&seat.rejected_parameter, parameter)
-        _count(&seat.rejected, 1)
-        _count(&self.domain.rejections, 1)
-
-    cdef int _commit(self, scheduler_t *state, uint64_t record, uint32_t state_buffer) noexcept nogil:
-        cdef fps_record *after = &self.domain.records[1 - record]
-        if fps_mutant(FPS_MUTANT_FLIP_FIRST):
-            self._flip(state, self.spare_buffer, 1 - record)
-            self.seen = fps_commit_load(&self.domain.commit)
-        fps_plain_store()
-        after.version = state.version
-        fps_plain_store()
-        after.weights_buffer = self.spare_buffer
-        fps_plain_store()
-        after.state_buffer = state_buffer
-        return self._flip(state, self.spare_buffer, 1 - record)
-
-    cdef int _flip(self, scheduler_t *state, uint64_t weights_buffer, uint64_t record) noexcept nogil:
-        cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), weights_buffer, record)
-        if not fps_commit_flip(&self.domain.commit, self.seen, commit):
-            return TURN_LOST
-        self._publish(state)
-        return TURN_DONE
-
-    cdef void _order(self, scheduler_t *state, uint32_t state_in) noexcept nogil:
-        """What is to be folded, and into which buffers."""
-        cdef bint is_sum = state.policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
-        fps_plain_store()
-        self.fold.work.mode = FPS_FOLD_SUM if is_sum else FPS_FOLD_EACH
-        self.fold.work.n_pushes = self.n_batch
-        self.fold.work.scale = 1.0 / self.n_batch if is_sum else 1.0
-        self.fold.work.rate_scale = self._rate_scale(&state.policy)
-        fps_plain_store()
-        self.fold.work.weights_in = fps_commit_buffer(self.seen)
-        self.fold.work.weights_out = self.spare_buffer
-        self.fold.work.state_in = state_in
-        self.fold.work.state_out = self.spare_state
-
-    cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
-        """What the learning rate of a sum is multiplied by."""
-        if policy.scale == SCALE_LINEAR:
-            return self.n_batch  # PSP-SGD, Algorithm 1, line 13
-        if policy.scale == SCALE_SQUARE_ROOT:
-            # Rudra, section 3.2: sqrt(lambda mu / B), where lambda mu is the samples of all pushes.
-            return sqrt(<double> self.batch_samples / policy.reference)
-        if policy.scale == SCALE_DIVISOR:
-            return 1.0 / <double> policy.divisor  # Rudra, equation 6
-        return 1.0
-
-    # -- what follows from a commit ----------------------------------------------------------------
-
-    cdef void _publish(self, scheduler_t *state) noexcept nogil:
-        """Write the words that follow from the commit for everyone whom it touched."""
-        cdef int32_t i
-        cdef int64_t due_ns = scheduler_due(state)
-        for i in range(state.n_touched_workers):
-            self._publish_seat(state, roster_touched(state)[i])
-        if due_ns != self.domain.due_ns:
-            fps_counter_set(&self.domain.due_ns, due_ns)
-            if due_ns != NEVER_NS and state.first_waiting >= 0:
-                # Whoever sleeps must wake in time for the new deadline; one of them is enough to take the turn then.
-                self._rouse(state.first_waiting)
-
-    cdef void _publish_seat(self, scheduler_t *state, uint32_t index) noexcept nogil:
-        cdef worker_t *worker = &roster_workers(state)[index]
-        cdef fps_seat *seat = self.arena.seat(index, self.shard)
-        fps_counter_set(&seat.folded, worker.folded)
-        fps_counter_set(&seat.dropped, worker.dropped)
-        fps_counter_set(&seat.staleness_sum, worker.staleness_sum)
-        fps_counter_set(&seat.staleness_max, worker.staleness_max)
-        if (seat.head == <uint64_t> worker.cursor and seat.granted == worker.granted
-                and seat.generation == worker.generation):
-            return
-        fps_counter_set(&seat.batch, worker.batch)
-        fps_head_release(&seat.head, worker.cursor)
-        fps_grant_release(&seat.granted, worker.granted)
-        fps_grant_release(&seat.generation, worker.generation)
-        self._rouse(index)
-
-    cdef void _rouse(self, uint32_t index) noexcept nogil:
-        """Move the lane's event, and wake its worker once the turn is given back."""
-        cdef uint32_t i
-        fps_event_add(&self.arena.lane(index).event)
-        if not fps_sleeping_load(&self.arena.lane(index).sleeping):
-            return
-        for i in range(self.n_to_wake):
-            if self.to_wake[i] == index:
-                return
-        self.to_wake[self.n_to_wake] = index
-        self.n_to_wake += 1
-
-    cdef void _repair(self) noexcept nogil:
-        """Make the inactive copy whole again after an unfinished commit, and every derived word true."""
-        cdef uint64_t commit = fps_commit_load(&self.domain.commit)
-        cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
-        cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
-        cdef uint32_t index
-        self.pushes_of_update = self.staleness_of_update = 0
-        if not roster_can_be_followed(active, &self.expected) or not roster_can_be_walked(
-                active, self.arena.header.ring_size):
-            return  # nothing follows from what is damaged; the next commit says so
-        fps_plain_store()
-        inactive.n_workers = active.n_workers
-        roster_copy(inactive, active)
-        fps_counter_set(&self.domain.due_ns, scheduler_due(active))
-        if fps_mutant(FPS_MUTANT_FORGET_HEADS):
-            return
-        for index in range(self.arena.header.n_lanes):
-            self._publish_seat(active, index)
 
     # -- turns of the dead, and writing by hand ----------------------------------------------------
 
@@ -753,7 +360,7 @@ cdef class Holder:
         Those who help with its fold are waited for: they write the buffers that the next fold will write.
         """
         cdef uint64_t seen = fps_turn_load(&self.domain.turn)
-        cdef uint64_t commit, present
+        cdef uint64_t present
         self.now_ns = now_ns
         while True:
             # An owner before the present one has died, too: the next joins after that only.
@@ -765,35 +372,18 @@ cdef class Holder:
             if fps_turn_take(&self.domain.turn, seen, self.turn):
                 break
             seen = fps_turn_load(&self.domain.turn)
-        while True:
-            commit = fps_commit_load(&self.domain.commit)
-            if fps_commit_flip(&self.domain.commit, commit, fps_commit_pack(
-                    fps_commit_version(commit), fps_turn_epoch(self.turn), fps_commit_buffer(commit),
-                    fps_commit_record(commit))):
-                break
+        self.commit.change_epoch(fps_turn_epoch(self.turn))
         self.fold.close()
         if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
-            self._repair()
+            self.commit.repair()
             return self.run()
         self.awaiting = _BROKEN_FOLD
         return self.resume(now_ns)
 
-    cdef int64_t spare(self) noexcept nogil:
-        """While holding: a weights buffer that nobody reads, or -1."""
-        self.seen = fps_commit_load(&self.domain.commit)
-        self.spare_buffer = self._free_buffer()
-        self.spare_state = self._free_state()
-        return self.spare_buffer
-
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
         """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""
-        cdef uint64_t record
-        cdef scheduler_t *state
         cdef int outcome = TURN_DONE
         self.now_ns = now_ns
         if publish:
-            record = fps_commit_record(self.seen)
-            self.is_checked = False
-            state = self._begin(record)
-            outcome = self._commit(state, record, self.spare_state) if state != NULL else TURN_BAD_STATE
+            outcome = self.commit.publish_spare()
         return outcome if outcome == TURN_LOST else self.run(outcome)

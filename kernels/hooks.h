@@ -3,8 +3,8 @@
  * Each access to shared memory in the lane's and the turn's protocol calls one of three macros just before it: fps_hook_load,
  * fps_hook_store (both in atomics.h's functions), and fps_plain_store for a store that needs no order of its own: a descriptor,
  * a record, a fold's order, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded
- * scheduler runs another coroutine there (chaos.pyx). Mutants are faults of our own, switched on to show that a check would
- * find them.
+ * scheduler runs another coroutine there (chaos_machine.pyx). Mutants are faults of our own, switched on to show that a check
+ * would find them.
  *
  * What it refuses to be: a way to change the protocol of a build that anyone trains with. */
 #ifndef FPS_HOOKS_H

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from fastps.kernels.arena cimport FPS_GAP_BUCKETS
+from fastps.kernels.arena_words cimport FPS_GAP_BUCKETS
 from fastps.kernels.roster cimport policy_t, scheduler_t
 
 cdef extern from "ledger.h" nogil:
@@ -56,6 +56,8 @@ cdef struct server_t:
     int64_t gaps[FPS_GAP_BUCKETS]
     fps_kept_list sum
     fps_kept_list *leaves
+    fps_kept_list posted    # with `combine`: the messages whose pushes wait for the end of their drain
+    int64_t n_ahead         # messages that its station handles before that
 
 cdef class Ledger:
     cdef int32_t n_workers

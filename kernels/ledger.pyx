@@ -6,7 +6,7 @@ What it refuses to do: decide (scheduler.pyx does), play workers or messages (si
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.arena cimport fps_time_bucket
+from fastps.kernels.arena_words cimport fps_time_bucket
 from fastps.kernels.roster cimport (
     FOLD_IN_ORDER,
     policy_t,
@@ -45,7 +45,7 @@ cdef Ledger begin_ledger(policy_t *policy, int32_t workers, int32_t shards, bint
             raise MemoryError()
         roster_initialise(server.state, workers, policy)
         server.due_ns = server.armed_ns = server.last_update_ns = -1
-        server.sum.first = server.sum.last = -1
+        server.sum.first = server.sum.last = server.posted.first = server.posted.last = -1
         for leaf in range(policy.groups + 1):
             server.leaves[leaf].first = server.leaves[leaf].last = -1
     return ledger

@@ -37,7 +37,8 @@ cdef enum:
     EVENT_TIMER = 4     # index: a shard
     EVENT_RESUME = 5    # index: a worker
     EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
-    EVENT_CORES = 7     # index: 0; a step has had its processor time (cores.pyx)
+    EVENT_CORES = 7     # index: a core, whose step is done or whose slice is over (cores.pyx)
+    EVENT_DRAIN = 8     # index: a shard; the pushes of this instant are decided together
 
 cdef struct message_t:
     int32_t worker

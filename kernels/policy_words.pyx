@@ -102,6 +102,7 @@ cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) exce
     policy.reference = given.pop("reference", 0.0)
     policy.tune_batches = given.pop("tune", False)
     policy.repeats = given.pop("repeats", False)
+    policy.combine = given.pop("combine", False)
     if given:
         raise TypeError(f"unknown values of a policy: {', '.join(given)}")
     return policy_check(policy, workers)
@@ -121,6 +122,8 @@ cdef int policy_check(const policy_t *policy, int64_t workers) except -1:
         raise ValueError(f"expected a divisor of at least 1, found {policy.divisor}")
     if not 0 <= policy.groups <= workers or (policy.groups and policy.fold != FOLD_COUNT):
         raise ValueError(f"expected 0 to {workers} groups, and none unless the fold is 'count', found {policy.groups}")
+    if policy.combine and policy.fold != FOLD_EACH:
+        raise ValueError("expected combine with fold 'each' only: every other fold says by itself which pushes are one sum")
     if policy.timeout_ns < 0:
         raise ValueError(f"expected a timeout of at least 0 ns, found {policy.timeout_ns}")
     if not (isfinite(policy.relax) and 0 <= policy.relax <= 1):

@@ -5,7 +5,7 @@ from libc.stdint cimport int8_t, int32_t, int64_t
 from fastps.kernels.tournament cimport tournament_begin, tournament_t
 
 cdef enum:
-    FOLD_EACH = 0       # every push is folded when it is received
+    FOLD_EACH = 0       # every push is folded when it is received, or with `combine` when its drain ends
     FOLD_ALL = 1        # the pushes of all live workers are folded together
     FOLD_QUORUM = 2     # the first `count` pushes of this version, and those within `timeout_ns`; later ones are dropped
     FOLD_COUNT = 3      # live workers // `divisor` pushes of any version; none is dropped
@@ -30,6 +30,8 @@ cdef enum:
     WAITS_FOR_ALL = 1       # in the list of all who wait
     WAITS_IN_BUCKET = 2     # in the list of its bucket
 
+    COMBINED_MOST = 1024    # pushes of one combined sum, as many as a fold takes (FPS_MAX_PUSHES of fold.h)
+
     MOSTLY = 8              # where more than one of so many is meant, reading all in order is cheaper than a list
 
     NEVER_NS = -1           # no timer
@@ -52,6 +54,7 @@ cdef struct policy_t:
     int32_t scale
     int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches
     int32_t repeats         # a worker may push although it is not granted here: other shards granted it
+    int32_t combine         # FOLD_EACH: the pushes that one drain finds are folded together, as one sum
 
 # Four cache lines, in the order of use: a push under most policies touches the first alone.
 cdef struct worker_t:

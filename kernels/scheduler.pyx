@@ -5,7 +5,8 @@ simulator run this same object code. What it refuses to know: gradients, weights
 the disciplines (fastps/policy.py turns a name into values).
 
 An event is a push, a leave, or a timer. Its answer is an action (what is folded), with grants written into the workers of the
-roster. Whoever brings events fires every timer that is due at or before an event's time before that event.
+roster. Whoever brings events fires every timer that is due at or before an event's time before that event, and says when a
+drain ends: events that were found together, and are committed together.
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
@@ -13,6 +14,7 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from fastps.kernels.bounded cimport bounded_decide, bounded_release
 from fastps.kernels.policy_words cimport policy_from_values
 from fastps.kernels.roster cimport (
+    COMBINED_MOST,
     FOLD_ALL,
     FOLD_COUNT,
     FOLD_EACH,
@@ -172,6 +174,9 @@ cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
 cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcept nogil:
     """What becomes of a push that arrives now."""
     cdef worker_t *w = &roster_workers(state)[worker]
+    if state.policy.combine:
+        state.n_kept += 1
+        return _fold_all(state) if state.n_kept == COMBINED_MOST else ACTION_KEEP
     if state.policy.fold == FOLD_EACH:
         state.version += 1
         state.folded_ns = state.now_ns
@@ -235,6 +240,13 @@ cdef int scheduler_push(
         roster_wait(state, worker)
         round_robin_grant(state)
     return action
+
+
+cdef int scheduler_close(scheduler_t *state) noexcept nogil:
+    """A drain ends, the last of its commit: under `combine` the pushes that it has found are one sum, and one version."""
+    if not state.policy.combine or state.n_kept == 0:
+        return ACTION_NONE
+    return _fold_all(state)
 
 
 cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil:
@@ -421,6 +433,11 @@ cdef class Scheduler:
         w.consumed += 1
         return self._outcome(scheduler_push(
             self.state, worker, now_ns, self.state.version if timestamp is None else timestamp, samples), worker)
+
+    def close(self):
+        """A drain ends, of the pushes since the last one: what they are under `combine`; returns the same as push."""
+        self._begin()
+        return self._outcome(scheduler_close(self.state), 0)
 
     def leave(self, int worker, int64_t now_ns):
         """`worker` leaves in good order; returns the same as push."""

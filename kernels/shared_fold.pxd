@@ -2,7 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport Arena, fps_work
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport fps_work
 from fastps.kernels.fold cimport fps_fold_job, fps_push, fps_user_rule
 from fastps.kernels.lane cimport fps_descriptor
 

@@ -5,18 +5,19 @@ ticket; claims count it up. A lane says that it helps before it claims, and take
 holder, who looks when no chunk is left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes
 into buffers that nobody reads: what a dead helper left undone is folded again.
 
-What it refuses to know: which pushes are folded and why (holder.pyx), who is dead (fastps/worker.py), arithmetic (fold.pyx).
+What it refuses to know: which pushes are folded and why (batch.pyx, scheduler.pyx), who is dead (fastps/worker.py), arithmetic
+(fold.pyx).
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_MAX_CHUNKS,
     FPS_STATE_BUFFERS,
     FPS_TICKET_NEXT,
-    Arena,
     fps_folded_push,
     fps_member_generation,
     fps_member_pack,

@@ -5,7 +5,7 @@ What it refuses to be: a part of the run (simulator.pyx), or a report (fastps/si
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.arena cimport FPS_GAP_BUCKETS, fps_bucket_time
+from fastps.kernels.arena_words cimport FPS_GAP_BUCKETS, fps_bucket_time
 from fastps.kernels.ledger cimport server_t
 from fastps.kernels.roster cimport roster_workers, worker_t
 from fastps.kernels.simulator cimport Simulator, player_t

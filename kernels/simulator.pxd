@@ -79,12 +79,18 @@ cdef class Simulator:
     cdef void _served(self, int32_t station) noexcept nogil
     cdef void _handled(self, int32_t index) noexcept nogil
     cdef void _pulled(self, int32_t index) noexcept nogil
+    cdef void _post(self, int32_t index) noexcept nogil
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil
     cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil
     cdef int64_t _newest(self, int32_t worker) noexcept nogil
     cdef void _fetch(self, int32_t worker) noexcept nogil
     cdef void _fetch_all(self) noexcept nogil
     cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
                        int64_t samples) noexcept nogil
+    cdef int _decide(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
+                     int64_t samples) noexcept nogil
+    cdef void _drain(self, int32_t shard) noexcept nogil
+    cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil
     cdef void _fire_due(self, int32_t shard) noexcept nogil
     cdef void _arm(self, int32_t shard) noexcept nogil

@@ -31,6 +31,7 @@ from fastps.kernels.ledger cimport (
 from fastps.kernels.network cimport (
     EVENT_COMPUTED,
     EVENT_CORES,
+    EVENT_DRAIN,
     EVENT_LINK,
     EVENT_PULLED,
     EVENT_PUSHED,
@@ -57,6 +58,7 @@ from fastps.kernels.roster cimport (
 from fastps.kernels.scheduler cimport (
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
+    scheduler_close,
     scheduler_due,
     scheduler_fire,
     scheduler_leave,
@@ -76,7 +78,8 @@ cdef class Simulator:
     that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
     worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
     and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
-    (service.pyx); none without. cores: that the workers share (cores.pyx); 0: each has its own. trace: write down every line.
+    (service.pyx); none without. cores, slice_ns: that the workers share, and for how long at a time (cores.pyx); 0 cores: each
+    has its own. trace: write down every line.
 
     Raises ValueError for values that do not fit.
     """
@@ -84,7 +87,7 @@ cdef class Simulator:
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0):
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -107,8 +110,8 @@ cdef class Simulator:
         if len(service_ns) != shards:
             raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
         self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
-        self.cores = Cores(cores, self.n_workers)
-        self.is_direct = network.instant and shards == 1 and not self.service.takes_time
+        self.cores = Cores(cores, self.n_workers, slice_ns)
+        self.is_direct = network.instant and shards == 1 and not self.service.takes_time and not self.policy.combine
         self._allocate(link_of)
 
     cdef int _allocate(self, int32_t[::1] link_of) except -1:
@@ -192,9 +195,11 @@ cdef class Simulator:
                 self._fire_due(event.index)
                 self._arm(event.index)
         elif event.kind == EVENT_CORES:
-            self._check(self.cores.run(&self.queue, self.now_ns))
+            self._check(self.cores.run(&self.queue, self.now_ns, event.index))
         elif event.kind == EVENT_SERVED:
             self._served(event.index)
+        elif event.kind == EVENT_DRAIN:
+            self._drain(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
@@ -309,13 +314,41 @@ cdef class Simulator:
             self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
         else:
             self._handled(index)
+        if self.policy.combine:
+            self._look_for_drain(station)
         self._check(self.service.go_on(&self.queue, self.now_ns, station))
 
     cdef void _handled(self, int32_t index) noexcept nogil:
         """The server has handled a push."""
         cdef message_t message = self.network.messages[index]
+        if self.policy.combine:
+            self._post(index)
+            return
         self.network.release(index)
         self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
+
+    cdef void _post(self, int32_t index) noexcept nogil:
+        """The push waits for the end of its drain, which finds all of one instant, or that waited while the server was busy."""
+        cdef int32_t shard = self.network.messages[index].shard
+        cdef server_t *server = &self.ledger.servers[shard]
+        self.network.messages[index].next = -1
+        if server.posted.first >= 0:
+            self.network.messages[server.posted.last].next = index
+            server.posted.last = index
+            return
+        server.posted.first = server.posted.last = index
+        if self.service.takes_time:
+            server.n_ahead = 1 + self.service.stations[shard].length  # this one, and what is in line behind it
+        else:
+            self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
+
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
+        """The shard's station has handled a message: was it the last of a drain?"""
+        cdef server_t *server = &self.ledger.servers[shard]
+        if server.posted.first >= 0:
+            server.n_ahead -= 1
+            if server.n_ahead == 0:
+                self._drain(shard)
 
     cdef void _pulled(self, int32_t index) noexcept nogil:
         cdef message_t message = self.network.messages[index]
@@ -374,40 +407,83 @@ cdef class Simulator:
     cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
                        int64_t samples) noexcept nogil:
         cdef server_t *server = &self.ledger.servers[shard]
-        cdef player_t *player = &self.players[worker]
         cdef int64_t version
         cdef int action
         cdef bint relayed
         self._fire_due(shard)
         version = server.state.version
         roster_begin(server.state)
+        action = self._decide(worker, shard, timestamp, read_version, samples)
+        relayed = self._keep(shard, worker, read_version, action)
+        self._follow(shard, action)
+        if relayed and self.service.takes_time:
+            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
+        self._leave(worker, shard)
+        self._arm(shard)
+        if self.overlap:
+            self._go_on(worker, server.state.version != version)
+
+    cdef void _drain(self, int32_t shard) noexcept nogil:
+        """The pushes that were posted are one commit, as they are the holder's: each is decided, then their sum is closed."""
+        cdef server_t *server = &self.ledger.servers[shard]
+        cdef int32_t first = server.posted.first, index = first
+        cdef int64_t version
+        cdef int action
+        cdef message_t message  # by value: an answer may move the messages
+        server.posted.first = server.posted.last = -1
+        self._fire_due(shard)
+        version = server.state.version
+        roster_begin(server.state)
+        while index >= 0 and not self._is_over():
+            message = self.network.messages[index]
+            action = self._decide(message.worker, shard, message.version, message.read_version, message.samples)
+            self._keep(shard, message.worker, message.read_version, action)
+            if action == ACTION_FOLD_ALL:  # as many as one sum takes
+                self._follow(shard, action)
+                roster_begin(server.state)
+            index = message.next
+        self._follow(shard, scheduler_close(server.state))
+        index = first
+        while index >= 0:
+            message = self.network.messages[index]
+            self.network.release(index)
+            self._leave(message.worker, shard)
+            if self.overlap:
+                self._go_on(message.worker, server.state.version != version)
+            index = message.next
+        self._arm(shard)
+
+    cdef int _decide(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
+                     int64_t samples) noexcept nogil:
+        """A push is an event of the commit that has begun."""
+        cdef server_t *server = &self.ledger.servers[shard]
         roster_workers(server.state)[worker].consumed += 1
         self.received += 1
         self.samples += samples if shard == 0 else 0
         self.ended_ns = self.now_ns
         if self.ledger.tracing:
             self.ledger.line(LINE_RECEIVE, worker, shard, timestamp, samples)
-        action = scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
         if self.overlap:
-            player.sending -= 1
-        relayed = self._keep(shard, worker, read_version, action)
-        self._follow(shard, action)
-        if relayed and self.service.takes_time:
-            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
-        if self.leave and roster_workers(server.state)[worker].clock == self.steps:
-            self._leave(worker, shard)
-        self._arm(shard)
-        if self.overlap:
-            if server.state.version != version and not self.network.instant:
-                self._fetch_all()
-            if player.holding and not player.sending:
-                player.holding = 0
-                self._push(worker)
-            self._try_begin(worker)
+            self.players[worker].sending -= 1
+        return scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
+
+    cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
+        """Overlap: the worker's push was delivered; `is_new`: it has made a version."""
+        cdef player_t *player = &self.players[worker]
+        if is_new and not self.network.instant:
+            self._fetch_all()
+        if player.holding and not player.sending:
+            player.holding = 0
+            self._push(worker)
+        self._try_begin(worker)
 
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
+        """If the worker has done its steps, it leaves the shard."""
         cdef server_t *server = &self.ledger.servers[shard]
+        cdef worker_t *w = &roster_workers(server.state)[worker]
         cdef int action
+        if not self.leave or w.clock != self.steps or not w.live:
+            return
         roster_begin(server.state)
         if self.ledger.tracing:
             self.ledger.line(LINE_LEAVE, worker, shard, server.state.version, 0)

@@ -9,15 +9,9 @@ from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.arena cimport (
-    Arena,
-    fps_commit_buffer,
-    fps_commit_version,
-    fps_member_generation,
-    fps_turn_owner,
-)
-from fastps.kernels.fold cimport fps_hyper, fps_user_rule
-from fastps.kernels.holder cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport fps_commit_buffer, fps_commit_version, fps_member_generation, fps_turn_owner
+from fastps.kernels.commit cimport (
     TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
     TURN_BAD_FOLD,
@@ -26,8 +20,10 @@ from fastps.kernels.holder cimport (
     TURN_DONE,
     TURN_LOST,
     TURN_NO_BUFFER,
-    Holder,
+    Commit,
 )
+from fastps.kernels.fold cimport fps_hyper, fps_user_rule
+from fastps.kernels.holder cimport Holder
 from fastps.kernels.lane cimport (
     FPS_LEAVE,
     FPS_NULL,
@@ -449,11 +445,11 @@ cdef class Lane:
 
     def spare(self, uint32_t shard=0):
         """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""
-        cdef Holder holder = self.holders[shard]
-        cdef int64_t buffer = holder.spare()
+        cdef Commit commit = (<Holder> self.holders[shard]).commit
+        cdef int64_t buffer = commit.find_spare()
         if buffer < 0:
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
-        return buffer, holder.spare_state
+        return buffer, commit.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
         """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""

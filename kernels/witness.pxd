@@ -1,4 +1,4 @@
-# Who watches a simulated job and knows what must be true of it, for chaos.pyx.
+# Who watches a simulated job and knows what must be true of it, for chaos.pyx and chaos_machine.pyx.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -35,6 +35,7 @@ cdef class Witness:
     cdef int32_t n_shards
     cdef int32_t n_steps
     cdef bint is_sum
+    cdef bint is_mean
     cdef bint may_drop
     cdef bint has_state
     cdef int64_t bound                  # of clocks at a grant, or -1

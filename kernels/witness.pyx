@@ -13,9 +13,9 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
-from fastps.kernels.arena cimport (
+from fastps.kernels.arena cimport Arena
+from fastps.kernels.arena_words cimport (
     FPS_PENDING,
-    Arena,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
@@ -37,12 +37,13 @@ cdef class Witness:
     """Watches `arena`, in which `n_workers` workers push `n_steps` steps each.
 
     Args:
-        is_sum: whether pushes are folded together, as their mean.
+        is_sum: whether pushes are folded together; is_mean: whether they are divided by their number then.
         may_drop: whether late pushes may be dropped.
         bound: how far ahead of the slowest a worker may be when it is granted a step; -1: any.
     """
 
-    def __cinit__(self, Arena arena not None, int32_t n_workers, int32_t n_steps, *, bint is_sum, bint may_drop, int64_t bound):
+    def __cinit__(self, Arena arena not None, int32_t n_workers, int32_t n_steps, *, bint is_sum, bint is_mean, bint may_drop,
+                  int64_t bound):
         if not (1 <= n_workers <= MAX_WORKERS and 1 <= n_steps < MAX_STEPS and arena.header.n_shards <= MAX_WATCHED_SHARDS):
             raise ValueError(f"expected at most {MAX_WORKERS} workers, {MAX_STEPS - 1} steps and {MAX_WATCHED_SHARDS} shards")
         self.arena = arena
@@ -50,6 +51,7 @@ cdef class Witness:
         self.n_steps = n_steps
         self.n_shards = arena.header.n_shards
         self.is_sum = is_sum
+        self.is_mean = is_mean
         self.may_drop = may_drop
         self.has_state = arena.header.state_planes > 0
         self.bound = bound
@@ -158,7 +160,7 @@ cdef class Witness:
         if versions != expected:
             self.fail(b"version: %ld pushes were passed at once, and %ld versions (now %ld)", passed, versions, state.version)
         if self.has_state:
-            self._watch_state(shard, record.state_buffer, n, 1.0 / n if self.is_sum else 1.0)
+            self._watch_state(shard, record.state_buffer, n, 1.0 / n if self.is_mean else 1.0)
         self._watch_grants(shard, state)
 
     cdef int64_t _watch_weights(
@@ -173,7 +175,7 @@ cdef class Witness:
         for index in range(SHARD_FLOATS):
             n += new[index] != old[index]
         # Adagrad without an epsilon moves a weight by the learning rate, whatever its first gradient.
-        expected = 1.0 / n if self.is_sum and not self.has_state and n > 0 else 1.0
+        expected = 1.0 / n if self.is_mean and not self.has_state and n > 0 else 1.0
         for index in range(MAX_WORKERS):
             for step in range(MAX_STEPS):
                 if new[index * MAX_STEPS + step] == old[index * MAX_STEPS + step]:

@@ -39,25 +39,38 @@ def _times(outcome: Outcome, kind: str, worker: int) -> list[int]:
 
 
 def test_two_workers_on_one_core_take_twice_as_long() -> None:
-    shared = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1)
-    assert _times(shared, "computed", 0) == _times(shared, "computed", 1) == [200, 400]
+    """In slices of 50: 0 to 50 and 100 to 150 are worker 0's. Who comes back goes to the end of the line."""
+    shared = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1, slice_ns=50)
+    assert (_times(shared, "computed", 0), _times(shared, "computed", 1)) == ([150, 350], [200, 400])
+    whole = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1)
+    assert (_times(whole, "computed", 0), _times(whole, "computed", 1)) == ([100, 300], [200, 400])
     own = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)))
     assert _times(own, "computed", 1) == [100, 200]
 
 
 def test_whoever_waits_without_a_core_leaves_it_to_others() -> None:
-    """Both share until 120, when worker 1 has had its 60; then worker 0 has the core alone for its last 40 and sleeps 100."""
-    outcome = played("bsp", workers=2, steps=1, compute=_steps((100, 100), (60, 0)), cores=1)
+    """In turns of 20 until 120, when worker 1 has had its 60; then worker 0 has the core for its last 40 and sleeps 100."""
+    outcome = played("bsp", workers=2, steps=1, compute=_steps((100, 100), (60, 0)), cores=1, slice_ns=20)
     assert _times(outcome, "computed", 1) == [120]
     assert _times(outcome, "computed", 0) == [160 + 100]
 
 
-def test_three_workers_on_two_cores_get_two_thirds_each_and_never_more_than_one() -> None:
-    outcome = played("asp", workers=3, steps=1, compute=_steps((60, 0), (60, 0), (120, 0)), cores=2)
-    assert _times(outcome, "computed", 0) == [90]
-    assert _times(outcome, "computed", 2) == [90 + 60] or outcome.row["steps"] == 3
-    longer = played("bsp", workers=3, steps=1, compute=_steps((60, 0), (60, 0), (120, 0)), cores=2)
-    assert _times(longer, "computed", 2) == [150], "alone it has a whole core, not two"
+def test_three_equal_steps_on_two_cores_take_two_times_one_or_in_small_slices_one_and_a_half() -> None:
+    for slice_ns, ends in ((1000, [600, 600, 1200]), (10, [890, 900, 900])):
+        outcome = played("bsp", workers=3, steps=1, compute=_steps(*[(600, 0)] * 3), cores=2, slice_ns=slice_ns)
+        assert sorted(_times(outcome, "computed", worker)[0] for worker in range(3)) == ends
+
+
+def test_a_fraction_of_a_core_makes_both_slower_and_none_is_faster_than_one() -> None:
+    for cores, end in ((1.5, 800), (2.0, 600), (2.5, 720)):  # 2.5 are three, of which each has five sixths
+        outcome = played("bsp", workers=4, steps=1, compute=_steps((600, 0), *[(1, 0)] * 3), cores=cores)
+        assert _times(outcome, "computed", 0) == [end]
+
+
+def test_of_those_who_go_on_together_who_waited_longest_has_a_core_first() -> None:
+    """Worker 0 is done last, and wakes the others: it waits for the core until both have had it."""
+    outcome = played("bsp", workers=3, steps=2, compute=_steps((100, 500), (100, 0), (100, 0)), cores=1)
+    assert [_times(outcome, "computed", worker) for worker in range(3)] == [[600, 1400], [200, 700], [300, 800]]
 
 
 def test_a_straggler_that_sleeps_slows_nobody_down() -> None:

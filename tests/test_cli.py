@@ -32,6 +32,8 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
         (["train", "--straggler", "0:0.5"], "a factor of at least 1"),
         (["train", "--straggler", "x"], "expected WORKER:FACTOR such as 0:3"),
         (["train", "--data", "nothing"], "nothing"),
+        (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
+        (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
         (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
         (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
         (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
@@ -124,9 +126,22 @@ def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
     (row,) = document["rows"]
     promised = {"sync", "workers", "seconds", "steps", "samples_per_s", "test_accuracy", "staleness_mean", "staleness_max"}
     assert promised | {"wait_share", "dropped"} <= set(row)
-    assert (row["sync"], row["workers"], row["dropped"]) == ("ssp:2", 2, 0)
+    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, "float32")
     assert 0.5 < row["test_accuracy"] <= 1
     assert 0 <= row["wait_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("command", "push_dtype", "syncs"),
+    [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["bsp", "ssp:2"])],
+)
+def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str, push_dtype: str, syncs: list[str]) -> None:
+    arguments = ("--data", "digits", "--workers", "2", "--epochs", "2", "--sync", ",".join(syncs), "--json", "-")
+    outcome = _run(command, "--push-dtype", push_dtype, *arguments)
+    assert outcome.returncode == 0, outcome.stderr
+    rows = json.loads(outcome.stdout)["rows"]
+    assert [(row["sync"], row["push_dtype"]) for row in rows] == [(sync, push_dtype) for sync in syncs]
+    assert all(0.5 < row["test_accuracy"] <= 1 for row in rows)
 
 
 def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:

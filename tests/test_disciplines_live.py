@@ -6,12 +6,15 @@ Every discipline is a row of ROWS. Bounds leave room for a machine of two cores 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import fastps
+from fastps.clock import SYSTEM_CLOCK
+from fastps.trace_file import read
 from tests import processes
 from tests.quiet import in_one_of_three_runs
 
@@ -103,7 +106,9 @@ def _work(
 ROWS = [
     "bsp",
     "asp",
+    "asp,combine=true",
     "ssp:3",
+    "ssp:3,combine=true",
     "dssp:3,15",
     "dssp:3,15,release=printed",
     "dssp:3,15,hard_bound=true",
@@ -135,6 +140,55 @@ def test_every_discipline_runs_live_and_folds_or_drops_each_push_once(sync: str)
     found = run(sync, 4, step_s=0.001, seconds=0.4)
     assert found.version > 10
     assert found.dropped == 0 or sync.startswith(("backup", "psp"))
+
+
+RATES = (0.125, 0.25, 0.5)
+
+
+def _gradient(rank: int, step: int) -> Any:
+    return np.random.default_rng(1000 * rank + step).standard_normal(500).astype(np.float32)
+
+
+def _push_with_momentum(store: fastps.Store, rank: int, steps: int) -> None:
+    hyper = store.hypers[0]._replace(learning_rate=RATES[rank])
+    with store.attach(rank) as worker:
+        worker.wait_for_start()
+        for step in range(steps):
+            if rank == 0 and step % 8 == 0:
+                while not worker.lane.hold():
+                    time.sleep(0)
+                time.sleep(0.003)  # so long the others' pushes wait for one drain
+                worker.lane.release(False, now_ns=SYSTEM_CLOCK.now_ns())
+            worker.gradients["w"][:] = _gradient(rank, step)
+            worker.push([hyper])
+            worker.advance()
+            worker.pull()
+
+
+@pytest.mark.parametrize("sync", ["asp,combine=true", "ssp:2,combine=true", "dssp:1,4,combine=true"])
+def test_combined_pushes_are_numpys_sums_with_the_mean_learning_rate(sync: str, tmp_path: Path) -> None:
+    """Which pushes a drain has found the ledger tells; what becomes of them is momentum's arithmetic, by NumPy."""
+    steps, file = 120, tmp_path / "run.trace"
+    with (
+        fastps.trace(file),
+        fastps.Store.create({"w": np.ones(500, np.float32)}, fastps.SGD(lr=1.0, momentum=0.5), sync=sync, workers=3) as store,
+    ):
+        children = [processes.start(lambda rank=rank: _push_with_momentum(store, rank, steps)) for rank in range(3)]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0] * 3, [child.outcome for child in children]
+        version, (buffers, _) = store.version, store.committed()
+        found = store.weight_views(tuple(buffers))[0].copy()
+    pushes = read(file).pushes
+    assert len(pushes) == 3 * steps and set(pushes["version"].tolist()) == set(range(1, version + 1))
+    assert version < 3 * steps, "some drain has found several"
+    weights, buffer = np.ones(500, np.float32), np.zeros(500, np.float32)
+    for number in range(1, version + 1):
+        together = np.sort(pushes[pushes["version"] == number], order=("worker", "step"))
+        total = sum((_gradient(line["worker"], line["step"]) for line in together), np.zeros(500, np.float32))
+        rate = np.float32(np.mean([RATES[line["worker"]] for line in together]))
+        buffer = total if number == 1 else np.float32(0.5) * buffer + total
+        weights -= rate * buffer
+    np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sync", ["hardsync:32", "bsp", "backup:1"])

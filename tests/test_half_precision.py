@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import fastps
+from fastps.data import load
+from fastps.training import TrainingRun
+from fastps.training_options import TrainingOptions
 from tests import processes
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -170,6 +174,18 @@ def test_a_store_without_torch_pushes_float16() -> None:
         worker.step({"w": np.full(5, 0.1)})
         assert np.array_equal(worker.weights["w"], np.full(5, -np.float32(np.float16(0.1))))
         worker.close()
+
+
+def test_a_training_run_pushes_what_its_options_say(tmp_path: Path) -> None:
+    found = {}
+    for name in ("float32", "bfloat16"):
+        file = tmp_path / f"{name}.npz"
+        options = TrainingOptions(workers=1, epochs=1, data="digits", push_dtype=name, weights_file=str(file))
+        TrainingRun(options, load("digits"), 0).run()
+        with np.load(file) as arrays:
+            found[name] = np.concatenate([arrays[key].reshape(-1) for key in arrays.files])
+    difference = np.abs(found["float32"] - found["bfloat16"]).max()
+    assert 1e-5 < difference < 0.05, "the same run, but for what rounding to 8 bits does"
 
 
 def test_what_cannot_be_pushed_in_half_precision_is_refused() -> None:

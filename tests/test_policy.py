@@ -24,6 +24,8 @@ from fastps.specs import MODIFIERS
         ("dssp:3,15", fastps.DSSP(3, 15)),
         ("dssp:3, 15, release=printed", fastps.DSSP(3, 15, release="printed")),
         ("dssp:3,15,hard_bound=true", fastps.DSSP(3, 15, hard_bound=True)),
+        ("asp,combine=true", replace(fastps.ASP(), spec="asp,combine=true", combine=True)),
+        ("asp:combine=true", replace(fastps.ASP(), spec="asp,combine=true", combine=True)),
     ],
 )
 def test_specs_are_read(spec: str, policy: fastps.Policy) -> None:
@@ -141,12 +143,21 @@ REFUSED = {
         " 'at-once'"
     ),
     "asp,tune=true": (
-        "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, found the option"
-        " 'tune'"
+        "'asp,tune=true': expected asp with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine, found"
+        " the option 'tune'"
     ),
     "r2sp,groups=2": (
         "'r2sp,groups=2': expected r2sp[:r][,tune=true] with the options tune, scale, pull, pull_timeout, shards, stagger, ema,"
-        " clip, found the option 'groups'"
+        " clip, combine, found the option 'groups'"
+    ),
+    "bsp,combine=true": "bsp,combine=true: combine is read with fold 'each' only, found fold 'all'",
+    "backup:1,combine=true": "backup:1,combine=true: combine is read with fold 'each' only, found fold 'quorum'",
+    "softsync:2,combine=true": "softsync:2,combine=true: combine is read with fold 'each' only, found fold 'count'",
+    "r2sp,combine=true": "r2sp:0.8,combine=true: combine is read with fold 'each' only, found fold 'in-order'",
+    "asp,combine=yes": "asp,combine=yes: expected combine to be true or false, found 'yes'",
+    "asp,scale=mean,combine=true": (
+        "asp,scale=mean,combine=true: scale 'mean' cannot go with fold 'each': it is of pushes that are folded together; use"
+        " 'one', 'staleness' or 'batch'"
     ),
     "policy:fold=each": "'policy:fold=each': expected policy:fold=F,grant=G,...; some of it is missing or of the wrong kind",
     "policy:fold=some,grant=at-once": (
@@ -324,6 +335,8 @@ def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
         values |= {"shards": draw(st.integers(1, 64)), "pull_timeout": draw(_seconds)}
         if values["shards"] > 1 and grant != "at-once":
             values["pull"] = draw(_fraction)
+    if fold == "each":
+        values["combine"] = draw(st.booleans())
     if fold == "quorum":
         values |= {draw(st.sampled_from(["count", "backups"])): draw(_small), "push_timeout": draw(_seconds)}
     if fold == "count":
@@ -337,11 +350,13 @@ def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
 def _policies(draw: st.DrawFn) -> fastps.Policy:
     """Any policy, with a random choice of the modifiers that go with it, in random order."""
     policy = draw(st.one_of(*_named.values(), _policies_of_values()))
-    modifiers = {"ema": draw(st.floats(0, 1, exclude_max=True)), "clip": draw(st.floats(0, 1e9))}
+    modifiers: dict[str, Any] = {"ema": draw(st.floats(0, 1, exclude_max=True)), "clip": draw(st.floats(0, 1e9))}
     if policy.grant in ("next-version", "bounded"):
         modifiers |= {"pull": draw(_fraction), "pull_timeout": draw(_seconds), "shards": draw(st.integers(2, 64))}
     if policy.grant == "at-once" and policy.shards == 1:
         modifiers["stagger"] = draw(_share)
+    if policy.fold == "each" and not policy.combine:
+        modifiers["combine"] = draw(st.sampled_from(["true", "false"]))
     if policy.scale != "square-root":
         single = policy.fold in ("each", "in-order")
         modifiers["scale"] = draw(st.sampled_from(["1/sigma", "one"] if single else ["1/sigma", "mean", "linear"]))
@@ -408,6 +423,7 @@ MODIFIED = {
     "stagger": ["softsync:2,stagger=0.8", "asp,stagger=0"],
     "ema": ["bsp,ema=0.999"],
     "clip": ["bsp,clip=1"],
+    "combine": ["asp,combine=true", "dssp:3,15,scale=1/sigma,combine=true"],
 }
 
 

@@ -24,6 +24,7 @@ from fastps.simulation_options import SimulationTexts, read_policies, read_simul
 from tests.oracles.asp import Asp
 from tests.oracles.backup import Backup
 from tests.oracles.bsp import Bsp
+from tests.oracles.combined import Combined
 from tests.oracles.dssp import Dssp
 from tests.oracles.hardsync import HardSync
 from tests.oracles.psp import PspServer
@@ -73,6 +74,28 @@ def test_ssp_lets_the_fast_worker_be_one_ahead() -> None:
     assert times(outcome, "receive", 0) == [10, 20, 40, 70, 100, 130]
     assert times(outcome, "grant", 0) == [10, 30, 60, 90, 120]
     assert times(outcome, "receive", 1) == [30, 60, 90, 120]
+
+
+def test_combined_pushes_of_one_instant_are_one_version_and_the_others_one_each() -> None:
+    outcome = played("asp,combine=true", workers=3, steps=4, leave=True, compute=constant(10, 20, 20))
+    assert times(outcome, "fold", 0) == [10, 20, 30, 40] and times(outcome, "fold", 2) == [20, 40, 60, 80]
+    row = outcome.row
+    assert row["steps"] == 12 and row["updates"] == 6, "at 10, 20 (of three), 30, 40 (of three), 60 and 80 (of two)"
+    # The fast one reads every version; the others miss the one at 10, then the one at 30.
+    assert row["staleness"] == [(0, 8), (1, 4)]
+    assert row["sigma_mean"] == pytest.approx((2 / 3 + 2 / 3) / 6)
+    assert row["zero_gap_share"] == 6 / 11
+    plain = simulate(parse_policy("asp"), Simulation(workers=3, steps=4, leave=True, compute=constant(10, 20, 20))).row
+    assert plain["updates"] == 12 and plain["staleness_max"] == 3
+
+
+def test_a_busy_server_finds_the_pushes_that_waited_for_it_in_one_drain() -> None:
+    """An update takes 100. The push at 10 is one; those at 20, 30 and 40 wait until 110, and are one more."""
+    options: dict[str, Any] = {"workers": 4, "steps": 1, "compute": constant(10, 20, 30, 40), "update_ns": 100}
+    outcome = played("asp,combine=true", **options)
+    assert [times(outcome, "fold", worker) for worker in range(4)] == [[10], [110], [110], [110]]
+    assert outcome.row["updates"] == 2 and outcome.row["staleness"] == [(0, 1), (1, 3)]
+    assert played("asp", **options).row["updates"] == 4
 
 
 def test_backup_drops_the_late_worker_and_gives_it_the_newest_weights() -> None:
@@ -269,6 +292,56 @@ def test_decisions_are_the_oracles_at_the_same_times(judged: Judged, leave: bool
             assert dropped == sum(oracle.dropped.values()) - dropped_before
             seen += kind == "receive"
         assert seen >= workers * steps * 0.9
+
+
+COMBINED = {
+    "asp,combine=true": Asp,
+    "ssp:2,combine=true": lambda n: Ssp(n, 2),
+    "ssp:1,shards=3,pull=0.5,combine=true": None,
+    "dssp:1,6,combine=true": lambda n: Dssp(n, 1, 6, "next-push", False),
+}
+BUSY: dict[str, Any] = {"service_ns": 200_000, "update_ns": 3_000_000}
+
+
+@pytest.mark.parametrize("surroundings", [{}, NETWORKS["shared"], BUSY, {**NETWORKS["shared"], **BUSY}], ids=str)
+@pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
+@pytest.mark.parametrize("spec", [spec for spec, oracle in COMBINED.items() if oracle is not None])
+def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: bool, surroundings: dict[str, Any]) -> None:
+    workers, steps = 7, 40
+    model = replace(parse_compute("normal:10ms,2ms"), factors={0: 2.5})
+    outcome = played(spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **surroundings)
+    assert outcome.trace is not None and outcome.row["steps"] == workers * steps
+    make = COMBINED[spec]
+    assert make is not None
+    oracle, granted_since = Combined(make(workers)), list[int]()
+    for event, folded, granted, _ in decisions(outcome.trace, 0):
+        kind, worker, now_ns = TRACE_KINDS[event["kind"]], int(event["worker"]), int(event["time_ns"])
+        decided = getattr(oracle, "leave" if kind == "leave" else "push")(worker, now_ns)
+        granted_since += decided[1]
+        assert decided[0] == []
+        if kind == "leave":
+            assert (folded, granted) == ([], sorted(granted_since))
+        elif folded:
+            assert (folded, granted) == (oracle.close()[0], sorted(granted_since)), f"{spec}: drain at {event}"
+        else:
+            assert granted == [], "grants are those of the whole drain"
+            continue
+        granted_since = []
+    assert outcome.row["updates"] == oracle.version
+    if "update_ns" in surroundings:
+        assert oracle.version < 0.8 * workers * steps, "pushes meet at a busy server"
+
+
+@pytest.mark.parametrize("spec", COMBINED)
+def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: str) -> None:
+    outcome = played(spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"], **BUSY)
+    assert outcome.trace is not None
+    for shard in range(outcome.row["shards"]):
+        lines = outcome.trace[(outcome.trace["shard"] == shard) & (outcome.trace["kind"] == TRACE_KINDS.index("fold"))]
+        assert len(lines) == 280
+        before = (lines["version"] + lines["detail"]).tolist()
+        assert before == sorted(before) and set(before) == set(range(before[-1] + 1)), "versions follow each other"
+        assert lines["detail"].min() >= 0
 
 
 @pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.spec)

@@ -24,7 +24,19 @@ from fastps.trace_file import DROPPED, FOLDED, UNDECIDED, Trace, TraceError, rea
 from fastps.trace_parts import CHUNK_LINES, folder_of, folders_of, load
 from tests import processes
 
-SPECS = ["bsp", "asp", "ssp:1", "dssp:1,4", "backup:1", "psp:2,0.5", "softsync:2", "adv:1", "adv*:1", "r2sp:0.8"]
+SPECS = [
+    "bsp",
+    "asp",
+    "asp,combine=true",
+    "ssp:1",
+    "dssp:1,4",
+    "backup:1",
+    "psp:2,0.5",
+    "softsync:2",
+    "adv:1",
+    "adv*:1",
+    "r2sp:0.8",
+]
 
 
 def _weights() -> dict[str, Any]:

@@ -67,6 +67,20 @@ def test_bsp_is_torch_on_the_mean_gradient(digits: Dataset) -> None:
         np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
 
 
+def test_combined_pushes_are_torch_on_the_sum_of_the_gradients(digits: Dataset) -> None:
+    """Three workers of one speed push at one instant: each drain is a step of all three."""
+    simulation = Simulation(workers=3, steps=20, batch=16, compute=ComputeModel("constant", 1e6))
+    model, batches, optimizer = stepping(digits, 3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        for each in batches:
+            inputs, labels = each.next()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    for spec in ("asp,combine=true", "ssp:1,shards=3,combine=true"):
+        np.testing.assert_allclose(learned(spec, digits, simulation), flat(model), atol=1e-5)
+
+
 def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) -> None:
     """Workers that push in turn under asp: each gradient is of the weights of two updates ago."""
     steps, workers = 30, 3
@@ -107,6 +121,7 @@ def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) 
         "r2sp:0.8",
         "r2sp:0.8,tune=true",
         "ssp:2,clip=1",
+        "asp,scale=1/sigma,combine=true",
     ],
 )
 def test_every_discipline_learns_and_says_the_same_twice(spec: str, digits: Dataset) -> None:

@@ -37,6 +37,21 @@ def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
     assert findings.worst_detection_s > 0
 
 
+def test_pushes_that_are_folded_as_one_sum_are_folded_once_whatever_happens() -> None:
+    """The jobs of disciplines that fold each push, played again with the pushes of each drain combined."""
+    world, played, flips = World(), 0, 0
+    for seed in range(600):
+        plan = chaos_worlds.plan_of(seed)
+        if plan.measures["policy"]["fold"] != "each":
+            continue
+        measures = {**plan.measures, "is_sum": True, "policy": {**plan.measures["policy"], "combine": True}}
+        outcome = world.run(seed, **measures)
+        assert outcome["violation"] is None, f"seed {seed}, {plan.spec}: {outcome['violation']}"
+        played += 1
+        flips += outcome["flips"]
+    assert played > 150 and flips > 1_000
+
+
 def test_a_seed_plays_the_same_history_again() -> None:
     world, plans = World(), [chaos_worlds.plan_of(seed) for seed in range(40)]
     first = [world.run(plan.seed, **plan.measures) for plan in plans]

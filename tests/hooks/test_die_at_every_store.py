@@ -19,8 +19,11 @@ hooks = pytest.importorskip("fastps.kernels.hooks", reason="needs the build with
 
 import numpy as np  # noqa: E402
 
+import fastps  # noqa: E402
 from fastps.kernels import fold, turn  # noqa: E402
-from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena, format_memory, plan  # noqa: E402
+from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
+from fastps.kernels.arena_format import format_memory  # noqa: E402
+from fastps.kernels.arena_plan import plan  # noqa: E402
 from fastps.kernels.turn import Lane  # noqa: E402
 
 SHARD_FLOATS = 96
@@ -42,6 +45,13 @@ class Case:
     slots: int = 2
 
 
+@fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"))
+def own_rule(weight, gradient, mean, square, learning_rate, beta):  # type: ignore[no-untyped-def]
+    mean = beta * mean + (1 - beta) * gradient
+    square = max(beta * square, abs(gradient))
+    return weight - learning_rate * mean / (square + 1e-8), mean, square
+
+
 ASP = {"fold": "each", "grant": "at-once"}
 CASES = [
     Case("sgd-asp", fold.RULE_SGD, 0, (0.1, 0, 0, 0.01, 0, 0, 0, 0, 0), ASP),
@@ -56,6 +66,9 @@ CASES = [
          {"fold": "quorum", "grant": "next-version", "count": 2}, slots=1),
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
+    Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
+    Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
+         {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
 ]  # fmt: skip
 
 
@@ -75,6 +88,7 @@ class Job:
         self.arena = Arena(self.memory)
         self.lanes = [Lane(self.arena, index) for index in range(3)]
         for lane in self.lanes:
+            lane.set_user_rule(own_rule.address)
             lane.share_folds(1)  # chunks, tickets and all, although nobody helps
         first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
         self.floats(self.arena.weights_offset(0))[:] = first

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from fastps.kernels import turn
-from fastps.kernels.arena import Arena, format_memory, plan
+from fastps.kernels.arena import Arena
+from fastps.kernels.arena_format import format_memory
+from fastps.kernels.arena_plan import plan
 from fastps.kernels.turn import Lane
 from tests.fuzz.places import Header, header_of
 

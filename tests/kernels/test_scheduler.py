@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastps.kernels.fold import MAX_PUSHES
 from fastps.kernels.scheduler import Scheduler
 from tests.oracles.asp import Asp
 from tests.oracles.bsp import Bsp
+from tests.oracles.combined import Combined
 from tests.oracles.dssp import Dssp, synchronization_controller
 from tests.oracles.ssp import Ssp
 
@@ -35,13 +37,17 @@ class TakesEvents(Protocol):
 
 @dataclass(frozen=True)
 class Discipline:
-    """One discipline in both forms; `bound`: how far ahead of the slowest a granted worker may be, None: no promise."""
+    """One discipline in both forms; `bound`: how far ahead of the slowest a granted worker may be, None: no promise.
+
+    `combines`: pushes are found in drains, which are closed.
+    """
 
     name: str
     oracle: Callable[[int], Any]
     options: dict[str, Any]
     bound: int | None
     events: int
+    combines: bool = False
 
     def scheduler(self, workers: int) -> Scheduler:
         # The records alternate as in the arena, so that a change which the other record was not told of shows as well.
@@ -60,9 +66,16 @@ def dssp(low: int, high: int, release: str, hard_bound: bool) -> Discipline:
     return Discipline(name, lambda workers: Dssp(workers, **reading), options, high if hard_bound else None, 35_000)
 
 
+def combined(each: Discipline) -> Discipline:
+    options = {**each.options, "combine": True}
+    name = f"{each.name},combine"
+    return Discipline(name, lambda workers: Combined(each.oracle(workers)), options, each.bound, 52_000, combines=True)
+
+
+ASP = Discipline("asp", Asp, {"fold": "each", "grant": "at-once"}, None, 104_000)
 DISCIPLINES = [
     Discipline("bsp", Bsp, {"fold": "all", "grant": "next-version"}, 0, 104_000),
-    Discipline("asp", Asp, {"fold": "each", "grant": "at-once"}, None, 104_000),
+    ASP,
     *(ssp(s) for s in (0, 1, 3, 10)),
     *(
         dssp(low, high, release, hard_bound)
@@ -70,6 +83,7 @@ DISCIPLINES = [
         for hard_bound in (False, True)
         for low, high in ((3, 15), (0, 4), (2, 2))
     ),
+    *(combined(each) for each in (ASP, ssp(0), ssp(3), dssp(0, 4, "next-push", False), dssp(3, 15, "printed", True))),
 ]
 BY_NAME = {discipline.name: discipline for discipline in DISCIPLINES}
 every_discipline = pytest.mark.parametrize("discipline", DISCIPLINES, ids=lambda discipline: discipline.name)
@@ -97,10 +111,14 @@ class Trial:
     def leave(self, worker: int, now_ns: int) -> list[int]:
         return self.step("leave", worker, now_ns)
 
-    def step(self, kind: str, worker: int, now_ns: int) -> list[int]:
-        self.events.append(f"{kind}({worker}, {now_ns})")
-        expected = getattr(self.oracle, kind)(worker, now_ns)
-        found = getattr(self.scheduler, kind)(worker, now_ns)
+    def close(self) -> None:
+        """The drain that has found the pushes since the last one is over."""
+        assert self.step("close") == []
+
+    def step(self, kind: str, *arguments: int) -> list[int]:
+        self.events.append(f"{kind}{arguments}")
+        expected = getattr(self.oracle, kind)(*arguments)
+        found = getattr(self.scheduler, kind)(*arguments)
         assert found == expected, f"(folded, granted): oracle {expected}, compiled {found}; {self.where()}"
         self.folded += len(found[0])
         self.compare_state()
@@ -185,6 +203,8 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
             granted = trial.push(worker, now_ns) if worker in live else []
         for worker in granted:
             heapq.heappush(due, (now_ns + speed(rng, pace[worker]), rng.random(), worker))
+        if trial.discipline.combines and rng.random() < 0.3:
+            trial.close()
         if not live:
             return event + 1
     return events
@@ -217,6 +237,42 @@ def test_every_push_is_folded_once_under_bsp_whoever_leaves() -> None:
         assert trial.folded == trial.pushes, f"{trial.folded} of {trial.pushes} pushes folded; {trial.where()}"
 
 
+@pytest.mark.parametrize("name", [discipline.name for discipline in DISCIPLINES if discipline.combines])
+def test_every_push_is_folded_once_when_its_drain_ends_whoever_leaves(name: str) -> None:
+    for number in range(200):
+        rng = random.Random(f"{name} leaves {number}")
+        trial = Trial(BY_NAME[name], rng.randint(1, 9), f"{name} leaves {number}")
+        run_trial(trial, rng, anything, rng.randint(1, 60))
+        for worker in list(trial.oracle.t):
+            trial.leave(worker, 10**18)
+        trial.close()
+        assert trial.folded == trial.pushes, f"{trial.folded} of {trial.pushes} pushes folded; {trial.where()}"
+
+
+def test_a_drain_is_one_version_and_one_without_a_push_is_none() -> None:
+    scheduler = Scheduler(3, fold="each", grant="bounded", low=1, high=1, release="printed", combine=True)
+    assert scheduler.push(2, 10) == ([], [2])
+    assert scheduler.push(0, 11) == ([], [0])
+    assert scheduler.push(2, 12) == ([], []), "two ahead of worker 1: it waits, as it would without a sum"
+    assert scheduler.version == 0
+    assert scheduler.close() == ([0, 2, 2], [])
+    assert scheduler.version == 1
+    assert scheduler.close() == ([], [])
+    assert scheduler.push(1, 20) == ([], [1, 2])
+    assert scheduler.leave(0, 21) == ([], []), "a leaver's pushes are in the sum all the same"
+    assert scheduler.close() == ([1], [])
+    assert scheduler.version == 2
+
+
+def test_a_sum_takes_no_more_pushes_than_a_fold() -> None:
+    scheduler = Scheduler(1, fold="each", grant="at-once", combine=True)
+    answers = [scheduler.push(0, now_ns)[0] for now_ns in range(MAX_PUSHES)]
+    assert answers[:-1] == [[]] * (MAX_PUSHES - 1)
+    assert answers[-1] == [0] * MAX_PUSHES
+    assert scheduler.version == 1
+    assert scheduler.close() == ([], [])
+
+
 @st.composite
 def short_sequences(draw: st.DrawFn) -> tuple[Discipline, int, list[tuple[bool, int, int]]]:
     discipline = draw(st.sampled_from(DISCIPLINES))
@@ -239,6 +295,8 @@ def test_compiled_scheduler_decides_as_the_oracle_on_short_sequences(
             break
         step = trial.leave if leaves else trial.push
         step(able[choice % len(able)], now_ns)
+        if discipline.combines and later_ns % 2:
+            trial.close()
 
 
 def both_sides(workers: int, low: int, high: int, **reading: Any) -> Iterator[Any]:
@@ -373,6 +431,9 @@ def test_a_push_without_a_grant_is_refused() -> None:
         {"fold": "each", "grant": "bounded", "low": -1, "high": 2},
         {"fold": "each", "grant": "next-version"},
         {"fold": "all", "grant": "at-once"},
+        {"fold": "all", "grant": "next-version", "combine": True},
+        {"fold": "count", "grant": "at-once", "divisor": 1, "combine": True},
+        {"fold": "in-order", "grant": "round-robin", "combine": True},
     ],
     ids=str,
 )

@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from fastps.kernels import fold, turn
-from fastps.kernels.arena import Arena, format_memory, plan
+from fastps.kernels.arena import Arena
+from fastps.kernels.arena_format import format_memory
+from fastps.kernels.arena_plan import plan
 from fastps.kernels.turn import Lane
 
 from .. import processes

@@ -48,10 +48,10 @@ TRACES = {
     ("adv*:2", "busy"): "d357593d252052d7aa3c1578b706df031a0f86647bdf5211ff63dd99130f480a",
     ("r2sp:0.8,tune=true", "links"): "161980cfa0f4b5ef660436a48e74bf0a611d1a6c403388286a4ee0ab7c6944eb",
     ("r2sp:0.8,tune=true", "busy"): "bf132b5283a63855be275936838cdd3a4c1615e0c71904892ebeea40da23db92",
-    ("bsp", "cores"): "6907982486d5886c549ef00a222da5de33663d85ce420f4372c9a016a0b6a301",
-    ("dssp:3,15", "cores"): "4d04b05620df67947541e6cf6956613e340240fc0c09dfbea94b565269ddcd7d",
-    ("adv*:2", "cores"): "eea52472255c1a026b2844a87c7b6ed2110fdc5b4ce6c402609bb86182be9aec",
-    ("r2sp:0.8,tune=true", "cores"): "ac5f74879e9edac94738fcf54e4fd854029dc5da99736570c0c3de3ae043664e",
+    ("bsp", "cores"): "0a06fb946e6262479f8eb2e9552847bbd3788298c765cd8b8024414247ffee4b",
+    ("dssp:3,15", "cores"): "61eaee4eb3416a822bd06b7138734138fcb6cc37aed80d5fd5e8b3298757e90c",
+    ("adv*:2", "cores"): "dcbc4c9d7c5a70a30d40d8e8a1b7642d850f84fae77a680757908d9de20360ae",
+    ("r2sp:0.8,tune=true", "cores"): "3dbffeab4ad69982cee3038921635434204e46390c18990481dbb52f530549b7",
     ("asp", "long"): "fa48c3a0c1a91e0f521bb45640797c8fc51e3c2d56835b37397b5f919e77c86d",
 }
 

@@ -1,8 +1,8 @@
 /* Lane, turn, commit and pins of one shard as a Promela model: every interleaving, with a worker that dies at any step or never.
  *
  * Each worker posts, tries the turn, and pulls; whoever gets the turn drains all lanes, folds into a buffer that nobody reads,
- * writes the other record, and flips. Names are those of kernels/holder.pyx and kernels/turn.pyx; one statement is one access to
- * shared memory, and `atomic` is one read-modify-write. What is checked:
+ * writes the other record, and flips. Names are those of kernels/holder.pyx, commit.pyx and turn.pyx; one statement is one access
+ * to shared memory, and `atomic` is one read-modify-write. What is checked:
  *
  *   - every push that was posted is folded exactly once, also one of a worker that died;
  *   - a pinned buffer holds the version that its reader pinned until the reader lets go;
@@ -87,7 +87,7 @@ inline drain() {
 #ifdef FLIP_FIRST
         flip(seen_version, seen_epoch, (buffer + 1) % BUFFERS);
 #endif
-        /* Holder._free_buffer: the pins, one after the other. */
+        /* Commit._free_buffer: the pins, one after the other. */
         taken = 1 << seen_buffer;
 #ifndef FORGET_PINS
         atomic { if :: pin[0] > 0 -> taken = taken | (1 << (pin[0] - 1)) :: else fi };

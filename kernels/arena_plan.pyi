@@ -1,0 +1,17 @@
+def plan(
+    *,
+    lanes: int,
+    slots: int,
+    ring_size: int,
+    groups: int,
+    parameters: int,
+    buffer_floats: int,
+    rule: int,
+    state_planes: int,
+    extra_bytes: int,
+    buffers: int,
+    shards: int = 1,
+    ema_decay: float = 0.0,
+    checks_finite: bool = False,
+    gradient_type: int = ...,
+) -> tuple[bytes, int]: ...
