@@ -12,7 +12,7 @@ PARALLEL := -n 2 --dist worksteal
 HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/hooks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers lint clean
+.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers fuzz lint clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -58,21 +58,29 @@ build/hooks/.made: $(VENV)/.installed
 test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
 	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
 
+# Compiled modules with a sanitizer beside links to the Python files, as for hooks.
+.PHONY: sanitized-thread sanitized-address
+sanitized-thread sanitized-address: sanitized-%: $(VENV)/.installed
+	mkdir -p build/$*/fastps
+	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/$*/fastps/; done
+	FASTPS_SANITIZE=$* $(BIN)/python setup.py -q build_ext --build-lib build/$* --build-temp build/$*-objects
+	for file in kernels/*.py; do ln -sf "../../../../$$file" build/$*/fastps/kernels/; done
+	ln -sfn ../../tests build/$*/tests
+
 # The sanitizer's library must be there before Python; Python itself is not instrumented, and lets go of nothing at its exit.
-test-sanitizers: $(VENV)/.installed  ## threads on one arena under ThreadSanitizer, and the core's tests under AddressSanitizer
-	for sanitizer in thread address; do \
-		mkdir -p build/$$sanitizer/fastps; \
-		for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/$$sanitizer/fastps/; done; \
-		FASTPS_SANITIZE=$$sanitizer $(BIN)/python setup.py -q build_ext --build-lib build/$$sanitizer \
-			--build-temp build/$$sanitizer-objects || exit 1; \
-		for file in kernels/*.py; do ln -sf "../../../../$$file" build/$$sanitizer/fastps/kernels/; done; \
-		ln -sfn ../../tests build/$$sanitizer/tests; \
-	done
-	cd build/thread && LD_PRELOAD=$$(cc -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 exitcode=66" \
-		../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . -k threads tests/kernels/test_turn.py
-	cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS="detect_leaks=0" \
-		../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . -m "not slow" \
+SANITIZED_PYTEST := ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir .
+UNDER_THREAD := cd build/thread && LD_PRELOAD=$$(cc -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 exitcode=66"
+UNDER_ADDRESS := cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS="detect_leaks=0" \
+	UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"
+
+test-sanitizers: sanitized-thread sanitized-address  ## threads on one arena under ThreadSanitizer, and the core's tests under AddressSanitizer
+	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/test_turn.py
+	$(UNDER_ADDRESS) $(SANITIZED_PYTEST) -m "not slow" \
 		tests/kernels/test_turn.py tests/kernels/test_lane.py tests/kernels/test_scheduler.py
+
+FUZZ_SECONDS ?= 600
+fuzz: sanitized-address  ## attach messages, the arena's words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
+	$(UNDER_ADDRESS) FASTPS_FUZZ_SECONDS=$(FUZZ_SECONDS) $(SANITIZED_PYTEST) --timeout=$$(($(FUZZ_SECONDS) + 600)) tests/fuzz
 
 lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff check .

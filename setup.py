@@ -4,7 +4,8 @@ What it refuses to be: a place for metadata (pyproject.toml has it all) or for m
 fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
 
 FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
-test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer.
+test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer, the
+latter with UndefinedBehaviorSanitizer, too.
 """
 
 import os
@@ -15,7 +16,7 @@ from setuptools import Extension, setup
 
 DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
-SANITIZER = os.environ.get("FASTPS_SANITIZE", "")  # thread or address
+SANITIZER = {"": "", "thread": "thread", "address": "address,undefined"}[os.environ.get("FASTPS_SANITIZE", "")]
 STAGE = Path("build/cimport")
 JOBS = len(os.sched_getaffinity(0))  # compilers at a time
 HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has

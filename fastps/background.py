@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from fastps.clock import Clock
+from fastps.errors import damaged
 from fastps.kernels.turn import Lane
 
 _LOOK_NS = 200_000  # how often the pull thread looks for a new version
@@ -101,6 +102,8 @@ class Background:
             with self._changed:
                 self._ready = None  # its buffer is about to be replaced
                 fetched = self._lane.prefetch()
+                if fetched[0] < 0:
+                    raise damaged("the commit word")
             self._transfer()
             with self._changed:
                 self._ready = fetched

@@ -115,6 +115,9 @@ class Checkpoint:
             found = {key: saved[index].get(key) for key in ("name", "shape", "group")} if index < len(saved) else None
             if expected != found:
                 raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
+        groups = len(self.description["param_groups"])
+        if groups != layout.groups:
+            raise self._refused("field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
         rule = self.description["rule"]
         for key, value in _described_rule(layout).items():
             if rule.get(key) != value:
@@ -336,6 +339,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {_PREFIX}NUMBER there, found neither")
         folder = found[-1]
     description = _read_description(folder)
+    if not (folder / TENSORS_FILE).is_file():  # a pipe, say, would be waited for
+        raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
     try:
         tensors = load_file(folder / TENSORS_FILE)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -365,6 +370,8 @@ def _read_description(folder: Path) -> dict[str, Any]:
         values = description[field]
         if not values or any(type(value) is not int or not least <= value < 1 << 40 for value in values):
             raise refused(folder, f"field {field!r}", f"whole numbers of at least {least}", repr(values)[:80])
+    if not all(isinstance(group, dict) for group in description["param_groups"]):
+        raise refused(folder, "field 'param_groups'", "an object each", repr(description["param_groups"])[:80])
     return description
 
 
@@ -377,6 +384,8 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
         fields = {"name": str, "shape": list, "group": int, "steps": int}
         if not isinstance(parameter, dict) or not all(isinstance(parameter.get(key), kind) for key, kind in fields.items()):
             raise refused(folder, f"parameter {index}", "name, shape, group and steps", repr(parameter)[:80])
+        if not (0 <= parameter["group"] < len(description["param_groups"]) and 0 <= parameter["steps"] < 1 << 40):
+            raise refused(folder, f"parameter {index}", "a group that is there and 0 to 2^40 steps", repr(parameter)[:80])
         for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:
             found = tensors.get(name)
             expected = f"float32 of shape {parameter['shape']}"

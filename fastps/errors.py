@@ -83,4 +83,14 @@ def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
         )
     if outcome == turn.NO_BUFFER:
         raise ProtocolError(f"all {buffers} weights buffers are in use: more readers than workers hold pins; restart the job")
+    if outcome == turn.BAD_STATE:
+        raise damaged("the committed state of a shard")
     raise ProtocolError(f"the fold refused its job (outcome {outcome}); this is an error of fastps, please report it")
+
+
+def damaged(what: str) -> ProtocolError:
+    """The error for shared memory that something has written over."""
+    return ProtocolError(
+        f"{what}: expected what fastps writes, found that something else wrote over it: a process of the job stores where it"
+        " must not; restart the job"
+    )

@@ -8,7 +8,7 @@ Refuses to decide what a scheme does with fewer or more workers: the scheduler d
 import logging
 from typing import TYPE_CHECKING
 
-from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError, WorkerDiedError
+from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError, WorkerDiedError, damaged
 from fastps.layout import first_difference
 from fastps.peers import Owner, Peers
 
@@ -105,7 +105,9 @@ class Membership:
             return
         self._rejections = arena.rejections
         if self._faults.nonfinite == "raise":
-            lane = next(lane for lane in range(arena.lanes) if arena.rejected(lane)[0])
+            lane = next((lane for lane in range(arena.lanes) if arena.rejected(lane)[0]), -1)
+            if lane < 0:
+                raise damaged("the count of rejected pushes")
             raise NonFiniteGradientError(self._rejected_text(lane), lane)
         count, _ = arena.rejected(self._worker.rank)
         if count > self._own_rejections:

@@ -98,7 +98,7 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
         rows.append(
             WorkerStatistics(
                 rank=lane,
-                state=_STATES[arena.lane_state(lane)],
+                state=_STATES.get(arena.lane_state(lane), "unknown"),
                 steps=counters["steps"],
                 samples=counters["samples"],
                 wait_ns=counters["wait_ns"],
@@ -208,7 +208,7 @@ class Observer:
         A worker answers before it is live, and until after it has left; a lane is never used again.
         """
         present = (_STATES[LANE_LIVE], _STATES[LANE_LEAVING])
-        now = _STATES[self._arena.lane_state(row.rank)]
+        now = _STATES.get(self._arena.lane_state(row.rank), "unknown")
         gone = row.state in present and now in present and row.rank not in places
         return replace(row, state="died" if gone else now)
 

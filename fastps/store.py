@@ -22,7 +22,7 @@ from fastps import config, memory_nodes, rendezvous
 from fastps.checkpoint import Checkpoint
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.device import Device
-from fastps.errors import ArenaError, AttachError, LayoutError, UnsupportedError, UsageError
+from fastps.errors import ArenaError, AttachError, LayoutError, ProtocolError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
 from fastps.kernels import arena_plan
@@ -372,7 +372,10 @@ class Store:
 
     def committed(self) -> tuple[list[int], list[int]]:
         """Each shard's published (weights buffers, state buffers). Only for who holds the turns."""
-        found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
+        try:
+            found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
+        except ValueError as error:
+            raise ProtocolError(f"job {self.job}: {error}; restart the job") from error
         return [weights for _, weights, _ in found], [state for _, _, state in found]
 
     def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:

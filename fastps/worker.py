@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
-from fastps.errors import TimeoutExceededError, UsageError, raise_for_outcome
+from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.late_responses import LateResponses
@@ -101,12 +101,17 @@ class Worker:
         if generation:
             self._membership.join(self._timeout_ns)
         self.steps = self.begun_at = self.lane.granted() - 1
+        if self.steps < 0:
+            raise damaged(f"worker {rank}'s grant ({self.steps + 1} steps)")
         _live.add(self)
         self.pull()
         self.recorder = recording.recorder_for(self)
 
     def _make_lane(self) -> turn.Lane:
-        lane = turn.Lane(self.store.arena, self.rank)
+        try:
+            lane = turn.Lane(self.store.arena, self.rank)
+        except ValueError as error:
+            raise damaged(f"the policy of a shard ({error})") from error
         lane.set_user_rule(self.store.layout.rule.address)
         return lane
 
@@ -172,9 +177,16 @@ class Worker:
         recorder = self.recorder  # the worker's own thread may end it
         if recorder is not None:
             recorder.posted(step, self._clock.now_ns(), transfer_ns)
-        while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
-            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self._post(kind, step, slot, version, scale, loss, samples)
         self.try_turn()
+
+    def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
+        """Post one descriptor, once there is room for it."""
+        while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
+            posted = self.lane.posted()
+            if self.lane.done() > posted:  # or there would never be room
+                raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
+            self._wait(0, posted - config.RING_SIZE + 1)
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
@@ -225,7 +237,10 @@ class Worker:
             if is_partial and not self._is_fresh(shard, self.steps + 1):
                 self.stale_blocks += 1
             else:
-                self.buffers[shard] = self.lane.pull(shard)
+                buffer = self.lane.pull(shard)
+                if buffer < 0:
+                    raise damaged(f"the commit word of shard {shard}")
+                self.buffers[shard] = buffer
         return transfer_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
@@ -460,8 +475,10 @@ class Worker:
 
     def release_turns(self, publish: bool) -> None:
         """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
-        for shard in range(len(self.buffers)):
-            self.lane.release(publish, shard, self._clock.now_ns())
+        outcomes = [self.lane.release(publish, shard, self._clock.now_ns()) for shard in range(len(self.buffers))]
+        for outcome in outcomes:
+            if outcome < 0 or outcome == turn.LOST:
+                raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -472,13 +489,19 @@ class Worker:
         """
         self.check_usable()
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while (pinned := self.store.arena.pin_version(self.rank, shard)) is None:
+        while (pinned := self._try_pin(shard)) is None:
             now_ns = self._clock.now_ns()
             self._membership.look(now_ns)
             if now_ns >= deadline_ns:
                 raise TimeoutExceededError(f"worker {self.rank} waited to copy version {self.version}, for another copies it")
             self._clock.sleep_ns(1_000_000)
         return pinned
+
+    def _try_pin(self, shard: int) -> tuple[int, int, int, list[int]] | None:
+        try:
+            return self.store.arena.pin_version(self.rank, shard)
+        except ValueError as error:
+            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
 
     def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
         """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
@@ -536,8 +559,7 @@ class Worker:
             self._background.wait_until_delivered()
         self._end_background()
         self._left = True
-        while not self.lane.post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, self._clock.now_ns()):
-            self._wait(0, self.lane.posted() - config.RING_SIZE + 1)
+        self._post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, 1.0, math.nan, 0)
         self.store.arena.leave(self.rank)
         self.try_turn()
 

@@ -102,10 +102,21 @@ cdef class Arena(ArenaView):
         return fps_commit_version(fps_commit_load(&self.domain(shard).commit))
 
     def committed(self, uint32_t shard=0):
-        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it."""
+        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it.
+
+        Raises ValueError for buffers that the arena has not.
+        """
         cdef uint64_t commit = fps_commit_load(&self.domain(shard).commit)
         cdef fps_record *record = &self.domain(shard).records[fps_commit_record(commit)]
-        return fps_commit_version(commit), fps_commit_buffer(commit), record.state_buffer
+        return fps_commit_version(commit), *self._buffers_of(commit, record.state_buffer)
+
+    cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
+        """(weights buffer, state buffer) of a commit, checked: whoever reads there trusts these numbers."""
+        if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
+            raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
+                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
+                             "damaged")
+        return fps_commit_buffer(commit), state_buffer
 
     def pins(self, uint32_t shard=0):
         """The buffer that each lane pins, or -1."""
@@ -261,7 +272,7 @@ cdef class Arena(ArenaView):
         """Keep a shard's published weights and rule state as they are: (version, weights buffer, state buffer, clocks), or None
         while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker is live.
 
-        Commits go on meanwhile. Call `unpin_version` soon after the copy.
+        Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
         """
         cdef fps_domain *domain = self.domain(shard)
         cdef uint64_t commit, mine
@@ -269,7 +280,7 @@ cdef class Arena(ArenaView):
         cdef worker_t *worker
         while True:
             commit = fps_commit_load(&domain.commit)
-            state_buffer = domain.records[fps_commit_record(commit)].state_buffer
+            _, state_buffer = self._buffers_of(commit, domain.records[fps_commit_record(commit)].state_buffer)
             mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
                                    fps_commit_buffer(commit))
             if not fps_reader_change(&domain.reader, 0, mine):

@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.arena_view cimport ArenaView
-from fastps.kernels.arena_words cimport fps_commit_pack, fps_header
+from fastps.kernels.arena_words cimport fps_commit_pack, fps_domain, fps_header
 from fastps.kernels.fold cimport fps_segment
 from fastps.kernels.policy_words cimport policy_from_values
 from fastps.kernels.roster cimport (
@@ -33,6 +33,7 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
+    cdef fps_domain *domain
     cdef policy_t policy
     cdef uint32_t index
     cdef ArenaView arena
@@ -48,27 +49,25 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
         segment.length = length
         segment.group = group
         segment.parameter = index
-    arena = ArenaView(memory)
     shards = shards or [(0, header.buffer_floats)]
     if len(shards) != header.n_shards:
         raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
+    for index, (first, last) in enumerate(shards):
+        domain = <fps_domain *> (&memory[0] + header.domains_offset) + index
+        domain.first, domain.last = first, last
+    arena = ArenaView(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):
         raise ValueError(f"expected {header.n_shards} versions of 0 to 2^40, found {versions}")
-    for index, (first, last) in enumerate(shards):
-        if not 0 <= first <= last <= header.buffer_floats:
-            raise ValueError(f"expected a shard within {header.buffer_floats} floats, found {first} to {last}")
-        _format_shard(arena, index, first, last, &policy, clocks, versions[index])
+    for index in range(header.n_shards):
+        _format_shard(arena, index, &policy, clocks, versions[index])
     arena.domain(0).drawn = drawn
 
 
-cdef int _format_shard(ArenaView arena, uint32_t shard, int64_t first, int64_t last, const policy_t *policy, list clocks,
-                       int64_t version) except -1:
+cdef int _format_shard(ArenaView arena, uint32_t shard, const policy_t *policy, list clocks, int64_t version) except -1:
     cdef scheduler_t *state = arena.scheduler(shard, 0)
     cdef uint32_t lane
     cdef int record
-    arena.domain(shard).first = first
-    arena.domain(shard).last = last
     arena.domain(shard).due_ns = -1
     roster_initialise(state, arena.header.n_lanes, policy)
     state.version = version

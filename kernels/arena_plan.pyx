@@ -101,6 +101,18 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     header.total_bytes = offset + (lanes + servers) * header.extra_bytes
+    return _check_size(header)
+
+
+cdef int _check_size(const fps_header *header) except -1:
+    """The same size without a wrap around 2^64: places of measures that wrapped would lie anywhere."""
+    cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
+    cdef double all_lanes = <double> header.n_lanes + header.n_servers
+    cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
+    cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
+    cdef double buffers = header.n_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    if lanes + rings + buffers + tables > 2.0 ** 56:
+        raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
     return 0
 
 

@@ -5,11 +5,17 @@ arena.pyx's, the protocol is that of lane.pyx, turn.pyx and those they call.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from fastps.kernels.arena_plan cimport PAGE, check_header
 from fastps.kernels.arena_words cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
+from fastps.kernels.fold cimport fps_segment
 from fastps.kernels.lane cimport FPS_ABI, FPS_LINE, FPS_MAGIC, fps_lane, fps_seat
 from fastps.kernels.roster cimport scheduler_t
+
+cdef enum:
+    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
 
 
 cdef class ArenaView:
@@ -22,15 +28,45 @@ cdef class ArenaView:
         cdef const unsigned char[::1] view = memory
         self.memory = view
         self.base = <char *> &view[0]
-        self.header = <fps_header *> self.base
+        self.header = &self.own_header
         if <uintptr_t> self.base % FPS_LINE:
             raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
-        if view.shape[0] < PAGE or self.header.magic != FPS_MAGIC:
+        if view.shape[0] >= PAGE:
+            memcpy(self.header, self.base, sizeof(fps_header))
+        if self.header.magic != FPS_MAGIC:
             raise ValueError("expected an arena of fastps, found other memory")
         if self.header.abi != FPS_ABI:
             raise ValueError(f"expected an arena of layout {FPS_ABI}, found layout {self.header.abi}: "
                              "all processes of a job must run the same fastps")
         check_header(self.header, view.shape[0])
+        self._copy_places()
+
+    def __dealloc__(self):
+        free(self.segments)
+
+    cdef int _copy_places(self) except -1:
+        """Where parameters and shards lie, checked once: every fold goes by it."""
+        cdef fps_segment *segment
+        cdef uint32_t index
+        cdef int64_t floats = self.header.buffer_floats
+        self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
+        if self.segments == NULL:
+            raise MemoryError()
+        memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
+        for index in range(self.header.n_parameters):
+            segment = &self.segments[index]
+            # Without floats here the parameters lie on devices, and nobody folds here.
+            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
+                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
+                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
+                raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
+                                 f"{segment.length} floats from {segment.offset} on, group {segment.group}")
+        for index in range(self.header.n_shards):
+            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
+            if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
+                raise ValueError(
+                    f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
+        return 0
 
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
         return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)

@@ -69,26 +69,33 @@ cdef class Batch:
 
     # -- what is taken -----------------------------------------------------------------------------
 
-    cdef void take_single(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
-        """Take a push that makes a version by itself, the one after `version`."""
-        self._take_push(state, lane, position, version)
+    cdef bint take_single(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
+        """Take a push that makes a version by itself, the one after `version`. As `gather`."""
+        if not self._take_push(state, lane, position, version):
+            return False
         self._end_update(state)
+        return True
 
-    cdef void take_listed(self, scheduler_t *state) noexcept nogil:
-        """The oldest kept push of each listed worker, one version each."""
+    cdef bint take_listed(self, scheduler_t *state) noexcept nogil:
+        """The oldest kept push of each listed worker, one version each. As `gather`."""
         cdef int32_t i, lane
         cdef worker_t *worker
         for i in range(state.n_folds):
             lane = roster_folds(state)[i]
             worker = &roster_workers(state)[lane]
-            self.take_single(state, lane, worker.cursor, state.version - state.n_folds + i)
+            if not self.take_single(state, lane, worker.cursor, state.version - state.n_folds + i):
+                return False
             worker.cursor += 1
             if worker.said_leave:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
+        return True
 
-    cdef void gather(self, scheduler_t *state) noexcept nogil:
-        """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival."""
+    cdef bint gather(self, scheduler_t *state) noexcept nogil:
+        """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival.
+
+        False if one names another slot by now than its lane has: `bad_lane`.
+        """
         cdef worker_t *worker
         cdef fps_descriptor *descriptor
         cdef uint32_t lane
@@ -102,25 +109,32 @@ cdef class Batch:
                 descriptor = lane_descriptor(self.arena.lane(lane), self.arena.header.ring_size, position)
                 if state.policy.fold == FOLD_QUORUM and <int64_t> descriptor.read_version < state.version - 1:
                     continue  # dropped when it came, behind one that was kept
-                if descriptor.kind != FPS_LEAVE and self.n_pushes < FPS_MAX_PUSHES:
-                    self._take_push(state, lane, position, state.version - 1)
+                if (descriptor.kind != FPS_LEAVE and self.n_pushes < FPS_MAX_PUSHES
+                        and not self._take_push(state, lane, position, state.version - 1)):
+                    return False
             worker.cursor = end
             worker.relayed = 0
             if not worker.live and worker.said_leave and worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
             roster_touch(state, lane)
         self._end_update(state)
+        return True
 
-    cdef void _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
+    cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
         """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
         cdef worker_t *worker = &roster_workers(state)[lane]
         cdef const fps_descriptor *descriptor = lane_descriptor(
             self.arena.lane(lane), self.arena.header.ring_size, position)
-        cdef char *slot = self.arena.slot(lane, descriptor.slot)
-        cdef uint64_t *versions = <uint64_t *> (slot + self.arena.header.slot_versions_offset)
-        cdef int64_t staleness = version - <int64_t> (
-            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
+        cdef uint32_t slot = descriptor.slot
+        cdef uint64_t *versions
+        cdef int64_t staleness
         cdef double scale = descriptor.scale, rate_scale = 1.0
+        if slot >= self.arena.header.n_slots or self.n_pushes >= FPS_MAX_PUSHES:
+            self.bad_lane = lane
+            return False
+        versions = <uint64_t *> (self.arena.slot(lane, slot) + self.arena.header.slot_versions_offset)
+        staleness = version - <int64_t> (
+            descriptor.read_version if descriptor.kind == FPS_NULL else versions[self.shard])
         worker.folded += 1
         worker.staleness_sum += staleness
         worker.staleness_max = max(worker.staleness_max, staleness)
@@ -129,7 +143,7 @@ cdef class Batch:
         _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
         self._write_fate(state, lane, position, FPS_FATE_FOLDED, version + 1, staleness)
         if descriptor.kind == FPS_NULL:
-            return
+            return True
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
             # Rudra, footnote 3: a learning rate of its own for each gradient.
             scale /= <double> staleness
@@ -139,6 +153,7 @@ cdef class Batch:
         self.fold.put(self.n_pushes, lane, descriptor, scale, rate_scale)
         self.samples += descriptor.samples
         self.n_pushes += 1
+        return True
 
     # -- what is left out --------------------------------------------------------------------------
 
@@ -146,16 +161,18 @@ cdef class Batch:
         """A push that came too late for its version: it is not taken."""
         self._write_fate(state, lane, position, FPS_FATE_DROPPED, state.version, 0)
 
-    cdef void reject(self, scheduler_t *state) noexcept nogil:
+    cdef bint reject(self, scheduler_t *state) noexcept nogil:
         """Take out the pushes that the fold would have spoiled the weights with, whole.
 
         To the scheduler they are null pushes then: steps that count and change nothing. Where every gradient is finite and
-        only the result is not, the largest one goes.
+        only the result is not, the largest one goes. False if the order names a lane that there is not: it is damaged.
         """
         cdef uint32_t index, kept = 0, largest = 0
         cdef int32_t parameter
         cdef float most = -1, size
         for index in range(self.n_pushes):
+            if self.fold.work.pushes[index].lane >= self.arena.header.n_lanes:
+                return False
             size = self.fold.largest(index, &parameter)
             if size > most:
                 most = size
@@ -173,6 +190,7 @@ cdef class Batch:
         self.samples = 0
         for index in range(kept):
             self.samples += self.fold.work.pushes[index].samples
+        return True
 
     # -- what the fold is told ---------------------------------------------------------------------
 

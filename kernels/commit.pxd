@@ -18,6 +18,7 @@ cdef enum:
     TURN_BAD_DESCRIPTOR = -1
     TURN_NO_BUFFER = -2
     TURN_BAD_FOLD = -3
+    TURN_BAD_STATE = -4  # the scheduler's state cannot be walked
 
 
 @cython.final
@@ -28,6 +29,8 @@ cdef class Commit:
     cdef SharedFold fold
     cdef Batch batch            # what is folded
     cdef uint64_t seen          # the commit word that the flip expects
+    cdef scheduler_t expected   # what must hold of the shard's state
+    cdef bint is_checked        # whether the state was looked at in this turn: from then on it is this lane's own
     cdef int64_t spare_buffer   # the weights buffer that `find_spare` gave out, or that is folded into
     cdef uint32_t spare_state   # the state buffer that goes with it
     # Scratch, allocated once: the lanes to wake once the turn is given back.
@@ -43,6 +46,7 @@ cdef class Commit:
     cdef void repair(self) noexcept nogil
     cdef void wake(self) noexcept nogil
 
+    cdef bint _is_sound(self, const scheduler_t *state) noexcept nogil
     cdef scheduler_t *_inactive(self) noexcept nogil
     cdef scheduler_t *_prepare(self) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil

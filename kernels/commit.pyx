@@ -27,6 +27,7 @@ from fastps.kernels.arena_words cimport (
 )
 from fastps.kernels.batch cimport Batch
 from fastps.kernels.lane cimport FPS_LANE_DEAD, fps_head_release, fps_seat
+from fastps.kernels.policy_words cimport policy_check
 from fastps.kernels.roster cimport (
     NEVER_NS,
     roster_begin,
@@ -37,6 +38,7 @@ from fastps.kernels.roster cimport (
     scheduler_t,
     worker_t,
 )
+from fastps.kernels.roster_check cimport roster_can_be_followed, roster_can_be_walked, roster_remember
 from fastps.kernels.scheduler cimport scheduler_due
 from fastps.kernels.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
 
@@ -75,6 +77,9 @@ cdef class Commit:
         self.shard = shard
         self.fold = fold
         self.batch = batch
+        roster_remember(&self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain.commit))),
+                        arena.header.n_lanes)
+        policy_check(&self.expected.policy, arena.header.n_lanes)
         self.to_wake = <uint32_t *> calloc(arena.header.n_lanes, sizeof(uint32_t))
         if not self.to_wake:
             raise MemoryError()
@@ -85,15 +90,27 @@ cdef class Commit:
     # -- from the scheduler's inactive copy to the flip --------------------------------------------
 
     cdef scheduler_t *begin(self) noexcept nogil:
-        """The scheduler's inactive copy, brought up to date: what is decided on it is true once this commit is."""
+        """The scheduler's inactive copy, brought up to date: what is decided on it is true once this commit is.
+
+        NULL where what is committed is damaged: looked at once a turn.
+        """
         self.seen = fps_commit_load(&self.domain.commit)
         return self._prepare()
 
     cdef scheduler_t *_prepare(self) noexcept nogil:
         cdef scheduler_t *state = self._inactive()
-        roster_catch_up(state, self.arena.scheduler(self.shard, fps_commit_record(self.seen)))
+        cdef const scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(self.seen))
+        if not self.is_checked and not roster_can_be_followed(active, &self.expected):
+            return NULL
+        roster_catch_up(state, active)
+        if not self.is_checked and not roster_can_be_walked(state, self.arena.header.ring_size):
+            return NULL
+        self.is_checked = True
         roster_begin(state)
         return state
+
+    cdef bint _is_sound(self, const scheduler_t *state) noexcept nogil:
+        return roster_can_be_followed(state, &self.expected) and roster_can_be_walked(state, self.arena.header.ring_size)
 
     cdef scheduler_t *_inactive(self) noexcept nogil:
         return self.arena.scheduler(self.shard, 1 - fps_commit_record(self.seen))
@@ -114,7 +131,9 @@ cdef class Commit:
         return self._end_fold(self.fold.run())
 
     cdef int finish(self) noexcept nogil:
-        """Go on with a commit whose fold was TURN_AWAITING."""
+        """Go on with a commit whose fold was TURN_AWAITING, and what it decided was left for others to write over."""
+        if not self._is_sound(self._inactive()):
+            return TURN_BAD_STATE
         return self._end_fold(self.fold.finish())
 
     cdef int _end_fold(self, int outcome) noexcept nogil:
@@ -122,7 +141,9 @@ cdef class Commit:
         if outcome == FOLD_AWAITING:
             return TURN_AWAITING
         if outcome == FOLD_UNSOUND:
-            self.batch.reject(self._inactive())  # the others are folded again
+            if not self.batch.reject(self._inactive()):
+                return TURN_BAD_FOLD
+            # The others are folded again.
             return self.fold_and_flip(self._inactive())
         if outcome != FOLD_DONE:
             return TURN_BAD_FOLD
@@ -170,7 +191,10 @@ cdef class Commit:
 
     cdef int publish_spare(self) noexcept nogil:
         """Publish the spare buffers as they are; the version stays."""
-        return self._write_record(self._prepare(), self.spare_state)
+        cdef scheduler_t *state
+        self.is_checked = False
+        state = self._prepare()
+        return self._write_record(state, self.spare_state) if state != NULL else TURN_BAD_STATE
 
     cdef int64_t _free_buffer(self) noexcept nogil:
         """The lowest buffer that is neither active nor pinned, or -1.
@@ -272,10 +296,12 @@ cdef class Commit:
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
+        self.batch.forget_update()
+        if not self._is_sound(active):
+            return  # nothing follows from what is damaged; the next commit says so
         fps_plain_store()
         inactive.n_workers = active.n_workers
         roster_copy(inactive, active)
-        self.batch.forget_update()
         fps_counter_set(&self.domain.due_ns, scheduler_due(active))
         if fps_mutant(FPS_MUTANT_FORGET_HEADS):
             return

@@ -117,7 +117,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], buffer = momentum && !first ? buffer_in[i] : 0;
 #pragma GCC unroll 4
-        for (int k = 0; k < (each ? count : 1); k++) {
+        for (int k = 0; k < applied; k++) {
             float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
             if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
             if (momentum) {
@@ -169,7 +169,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
     for (int64_t i = 0; i < length; i++) {
         float weight = weights_in[i], mean = mean_in[i], square = square_in[i];
 #pragma GCC unroll 4
-        for (int k = 0; k < (each ? count : 1); k++) {
+        for (int k = 0; k < applied; k++) {
             float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
             if (shrink) weight = weight * own[k].shrink;
             if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);

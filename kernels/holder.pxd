@@ -39,6 +39,7 @@ cdef class Holder:
     cdef void _nudge(self) noexcept nogil
     cdef int _hand_over(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
+    cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
     cdef void _look(self) noexcept nogil
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil

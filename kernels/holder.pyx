@@ -22,7 +22,15 @@ from fastps.kernels.arena_words cimport (
     fps_turn_pack,
 )
 from fastps.kernels.batch cimport Batch
-from fastps.kernels.commit cimport TURN_AWAITING, TURN_BAD_DESCRIPTOR, TURN_BUSY, TURN_DONE, TURN_LOST, Commit
+from fastps.kernels.commit cimport (
+    TURN_AWAITING,
+    TURN_BAD_DESCRIPTOR,
+    TURN_BAD_STATE,
+    TURN_BUSY,
+    TURN_DONE,
+    TURN_LOST,
+    Commit,
+)
 from fastps.kernels.fold cimport FPS_MAX_PUSHES
 from fastps.kernels.lane cimport (
     FPS_LANE_DEAD,
@@ -147,6 +155,7 @@ cdef class Holder:
         cdef int rounds = 0
         if self.hands_over:
             return self._hand_over()
+        self.commit.is_checked = False
         while True:
             if outcome in (_RUN, TURN_DONE):
                 outcome = self._drain()
@@ -216,6 +225,8 @@ cdef class Holder:
         cdef scheduler_t *state = self.commit.begin()
         cdef int action
         cdef bint any_event = False
+        if state == NULL:
+            return TURN_BAD_STATE
         self._look()
         self.batch.begin()
         while self.batch.n_pushes < FPS_MAX_BATCH:
@@ -226,18 +237,24 @@ cdef class Holder:
                 break
             any_event = True
             if action == ACTION_FOLD_ALL:
-                self.batch.gather(state)
+                if not self.batch.gather(state):
+                    return self._bad_push()
                 break
             if action == ACTION_FOLD_LIST:
-                self.batch.take_listed(state)
+                if not self.batch.take_listed(state):
+                    return self._bad_push()
                 if self.batch.n_pushes + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
             return TURN_DONE
-        if scheduler_close(state) == ACTION_FOLD_ALL:
-            self.batch.gather(state)
+        if scheduler_close(state) == ACTION_FOLD_ALL and not self.batch.gather(state):
+            return self._bad_push()
         action = self.commit.fold_and_flip(state)
         return TURN_BUSY if action == TURN_DONE else action
+
+    cdef int _bad_push(self) noexcept nogil:
+        self.bad_lane = self.batch.bad_lane
+        return TURN_BAD_DESCRIPTOR
 
     cdef void _look(self) noexcept nogil:
         cdef uint32_t index
@@ -286,7 +303,8 @@ cdef class Holder:
             return action
         action = self._receive(state, lane, earliest)
         if action == ACTION_FOLD:
-            self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1)
+            if not self.batch.take_single(state, lane, worker.consumed - 1, state.version - 1):
+                return self._bad_push()
         elif action == ACTION_DROP:
             self.batch.drop(state, lane, worker.consumed - 1)
         if fps_mutant(FPS_MUTANT_FORGET_CURSOR):
@@ -368,4 +386,4 @@ cdef class Holder:
         self.now_ns = now_ns
         if publish:
             outcome = self.commit.publish_spare()
-        return self.run() if outcome == TURN_DONE else outcome
+        return outcome if outcome == TURN_LOST else self.run(outcome)

@@ -105,11 +105,15 @@ cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) exce
     policy.combine = given.pop("combine", False)
     if given:
         raise TypeError(f"unknown values of a policy: {', '.join(given)}")
-    _check_ranges(policy, workers)
-    return 0
+    return policy_check(policy, workers)
 
 
-cdef int _check_ranges(const policy_t *policy, int64_t workers) except -1:
+cdef int policy_check(const policy_t *policy, int64_t workers) except -1:
+    """Raise ValueError for words that are out of range: of a user's values, or of memory that another process wrote."""
+    if not (FOLD_EACH <= policy.fold <= FOLD_IN_ORDER and GRANT_AT_ONCE <= policy.grant <= GRANT_ROUND_ROBIN
+            and SCALE_ONE <= policy.scale <= SCALE_BATCH):
+        raise ValueError(f"expected a fold, a grant and a scale by their numbers, found {policy.fold}, {policy.grant} and "
+                         f"{policy.scale}")
     if policy.low < 0 or policy.high < policy.low:
         raise ValueError(f"expected bounds 0 <= low <= high, found low={policy.low}, high={policy.high}")
     if policy.fold == FOLD_QUORUM and not 1 <= policy.count <= workers:

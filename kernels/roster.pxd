@@ -155,6 +155,7 @@ cdef struct scheduler_t:
     int32_t n_touched_links
     int32_t n_touched_buckets
 
+cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil
 cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil
 cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
 cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil

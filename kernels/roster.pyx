@@ -31,7 +31,7 @@ cdef inline int64_t _padded(int64_t size) noexcept nogil:
     return (size + 63) & ~<int64_t>63
 
 
-cdef int64_t _lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
+cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
     """Write where what lies, and return the size of all."""
     state.links_offset = _padded(sizeof(scheduler_t)) + n_workers * <int64_t> sizeof(worker_t)
     state.buckets_offset = state.links_offset + _padded(n_workers * sizeof(link_t))
@@ -43,7 +43,7 @@ cdef int64_t _lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
 
 cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil:
     cdef scheduler_t state
-    return _lay_out(&state, n_workers)
+    return roster_lay_out(&state, n_workers)
 
 
 cdef inline int32_t *_touched_links(const scheduler_t *state) noexcept nogil:
@@ -107,7 +107,7 @@ cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_
     """All workers live, at clock 0, and granted their first step."""
     cdef int32_t i
     memset(state, 0, roster_bytes(n_workers))
-    _lay_out(state, n_workers)
+    roster_lay_out(state, n_workers)
     state.n_workers = n_workers
     state.n_live = n_workers
     state.policy = policy[0]

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.arena cimport Arena
-from fastps.kernels.arena_words cimport fps_domain, fps_work
+from fastps.kernels.arena_words cimport fps_work
 from fastps.kernels.fold cimport fps_fold_job, fps_push, fps_user_rule
 from fastps.kernels.lane cimport fps_descriptor
 
@@ -16,7 +16,6 @@ cdef enum:
 
 cdef class SharedFold:
     cdef Arena arena
-    cdef fps_domain *domain
     cdef fps_work *work
     cdef uint32_t lane
     cdef uint32_t shard
@@ -32,6 +31,11 @@ cdef class SharedFold:
     cdef int64_t helped             # chunks that this lane has folded for others
     cdef int32_t unsound            # whether the last call of the fold found results that are not finite
     cdef uint64_t own               # chunks that this lane has folded as the holder
+    # Of the order at hand; what lies in the work area, another process may have written over since.
+    cdef int64_t chunk_floats
+    cdef uint64_t chunks            # the holder's: into how many its fold was cut
+    cdef int64_t first              # the shard's floats of every buffer: [first, last)
+    cdef int64_t last
 
     cdef void turn_to(self, uint32_t shard) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,

@@ -35,7 +35,6 @@ from fastps.kernels.fold cimport (
     fps_hyper,
     fps_largest,
     fps_push,
-    fps_segment,
 )
 from fastps.kernels.lane cimport fps_descriptor, fps_lane, fps_pause
 
@@ -85,7 +84,8 @@ cdef extern from *:
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
-    return fps_ticket_next(ticket) >= fps_ticket_chunks(ticket)
+    """No chunk is left, or it is no ticket that a holder can have issued."""
+    return fps_ticket_next(ticket) >= fps_ticket_chunks(ticket) or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
 
 
 cdef class SharedFold:
@@ -105,8 +105,8 @@ cdef class SharedFold:
     cdef void turn_to(self, uint32_t shard) noexcept nogil:
         """Be the fold of another shard: for helpers, who go from one to the next."""
         self.shard = shard
-        self.domain = self.arena.domain(shard)
         self.work = self.arena.work(shard)
+        self.first, self.last = self.arena.first[shard], self.arena.last[shard]
 
     # -- the holder --------------------------------------------------------------------------------
 
@@ -128,11 +128,11 @@ cdef class SharedFold:
         is not finite. A pass over one gradient, for the rare fold that came out unsound.
         """
         parameter[0] = -1
-        return fps_largest(&self.job, &self.pushes[index], self.domain.first, self.domain.last, parameter)
+        return fps_largest(&self.job, &self.pushes[index], self.first, self.last, parameter)
 
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
-        cdef uint64_t chunks, ticket
+        cdef uint64_t ticket
         cdef int outcome
         if self.on_device:
             with gil:
@@ -142,14 +142,14 @@ cdef class SharedFold:
         self.work.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
         if not self._read():
             return FOLD_REFUSED
-        chunks = self._cut()
-        if chunks < 2:
-            return self._fold_range(self.domain.first, self.domain.last)
+        self.chunks = self._cut()
+        if self.chunks < 2:
+            return self._fold_range(self.first, self.last)
         self.own = 0
         fps_chunks_clear(&self.work.done)
         ticket = fps_ticket_acquire(&self.work.ticket)
         FPS_ASSERT(_is_exhausted(ticket))
-        fps_ticket_release(&self.work.ticket, fps_ticket_pack(fps_ticket_serial(ticket) + 1, 0, chunks))
+        fps_ticket_release(&self.work.ticket, fps_ticket_pack(fps_ticket_serial(ticket) + 1, 0, self.chunks))
         self._rouse_helpers()
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
@@ -189,7 +189,7 @@ cdef class SharedFold:
         else:
             return FOLD_AWAITING
         done = self.own | fps_chunks_acquire(&self.work.done)
-        for chunk in range(fps_ticket_chunks(fps_ticket_acquire(&self.work.ticket))):
+        for chunk in range(self.chunks):
             if not (done >> chunk) & 1:
                 outcome = self._fold(chunk)
                 if outcome != FOLD_DONE:
@@ -215,21 +215,21 @@ cdef class SharedFold:
 
     cdef uint64_t _cut(self) noexcept nogil:
         """The number of chunks, and their size into the order; whole tiles, so that all but the last are of one size."""
-        cdef int64_t floats = self.domain.last - self.domain.first
+        cdef int64_t floats = self.last - self.first
         cdef int64_t moved = floats * (self.job.n_pushes + 2 * (1 + self.job.state_planes))
         cdef int64_t chunks
         if self.helpers == 0 or moved < SHARED_LEAST:
             return 1
         chunks = min(moved // CHUNK_LEAST, <int64_t> FPS_MAX_CHUNKS)
         fps_plain_store()
-        self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
-        return (floats + self.work.chunk_floats - 1) // self.work.chunk_floats
+        self.chunk_floats = self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
+        return (floats + self.chunk_floats - 1) // self.chunk_floats
 
     cdef void _rouse_helpers(self) noexcept nogil:
         """Wake as many sleepers as there are cores for them, if the fold is longer than a wake-up takes."""
         cdef uint32_t index, roused = 0
         cdef fps_lane *lane
-        if (self.domain.last - self.domain.first) * self.job.n_pushes < ROUSED_LEAST:
+        if (self.last - self.first) * self.job.n_pushes < ROUSED_LEAST:
             return
         for index in range(self.arena.header.n_lanes):
             lane = self.arena.lane(index)
@@ -269,10 +269,14 @@ cdef class SharedFold:
     # -- both --------------------------------------------------------------------------------------
 
     cdef int _fold(self, uint64_t chunk) noexcept nogil:
-        cdef int64_t first = self.domain.first + <int64_t> chunk * self.work.chunk_floats
-        if not self.domain.first <= first < self.domain.last:
+        cdef int64_t first
+        # Whole tiles within the shard: streamed stores need their alignment.
+        if not 0 < self.chunk_floats <= self.last - self.first + FPS_TILE or self.chunk_floats % FPS_TILE:
             return FOLD_REFUSED
-        return self._fold_range(first, min(first + self.work.chunk_floats, self.domain.last))
+        first = self.first + <int64_t> chunk * self.chunk_floats
+        if not self.first <= first < self.last:
+            return FOLD_REFUSED
+        return self._fold_range(first, min(first + self.chunk_floats, self.last))
 
     cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil:
         self.unsound = 0
@@ -285,17 +289,20 @@ cdef class SharedFold:
         cdef fps_work *order = self.work
         cdef uint32_t index, n_pushes = order.n_pushes, state_in = order.state_in
         cdef uint32_t weights_in = order.weights_in, weights_out = order.weights_out, state_out = order.state_out
+        cdef uint32_t lane, number
         cdef fps_folded_push *push
         cdef char *slot
+        self.chunk_floats = order.chunk_floats
         if n_pushes > FPS_MAX_PUSHES or max(weights_in, weights_out) >= self.arena.header.n_buffers:
             return False
         if max(state_in, state_out) >= FPS_STATE_BUFFERS or state_in == state_out or weights_in == weights_out:
             return False
         for index in range(n_pushes):
             push = &order.pushes[index]
-            if push.lane >= self.arena.header.n_lanes or push.slot >= self.arena.header.n_slots:
+            lane, number = push.lane, push.slot
+            if lane >= self.arena.header.n_lanes or number >= self.arena.header.n_slots:
                 return False
-            slot = self.arena.slot(push.lane, push.slot)
+            slot = self.arena.slot(lane, number)
             self.pushes[index].hypers = <fps_hyper *> slot
             self.pushes[index].presence = <uint64_t *> (slot + self.arena.header.slot_presence_offset)
             self.pushes[index].gradient = (slot + self.arena.header.slot_gradient_offset)
@@ -310,7 +317,7 @@ cdef class SharedFold:
         self.job.state_planes = self.arena.header.state_planes
         self.job.state_stride = self.arena.header.buffer_floats
         self.job.n_segments = self.arena.header.n_parameters
-        self.job.segments = <fps_segment *> (self.arena.base + self.arena.header.segments_offset)
+        self.job.segments = self.arena.segments
         self.job.n_pushes = n_pushes
         self.job.pushes = self.pushes
         self.job.scale = order.scale

@@ -23,6 +23,7 @@ cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil
 cdef void tournament_initialise(tournament_t *tournament, int64_t n_entries) noexcept nogil
 cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value) noexcept nogil
 cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) noexcept nogil
+cdef bint tournament_can_be_followed(const tournament_t *source, int64_t n_entries) noexcept nogil
 
 
 cdef inline int64_t tournament_padded(int64_t size) noexcept nogil:

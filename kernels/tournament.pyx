@@ -83,3 +83,23 @@ cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) 
     for i in range(source.n_touched):
         index = _touched(source)[i]
         tournament_matches(target)[index] = tournament_matches(source)[index]
+
+
+cdef bint tournament_can_be_followed(const tournament_t *source, int64_t n_entries) noexcept nogil:
+    """Whether tournament_catch_up and tournament_set stay within a block that another process wrote."""
+    cdef int32_t i, level = 0
+    cdef int64_t n_matches = 0
+    while True:
+        n_entries = (n_entries + TOURNAMENT_FAN - 1) // TOURNAMENT_FAN
+        if source.begins[level] != n_matches:
+            return False
+        level += 1
+        n_matches += n_entries
+        if n_entries <= 1:
+            break
+    if source.n_levels != level or source.n_matches != n_matches or not 0 <= source.n_touched <= n_matches:
+        return False
+    for i in range(source.n_touched):
+        if not 0 <= _touched(source)[i] < n_matches:
+            return False
+    return True

@@ -28,6 +28,7 @@ cdef class Lane:
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil
     cdef bint _help(self) noexcept nogil
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
+    cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
     cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
     cdef int _try_turns(self, int64_t now_ns) noexcept nogil
     cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil

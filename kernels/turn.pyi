@@ -9,6 +9,7 @@ LOST: int
 BAD_DESCRIPTOR: int
 NO_BUFFER: int
 BAD_FOLD: int
+BAD_STATE: int
 KIND_PUSH: int
 KIND_NULL: int
 KIND_LEAVE: int

@@ -15,6 +15,7 @@ from fastps.kernels.commit cimport (
     TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
     TURN_BAD_FOLD,
+    TURN_BAD_STATE,
     TURN_BUSY,
     TURN_DONE,
     TURN_LOST,
@@ -68,6 +69,7 @@ AWAITING = TURN_AWAITING              # a helper of a held turn has not given it
 BAD_DESCRIPTOR = TURN_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor that no worker of ours can have posted
 NO_BUFFER = TURN_NO_BUFFER            # every weights buffer is active or pinned: more readers than the arena was made for
 BAD_FOLD = TURN_BAD_FOLD              # the fold refused its job
+BAD_STATE = TURN_BAD_STATE            # what is committed cannot be read: something wrote over the scheduler's state
 
 KIND_PUSH = FPS_PUSH
 KIND_NULL = FPS_NULL
@@ -334,13 +336,20 @@ cdef class Lane:
     # -- pulls -------------------------------------------------------------------------------------
 
     def pull(self, uint32_t shard=0):
-        """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing."""
+        """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
+
+        -1 where the commit word names a buffer that the arena has not: it is damaged.
+        """
         cdef uint64_t commit
         if shard >= self.n_shards:
             raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
         with nogil:
             commit = self._pull(shard)
-        return fps_commit_buffer(commit)
+        return self._buffer_of(commit)
+
+    cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil:
+        cdef uint64_t buffer = fps_commit_buffer(commit)
+        return <int64_t> buffer if buffer < self.arena.header.n_buffers else -1
 
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
         cdef uint64_t commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).pin)
@@ -357,7 +366,8 @@ cdef class Lane:
                 return commit
 
     def prefetch(self, uint32_t shard=0):
-        """Pin a shard's published weights as the next to be taken; returns (buffer, version). The pulled ones stay pinned.
+        """Pin a shard's published weights as the next to be taken; returns (buffer, version), buffer as of `pull`. The pulled
+        ones stay pinned.
 
         May be called by another thread than the one that pulls, as long as `take_prefetched` is not called at the same time.
         """
@@ -366,7 +376,7 @@ cdef class Lane:
             raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
         with nogil:
             commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).next)
-        return fps_commit_buffer(commit), fps_commit_version(commit)
+        return self._buffer_of(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
         """Make what `prefetch` returned the weights that are read: a swap of pins."""

@@ -76,7 +76,7 @@ cdef class Witness:
             snprintf(self.message, sizeof(self.message), what, a, b, c)
 
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil:
-        return self.arena.weights(buffer) + self.arena.domain(shard).first
+        return self.arena.weights(buffer) + self.arena.first[shard]
 
     # -- at every event ----------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ cdef class Witness:
         cdef watched_t *known = &self.shards[shard]
         cdef const int64_t *steps = <const int64_t *> self.arena.state(buffer) + shard
         cdef const float *plane = (<const float *> (self.arena.state(buffer) + self.arena.header.state_steps_bytes)
-                                   + self.arena.domain(shard).first)
+                                   + self.arena.first[shard])
         cdef int32_t index
         if n == 0:
             if buffer != known.record_state:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import struct
 import threading
 import time
 from typing import Any
@@ -14,6 +15,7 @@ import fastps
 from fastps.arena import available_bytes
 from fastps.kernels.arena import LANE_LIVE
 from tests import processes
+from tests.fuzz.places import header_of
 
 AMOUNT = np.float32(1.0 / 1024)
 
@@ -238,3 +240,18 @@ def test_a_forked_child_may_not_call_the_workers_methods() -> None:
         assert child.outcome[0] == "UsageError"
         assert "forked from worker 0" in child.outcome[1]
         worker.step({"w": np.zeros(4)})
+
+
+def test_a_ring_that_was_written_over_is_named_and_not_waited_for() -> None:
+    """More done with than posted: there would never be room for the next push."""
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync="asp") as store:
+        worker = store.attach(0)
+        worker.step({"w": np.zeros(4)})
+        header = header_of(store.memory)
+        struct.pack_into("<Q", store.memory, header.lanes_offset + header.seats_offset, 1 << 40)  # the seat's head
+        with pytest.raises(
+            fastps.ProtocolError, match=r"the ring of worker 0 \(1 posted, 1099511627776 done with\).*restart the job"
+        ):
+            worker.step({"w": np.zeros(4)})
+        with pytest.raises(fastps.ProtocolError):
+            worker.close()

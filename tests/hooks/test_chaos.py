@@ -11,7 +11,7 @@ from fastps.kernels.chaos import World  # noqa: E402
 FOUND_WITHIN = {
     "keep-turn": 5,
     "take-without-comparing": 200,
-    "forget-pending": 50,
+    "forget-pending": 200,
     "flip-first": 5,
     "forget-cursor": 5,
     "forget-recheck": 500,

@@ -1,0 +1,73 @@
+"""How much is fuzzed: a few examples of a fixed seed in `make test`, or as many as a time allows (`make fuzz`).
+
+FASTPS_FUZZ_SECONDS is the time of all targets together; FASTPS_FUZZ_SEED, printed at the end, plays a run again. Refuses to
+know what is fuzzed. Here time is read by itself: it only says when to stop.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+
+SECONDS = float(os.environ.get("FASTPS_FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("FASTPS_FUZZ_SEED", secrets.randbelow(1 << 32) if SECONDS else 0))
+_ROUND = 100  # examples of one seed; the next seed follows
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fuzzed: its share of the time, and its examples where there is no time."""
+
+    share: float
+    examples: int
+
+
+TARGETS = {
+    "attach messages": Target(0.2, 40),
+    "answers to a joiner": Target(0.13, 40),
+    "words of the arena": Target(0.34, 60),
+    "checkpoint.json": Target(0.16, 60),
+    "tensors.safetensors": Target(0.17, 60),
+}
+assert abs(sum(target.share for target in TARGETS.values()) - 1) < 1e-9
+_counts: dict[str, tuple[int, float]] = {}
+
+
+def fuzz(target: str, check: Callable[[st.DataObject], None]) -> None:
+    """Run `check` on as many examples of drawn data as the target has; it fails by an exception, and is then shrunk."""
+    began, seed, examples = time.monotonic(), SEED, 0
+
+    def counted(data: st.DataObject) -> None:
+        nonlocal examples
+        examples += 1
+        check(data)
+
+    settings = hypothesis.settings(
+        max_examples=_ROUND if SECONDS else TARGETS[target].examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=False,
+    )
+    try:
+        while True:
+            hypothesis.seed(seed)(settings(hypothesis.given(st.data())(counted)))()
+            seed += 1
+            if time.monotonic() - began >= SECONDS * TARGETS[target].share:
+                return
+    finally:
+        _counts[target] = examples, time.monotonic() - began
+
+
+def counted() -> list[str]:
+    """A line a target that was run."""
+    return [
+        f"fuzzed {target}: {examples:,} examples in {seconds:.1f} s (FASTPS_FUZZ_SEED={SEED})"
+        for target, (examples, seconds) in _counts.items()
+    ]

@@ -1,0 +1,302 @@
+"""Whatever another process writes into a live arena: workers go on, or stop by an error of fastps; never a crash or a hang.
+
+Two workers of one process take turns; between any two of their calls words are written over. What is promised is that every
+index, count, offset and kind is bounded before it is used, not that weights stay right (docs/reliability.md).
+"""
+
+import gc
+import random
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import fastps
+from fastps import config
+from fastps.errors import Error
+from fastps.statistics import statistics_of
+from fastps.store import Store
+from fastps.worker import Worker
+from tests.fuzz import places
+from tests.fuzz.amount import fuzz
+from tests.fuzz.sandbox import Sandbox
+
+SCHEMES = (
+    "asp",
+    "bsp",
+    "bsp,ema=0.9",
+    "ssp:1",
+    "ssp:2,pull=0.5,shards=2",
+    "dssp:1,4",
+    "backup:1",
+    "psp:1,0.5",
+    "hardsync:64",
+    "softsync:1",
+    "softsync:2,scale=1/sigma",
+    "adv:1",
+    "adv*:1",
+    "r2sp:0.8",
+    "r2sp:0.8,tune=true",
+)
+UPDATES: dict[str, Any] = {
+    "sgd": fastps.SGD(lr=0.1),
+    "momentum": fastps.SGD(lr=0.1, momentum=0.9),
+    "adam": fastps.Adam(lr=0.01),
+    "adagrad": fastps.Adagrad(lr=0.01),
+    "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
+}
+SIZES = {"small": 30, "shared": 70_000}  # floats; a fold of the larger one is cut into chunks
+ROUNDS = 5
+ACTIONS = ("push", "advance", "pull", "look", "save", "hold", "leave", "join")
+# What a round is made of, for each of the workers.
+ROUND = (("push", 0), ("push", 1), ("advance", 0), ("advance", 1), ("pull", 0), ("pull", 1))
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+)
+
+
+@dataclass(frozen=True)
+class Wound:
+    """A word that is written over: before which call, in which part, where in it, and how."""
+
+    moment: int
+    place: str
+    part: int
+    word: int
+    narrow: bool
+    bit: int  # to flip; -1: the word becomes `number`
+    number: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A job, and what is done to it."""
+
+    sync: str
+    update: str
+    size: str
+    half: bool
+    raises: bool
+    seed: int
+    extras: tuple[tuple[int, str, int], ...]  # moment, action, worker
+    wounds: tuple[Wound, ...]
+
+
+_WOUNDS = st.builds(
+    Wound,
+    st.integers(0, ROUNDS * len(ROUND) - 1),
+    st.sampled_from(
+        ["header", "domain", "work", "segments", "lane", "descriptors", "seat", "fates", "statistics", "rule's steps"]
+        + ["slot's header", "gradient"]
+        + 4 * ["scheduler"]
+    ),
+    st.integers(0, 63),
+    st.integers(0, 1 << 12),
+    st.booleans(),
+    st.integers(-1, 63),
+    st.one_of(st.sampled_from(NUMBERS), st.integers(0, (1 << 64) - 1), st.integers((1 << 64) - 64, (1 << 64) - 1)),
+)
+_EXAMPLES = st.builds(
+    Example,
+    st.sampled_from(SCHEMES),
+    st.sampled_from(sorted(UPDATES)),
+    st.sampled_from(["small", "small", "shared"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1 << 16),
+    st.lists(
+        st.tuples(st.integers(0, ROUNDS * len(ROUND) - 1), st.sampled_from(ACTIONS[3:]), st.integers(0, 2)), max_size=3
+    ).map(tuple),
+    st.lists(_WOUNDS, min_size=1, max_size=6).map(tuple),
+)
+
+
+def _write(memory: Any, where: places.Places, wound: Wound) -> None:
+    """Write over one word."""
+    begin, length = where[wound.place][wound.part % len(where[wound.place])]
+    form = "<I" if wound.narrow else "<Q"
+    width = struct.calcsize(form)
+    if length < width:
+        return
+    offset = begin + wound.word % (length // width) * width
+    (found,) = struct.unpack_from(form, memory, offset)
+    value = wound.number if wound.bit < 0 else found ^ (1 << wound.bit)
+    struct.pack_into(form, memory, offset, value % (1 << (8 * width)))
+
+
+class Life:
+    """Two workers of one store, and a place for a third, who live through an example."""
+
+    def __init__(self, example: Example, folder: Path) -> None:
+        self._example = example
+        self._folder = folder
+        self._random = random.Random(example.seed)
+        # Where the arena's parts lie is kept here: what is read there may be wrong soon.
+        weights = {"w": np.ones((SIZES[example.size],), np.float32), "b": np.ones(3, np.float32)}
+        weights |= {f"c{index}": np.ones(5, np.float32) for index in range(4)}
+        self.store = Store.create(
+            weights,
+            UPDATES[example.update],
+            sync=example.sync,
+            workers=2,
+            max_workers=3,
+            on_worker_loss="continue",
+            nonfinite="raise" if example.raises else "reject",
+            gradient_type="float16" if example.half else "float32",
+            timeout_s=0.03,
+        )
+        header = places.header_of(self.store.memory)
+        self._where, self._gaps = places.places_of(header), places.gaps_of(header)
+        places.mark(self.store.memory, self._gaps)
+        self._workers: dict[int, Worker] = {}
+        self.outcomes: list[str] = []
+
+    def run(self) -> list[str]:
+        """The errors of fastps that ended something; any other exception is a finding."""
+        for rank in range(2):
+            self._guarded("join", rank)
+        for moment in range(ROUNDS * len(ROUND)):
+            for wound in self._example.wounds:
+                if wound.moment == moment:
+                    _write(self.store.memory, self._where, wound)
+            for when, action, rank in self._example.extras:
+                if when == moment:
+                    self._guarded(action, rank)
+            self._guarded(*ROUND[moment % len(ROUND)])
+        for rank in list(self._workers):
+            self._guarded("leave", rank)
+        assert not places.changed(self.store.memory, self._gaps), "a store went between the arena's parts"
+        return self.outcomes
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            try:
+                worker.close("it failed")
+            except Error as error:
+                self.outcomes.append(type(error).__name__)
+        self._workers.clear()
+        self.store.close()
+
+    def _guarded(self, action: str, rank: int) -> None:
+        if action not in ("join", "look") and rank not in self._workers:
+            return
+        try:
+            getattr(self, "_" + action)(rank)
+        except Error as error:
+            self.outcomes.append(type(error).__name__)
+            worker = self._workers.pop(rank, None)
+            if worker is not None:
+                try:
+                    worker.close(str(error))
+                except Error as again:
+                    self.outcomes.append(type(again).__name__)
+
+    def _join(self, rank: int) -> None:
+        if rank not in self._workers:
+            self._workers[rank] = self.store.attach(rank)
+
+    def _push(self, rank: int) -> None:
+        worker = self._workers[rank]
+        for view in worker.gradients.values():
+            view[...] = self._random.choice([0.5, -1.0, float("inf") if self._random.random() < 0.1 else 2.0])
+        worker.push(self.store.hypers, samples=16, null=self._random.random() < 0.1)
+
+    def _advance(self, rank: int) -> None:
+        self._workers[rank].advance()
+
+    def _pull(self, rank: int) -> None:
+        worker = self._workers[rank]
+        worker.pull()
+        assert sum(float(view.reshape(-1)[0]) for view in worker.weights.values()) is not None
+
+    def _look(self, rank: int) -> None:
+        statistics_of(self.store.arena)
+        for shard in range(self.store.arena.shards):
+            self.store.arena.histograms(shard)
+        self.store.arena.record()
+        self.store.arena.fates(min(rank, 1), 0, 0, config.RING_SIZE)
+
+    def _save(self, rank: int) -> None:
+        fastps.save(self._workers[rank], self._folder)
+
+    def _hold(self, rank: int) -> None:
+        worker = self._workers[rank]
+        worker.hold_turns()
+        try:
+            weights, states = self.store.committed()
+            self.store.weight_views(weights)
+            self.store.plane_views(states, 0) if self.store.layout.planes else None
+            for shard in range(self.store.arena.shards):
+                try:
+                    worker.lane.spare(shard)
+                except RuntimeError:  # no buffer is free
+                    return
+        finally:
+            worker.release_turns(self._random.random() < 0.5)
+
+    def _leave(self, rank: int) -> None:
+        self._workers.pop(rank).close()
+
+
+def _live(example: Example) -> list[str]:
+    config.SLICE_NS = 2_000_000  # who waits in vain does so for a short time
+    walls = places.Walls()
+    walls.begin()
+    life = None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            life = Life(example, Path(folder))
+            try:
+                return life.run()
+            finally:
+                life.close()
+    finally:
+        life = None
+        gc.collect()
+        walls.end()
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(_live) as made:
+        yield made
+
+
+def test_whatever_is_written_over_ends_by_an_error_of_fastps(sandbox: Sandbox) -> None:
+    def check(data: st.DataObject) -> None:
+        sandbox.run(data.draw(_EXAMPLES))
+
+    fuzz("words of the arena", check)
+
+
+def test_an_example_without_wounds_ends_without_an_error(sandbox: Sandbox) -> None:
+    """Or what is found above would be of the example's own making."""
+    for sync in SCHEMES:
+        for size in SIZES:
+            assert sandbox.run(Example(sync, "momentum", size, False, False, 3, ((8, "save", 0), (9, "hold", 1)), ())) == [], (
+                sync
+            )

@@ -1,0 +1,174 @@
+"""Anything may be said to an answering thread, and answered to who asks: errors by name, nothing leaked, the next is served."""
+
+import array
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from fastps import rendezvous
+from fastps.kernels import answer
+from tests import descriptors
+from tests.fuzz.amount import fuzz
+
+ABI = 7
+HASH = bytes(range(32))
+LAYOUT = b'{"parameters": ["ours"]}'
+HELLO = answer.pack_hello(ABI, HASH, len(LAYOUT), False) + LAYOUT
+FINDINGS = (
+    rendezvous.Absent,
+    rendezvous.Silent,
+    rendezvous.OtherUser,
+    rendezvous.AbiDiffers,
+    rendezvous.LayoutDiffers,
+)
+KINDS = ("memfd", "pipe", "null")
+
+
+@contextlib.contextmanager
+def _opened(kinds: list[str]) -> Iterator[list[int]]:
+    """Descriptors of these kinds, closed at the end."""
+    found: list[int] = []
+    try:
+        for kind in kinds:
+            if kind == "memfd":
+                found.append(os.memfd_create("fuzz"))
+            elif kind == "null":
+                found.append(os.open("/dev/null", os.O_RDWR))
+            else:
+                reader, writer = os.pipe()
+                os.close(writer)
+                found.append(reader)
+        yield found
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
+
+
+@st.composite
+def _mutated(draw: st.DrawFn, valid: bytes, words: st.SearchStrategy[bytes]) -> bytes:
+    """A valid message with bytes written over, put in and cut away; or any bytes."""
+    message = bytearray(valid)
+    kind = draw(st.sampled_from(["valid", "words", "bytes", "cut", "prolonged", "anything"]))
+    if kind == "anything":
+        return draw(st.binary(max_size=200))
+    if kind == "cut":
+        return bytes(message[: draw(st.integers(0, len(message)))])
+    if kind == "prolonged":
+        return bytes(message) + draw(st.binary(max_size=300)) * draw(st.sampled_from([1, 1, 500]))
+    for _ in range(draw(st.integers(1, 4)) if kind != "valid" else 0):
+        place = draw(st.integers(0, len(message) - 1))
+        new = draw(words if kind == "words" else st.binary(min_size=1, max_size=9))
+        message[place : place + len(new)] = new
+    return bytes(message)
+
+
+_WORDS = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 4, ABI, 1 << 26, (1 << 26) + 1, (1 << 31) - 1, 1 << 32, (1 << 64) - 1]).map(
+        lambda number: struct.pack("<Q", number)
+    ),
+    st.integers(0, (1 << 32) - 1).map(lambda number: struct.pack("<I", number)),
+)
+_PIECES = st.lists(st.integers(1, 80), max_size=4)
+
+
+def _send(connection: socket.socket, message: bytes, pieces: list[int], sent: list[int]) -> None:
+    """Send a message in pieces of these lengths, with the descriptors on the first; whoever does not listen ends it."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))] if sent else []
+    with contextlib.suppress(OSError):
+        for length in pieces:
+            if message:
+                connection.sendmsg([message[:length]], rights)
+                message, rights = message[length:], []
+        if message or rights:
+            connection.sendmsg([message or b"x"], rights)
+
+
+def test_whatever_is_said_the_next_joiner_is_served() -> None:
+    """Several clients at a time, of whom some hang up, some wait, and some bring descriptors."""
+    job, memory, pidfd = f"fuzz-{secrets.token_hex(6)}", os.memfd_create("fuzz"), os.pidfd_open(os.getpid())
+    name = rendezvous.place_name(job, 0)
+    with rendezvous.Answerer(name, memory, pidfd, ABI, HASH, LAYOUT, 0) as answerer:
+        before = descriptors.opened()
+
+        def check(data: st.DataObject) -> None:
+            clients = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(data.draw(st.integers(1, 4)))]
+            for client in clients:
+                client.settimeout(5)
+                client.connect(name)
+                with _opened(data.draw(st.lists(st.sampled_from(KINDS), max_size=8))) as sent:
+                    _send(client, data.draw(_mutated(HELLO, _WORDS)), data.draw(_PIECES), sent)
+            for client in clients:
+                if data.draw(st.booleans()):
+                    client.shutdown(socket.SHUT_WR)  # it has said all: an answer, or the end, comes at once
+                    with contextlib.suppress(ConnectionError):
+                        _, rights, _, _ = client.recvmsg(4096, socket.CMSG_SPACE(64))
+                        for _, _, content in rights:
+                            for (number,) in struct.iter_unpack("=i", content):
+                                os.close(number)
+                client.close()
+            found = rendezvous.ask(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=10.0)
+            os.close(found.memfd)
+            os.close(found.pidfd)
+            assert answerer.foreign_layout() is None or isinstance(answerer.foreign_layout(), str)
+
+        fuzz("attach messages", check)
+        assert descriptors.settle(before) == before
+    os.close(memory)
+    os.close(pidfd)
+
+
+def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
+    """A hostile server at the name of a place: its answer, its descriptors, and when it hangs up, are anything."""
+    job = f"fuzz-{secrets.token_hex(6)}"
+    name, before = rendezvous.place_name(job, 0), descriptors.opened()
+    with _opened(["memfd", "memfd"]) as sent, rendezvous.Answerer(name, *sent, ABI, HASH, LAYOUT, 0):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(name)
+            connection.sendall(HELLO)
+            accepting = connection.recv(answer.ANSWER_BYTES)
+    differing = (
+        accepting[:12] + struct.pack("<I", answer.LAYOUT_DIFFERS) + accepting[16:24] + struct.pack("<Q", 9) + b"[1, 2, 3]"
+    )
+
+    def check(data: st.DataObject) -> None:
+        reply = data.draw(_mutated(data.draw(st.sampled_from([accepting, differing])), _WORDS))
+        kinds, pieces = data.draw(st.lists(st.sampled_from(KINDS), max_size=8)), data.draw(_PIECES)
+        hears = data.draw(st.booleans())
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection, _opened(kinds) as given:
+                    if hears:
+                        connection.recv(4096)
+                    _send(connection, reply, pieces, given)
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(name)
+            listener.listen()
+            server = threading.Thread(target=serve)
+            server.start()
+            began = time.monotonic()
+            try:
+                found = rendezvous.ask(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=0.05)
+                os.close(found.memfd)
+                os.close(found.pidfd)
+            except FINDINGS:
+                pass
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)
+                server.join()
+            assert time.monotonic() - began < 20, "it is no hang, but for a machine that stood still"
+
+    fuzz("answers to a joiner", check)
+    assert descriptors.settle(before) == before
