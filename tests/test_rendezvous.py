@@ -498,7 +498,7 @@ def test_a_job_name_of_another_length_is_refused(wrong: str) -> None:
         rendezvous.place_name(wrong, 100)
 
 
-@pytest.mark.parametrize("wrong", [-1, "server", 1.5, None])
+@pytest.mark.parametrize("wrong", [-1, "holder", 1.5, None])
 def test_another_kind_of_place_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="lane's number or 'host'"):
+    with pytest.raises(ValueError, match="lane's number, 'host' or 'server'"):
         rendezvous.place_name("mnist", wrong)
