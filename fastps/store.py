@@ -192,6 +192,7 @@ class Store:
             if finish is not None:
                 finish(store)
             if layout.has_server:
+                store.stop_answering(store.answer_at("host"))  # where a job of this name runs, its server has the name, too
                 store.server = ServerProcess(store, server_device)
             store.answer_at("host")
             if store.server is not None:

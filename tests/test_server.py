@@ -340,6 +340,11 @@ def test_a_store_that_nobody_joined_takes_its_server_with_it() -> None:
     assert not psutil.pid_exists(server), "ended, and reaped"
 
 
+def test_a_second_job_of_a_running_jobs_name_is_refused_as_without_a_server() -> None:
+    with _store("bsp", 1, job=f"twice-{os.getpid()}") as store, pytest.raises(fastps.AttachError, match="choose another"):
+        _store("bsp", 1, job=store.job)
+
+
 @pytest.mark.parametrize("ask", [lambda: _store("bsp", 1, server="threads"), lambda: JobOptions(server="threads")])
 def test_an_unknown_server_is_refused_in_one_sentence(ask: Callable[[], object]) -> None:
     with pytest.raises(fastps.UsageError, match="expected server to be one of workers, process, found 'threads'"):
