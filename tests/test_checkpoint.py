@@ -94,15 +94,16 @@ def test_a_version_is_whole_while_the_others_go_on(tmp_path: Path, sync: str) ->
             other = processes.start(busy)
             while store.arena.counters(1)["steps"] < 3:
                 worker.step({name: np.full(value.shape, amount) for name, value in weights.items()})
+            steps_meanwhile = 0
             for _ in range(4):
                 before = store.arena.counters(1)["steps"]
                 found = fastps.load(fastps.save(worker, tmp_path))
                 for name in weights:
                     assert len(set(found.tensors[f"weights/{name}"].reshape(-1).tolist())) == 1
                     assert len(set(found.tensors[f"state/momentum_buffer/{name}"].reshape(-1).tolist())) == 1
-                if sync == "asp":
-                    assert store.arena.counters(1)["steps"] > before
+                steps_meanwhile += store.arena.counters(1)["steps"] - before
                 worker.step({name: np.full(value.shape, amount) for name, value in weights.items()})
+            assert sync != "asp" or steps_meanwhile > 0
             os.kill(other.process_id, signal.SIGKILL)
             processes.finish([other], 10)
         assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["checkpoint-000003", "checkpoint-000004"]
