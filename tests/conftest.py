@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import psutil
 import pytest
 
 os.environ.setdefault("FASTPS_TIMEOUT", "60")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores it for what it starts in the background, and so would every process that a test of Ctrl-C starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _shared_memory() -> set[str]:
