@@ -85,7 +85,7 @@ def plan_of(seed: int) -> Plan:
         "slots": policy.slots(workers),
         "adagrad": rng.random() < 0.5,
         "is_sum": policy.is_sum,
-        "is_mean": policy.is_sum and not policy.combine,
+        "is_mean": policy.is_mean,
         "may_drop": policy.fold == "quorum",
         "bound": bound_of(policy) if is_bounded else -1,
         "partial": policy.pull < 1,

@@ -252,7 +252,12 @@ class Policy:
     @property
     def is_sum(self) -> bool:
         """Whether a version is the sum, or the mean, of all pushes that are folded with it, and not of one push."""
-        return self.combine or self.fold not in ("each", "in-order")
+        return self.combine or self.is_mean
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether pushes that are folded together are divided by their number; those that are combined are not."""
+        return self.fold not in ("each", "in-order")
 
     @property
     def is_level(self) -> bool:

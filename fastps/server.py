@@ -22,7 +22,7 @@ from fastps.errors import Error, raise_for_outcome
 from fastps.kernels import turn
 from fastps.kernels.arena import ABI
 from fastps.peers import Peers
-from fastps.server_process import PRESENT, Order
+from fastps.server_process import WORKER_PRESENT, Order
 from fastps.store import Store
 
 logger = logging.getLogger("fastps.server")
@@ -105,7 +105,7 @@ class Server:
     def _is_over(self) -> bool:
         """Whether nobody is there, and nobody can come: who joins a job asks a worker of it, or its creator."""
         for lane, (generation, state) in enumerate(self._arena.members()):
-            if state in PRESENT and not self._peers.is_dismissed((lane, generation)):
+            if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):
                 return False
         try:
             answer = rendezvous.ask(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastps.store import Store
 
 CHOICES = ("workers", "process")
-PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
 _END_S = 5.0  # a server that nobody needs ends within milliseconds; one that is stopped would never
 _START_S = 60.0  # importing numpy on a machine that is busy; the timeout of waits may be shorter
@@ -113,7 +113,7 @@ class ServerProcess:
         if os.getpid() != self._parent or self._process.returncode is not None:
             return
         self.begin()
-        if any(state in PRESENT for state in lane_states):
+        if any(state in WORKER_PRESENT for state in lane_states):
             threading.Thread(target=self._process.wait, name="fastps-reaper", daemon=True).start()
             return
         try:

@@ -32,7 +32,6 @@ from fastps.training_options import TrainingOptions
 Floats = npt.NDArray[np.float32]
 
 GOAL_ITERATIONS = 10
-_MEANS = ("all", "quorum", "count")  # folds of several pushes at once, divided by their number
 _BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP, _GRANT, _TIMER, _LEAVE, _PULL = range(len(TRACE_KINDS))
 
 
@@ -180,7 +179,6 @@ class _Shard:
 
     def fold(self, pushes: list[tuple[_Pushed, int]], part: slice, learning_rate: float) -> None:
         """One update of (push, its staleness); kernels/batch.pyx scales a live one in the same way."""
-        is_mean = self._policy.fold in _MEANS
         hyper = Hyper(learning_rate, self._training.momentum, 0.0, self._training.weight_decay)
         ordered = []
         for pushed, staleness in pushes:
@@ -198,7 +196,7 @@ class _Shard:
             self.weights,
             self._state,
             self._steps,
-            scale=1.0 / len(ordered) if is_mean else 1.0,
+            scale=1.0 / len(ordered) if self._policy.is_mean else 1.0,
             rate_scale=self._rate_scale([pushed for pushed, _ in pushes]),
         )
         if self._reads[self.version] <= 0:

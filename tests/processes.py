@@ -62,3 +62,23 @@ def finish(children: list[Child], timeout_s: float) -> None:
                 os.kill(child.process_id, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.002)
+
+
+def kill_one(children: list[Child], victim: int, where: str = "") -> None:
+    """Kill one of the workers; see `finish_after_a_death` for the others."""
+    others = [child for rank, child in enumerate(children) if rank != victim]
+    os.kill(children[victim].process_id, signal.SIGKILL)
+    finish_after_a_death(others, f"worker {victim} (", where)
+    finish([children[victim]], 10)
+
+
+def finish_after_a_death(children: list[Child], name: str, where: str = "") -> None:
+    """All end within two seconds, by an error that says who died; one that was not told by another says `name`."""
+    died_at = time.monotonic()
+    finish(children, 20)
+    for child in children:
+        assert child.exit_code == 1, f"{where}a survivor had to be killed"
+        assert child.ended_at - died_at < 2.0, f"{where}took {child.ended_at - died_at:.2f} s"
+        assert child.outcome[0] == "WorkerDiedError", f"{where}{child.outcome}"
+    # A survivor that raised first fails its own lane, and the other may name that one.
+    assert any(name in child.outcome[1] for child in children), f"{where}{[child.outcome for child in children]}"

@@ -108,18 +108,7 @@ def _kill_one(sync: str, seed: int, after_s: float) -> None:
             time.sleep(0.001)  # a worker that dies before it attached is the launcher's to report
         time.sleep(generator.random() * after_s)
         victim = generator.randrange(3)
-        os.kill(children[victim].process_id, signal.SIGKILL)
-        killed_at = time.monotonic()
-        processes.finish(children, 10)
-        survivors = [child for rank, child in enumerate(children) if rank != victim]
-        for child in survivors:
-            assert child.exit_code == 1, f"seed {seed}: a survivor had to be killed"
-            assert child.ended_at - killed_at < 2.0, f"seed {seed}: took {child.ended_at - killed_at:.2f} s"
-            name, text = child.outcome
-            assert name == "WorkerDiedError", f"seed {seed}: {child.outcome}"
-            # A survivor that raised first fails its own lane; the other may name that one.
-            assert "worker " in text
-        assert any(f"worker {victim} " in child.outcome[1] for child in survivors), f"seed {seed}"
+        processes.kill_one(children, victim, f"seed {seed}: ")
         assert store.arena.committed()[0] == store.version
 
 
