@@ -40,6 +40,7 @@ from fastps.cli_options import (
 from fastps.errors import UsageError
 from fastps.specs import parse_policies, parse_policy
 from fastps.stragglers import PAPER_EXPONENT
+from fastps.training_options import LEARNING_RATE
 
 EXPONENT_HELP = (
     "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
@@ -60,7 +61,7 @@ def train(
     workers: Workers = 4,
     epochs: Epochs = 10,
     batch_size: BatchSize = 16,
-    lr: LearningRate = 0.05,
+    lr: LearningRate = LEARNING_RATE,
     momentum: Momentum = 0.5,
     data: Data = "mnist5k",
     seed: Seed = 0,
@@ -126,7 +127,7 @@ def compare(
     workers: Workers = 4,
     epochs: Epochs = 3,
     batch_size: BatchSize = 16,
-    lr: LearningRate = 0.05,
+    lr: LearningRate = LEARNING_RATE,
     momentum: Momentum = 0.5,
     data: Data = "mnist5k",
     seed: Seed = 0,
@@ -166,7 +167,7 @@ def stragglers(
     workers: Workers = 4,
     epochs: Epochs = 3,
     batch_size: BatchSize = 16,
-    lr: LearningRate = 0.05,
+    lr: LearningRate = LEARNING_RATE,
     momentum: Momentum = 0.5,
     data: Data = "mnist5k",
     seed: Seed = 0,

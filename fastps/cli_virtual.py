@@ -7,6 +7,7 @@ import typer
 
 from fastps.cli_options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, console_of
 from fastps.errors import UsageError
+from fastps.training_options import LEARNING_RATE
 
 FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
 
@@ -70,7 +71,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
     data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
-    lr: LearningRate = 0.05,
+    lr: LearningRate = LEARNING_RATE,
     momentum: Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,

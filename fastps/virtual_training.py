@@ -27,7 +27,7 @@ from fastps.policy import Policy
 from fastps.rules import Hyper
 from fastps.simulate import TRACE_KINDS, Outcome, Row, Simulation, simulate
 from fastps.training import Batches
-from fastps.training_options import TrainingOptions
+from fastps.training_options import LEARNING_RATE, TrainingOptions
 
 Floats = npt.NDArray[np.float32]
 
@@ -49,7 +49,7 @@ class VirtualTraining:
     """
 
     data: Dataset
-    learning_rate: float = 0.05
+    learning_rate: float = LEARNING_RATE
     momentum: float = 0.5
     weight_decay: float = 0.0
     falls_at: tuple[float, ...] = field(default=())

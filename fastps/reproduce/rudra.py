@@ -16,7 +16,7 @@ LEARNERS = 30
 SPREAD = 0.05
 EQUAL = "times vary by 5 % (section 5.1: learners of 'roughly the same speed')."
 DIGITS = "A perceptron on 8 x 8 digits in place of the CNN on CIFAR-10; momentum 0.9 as in section 4.2."
-RATE = 0.05  # alpha_0: fastps train's own, with which a single learner of 128 samples does well on the digits
+RATE = 0.05  # alpha_0, with which a single learner of 128 samples does well on the digits
 # Section 3.3: 16 tasks that send 300 MB to one receiver take over a second.
 PORT = 16 * 300e6
 # Section 4.2: 54 learners of 4 samples take 125 minutes for 1.2 million images with everything overlapped (Table 4).
@@ -196,7 +196,7 @@ ROWS = (
             Between({"n=30, alpha_0": (0.85, 0.95), "n=30, alpha_0 / n": (0, 0.3)}),
             InOrder(("n=4, alpha_0 / n", "n=4, alpha_0")),
         ),
-        assumed=f"alpha_0 = {RATE}, which is fastps train's own and suits a single learner. {DIGITS}"
+        assumed=f"alpha_0 = {RATE}, which suits a single learner. {DIGITS}"
         " Also tried: with 0.01 4-softsync errs more with alpha_0 / n (9 %) than with alpha_0 (5 %), for it has not learned"
         " enough yet, and 30-softsync is as here; with 0.2 neither learns.",
     ),
