@@ -17,7 +17,7 @@ from typing import Any
 
 from fastps.bench.crew import Crew, CrewError
 from fastps.bench.peers import Job
-from fastps.launch import die_with_parent
+from fastps.process_control import die_with_parent
 
 _START_S = 60.0
 _END_S, _FAILED_END_S = 30.0, 3.0

@@ -2,11 +2,10 @@
 
 Sets torchrun's environment variables, so that a script needs to know only one set. The first worker that fails is the root
 cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
-worker is replaced, from a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
+worker is replaced, by a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -29,15 +28,14 @@ from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
 from fastps.live_faults import FaultInjector, FaultReport
 from fastps.placement import gpu_variables
-from fastps.spare import DEFAULT_IMPORTS
-from fastps.spare import order as spare_order
+from fastps.process_control import AdoptedProcess, adopting_orphans, die_with_parent
+from fastps.spare_process import DEFAULT_IMPORTS, SpareProcess
 
 logger = logging.getLogger("fastps.launch")
 
 GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
 TAIL_LINES = 20
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
-_PR_SET_PDEATHSIG = 1
 _FAULT_TICK_S = 0.02  # how often injected faults look at the job
 NO_OPTIONS = JobOptions()
 
@@ -50,7 +48,7 @@ class LaunchedWorker:
     """
 
     rank: int
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | AdoptedProcess"
     restart: int = 0
     exit_code: int | None = None
     ended_ns: int = 0
@@ -187,7 +185,9 @@ class Launcher:
         self._restarts_left = options.restarts
         self._port = 0
         self._oom_kills = oom_kills()
-        self._spare: LaunchedWorker | None = None
+        self._spare: SpareProcess | None = None
+        self._spare_worker: LaunchedWorker | None = None  # its process
+        self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._prefix = prefix
         self._trace = trace.resolve() if trace is not None else None
@@ -213,11 +213,13 @@ class Launcher:
                     self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
                 if on_tick is not None:
                     on_tick()
+            self._end_spare()
             self._drain()
         finally:
             if self._injector is not None:
                 self._injector.close()
             self._kill_all()
+            self._adopting.close()
             signal.signal(signal.SIGINT, previous)
             self._selector.close()
             if self._trace is not None:
@@ -236,7 +238,7 @@ class Launcher:
     def _start(self) -> None:
         self._port = _free_port()
         for rank in range(self._count):
-            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL))
+            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL, self._variables(rank, 0)))
         if self._restarts_left:
             self._prepare_spare()
         logger.info("job %s: started %d workers", self.job, self._count)
@@ -250,18 +252,21 @@ class Launcher:
             rank, self._count, self._port, self.job, self._sync, base, restart=restart, restarts=restarts, trace=self._trace
         )
 
-    def _launch(self, rank: int, restart: int, command: list[str], stdin: int) -> LaunchedWorker:
+    def _launch(self, rank: int, restart: int, command: list[str], stdin: int, variables: dict[str, str]) -> LaunchedWorker:
         """Start a process, and listen to what it prints and to its end."""
         process = subprocess.Popen(
             command,
-            env=self._variables(rank, restart),
+            env=variables,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
             preexec_fn=die_with_parent(os.getpid()),
         )
-        worker = LaunchedWorker(rank, process, restart)
+        return self._listen(LaunchedWorker(rank, process, restart))
+
+    def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
+        process = worker.process
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
         for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             pipe = cast("IO[bytes]", stream)
@@ -271,29 +276,49 @@ class Launcher:
         return worker
 
     def _prepare_spare(self) -> None:
-        """Start the process that will be the next replacement; only Python programs can be prepared."""
+        """Start the process that will fork the replacements; only Python programs can be prepared."""
         if self._command[0] == sys.executable and len(self._command) > 1:
-            command = [sys.executable, "-m", "fastps.spare", *self._imports]
-            self._spare = self._launch(0, 1, command, subprocess.PIPE)
+            self._adopting.enter_context(adopting_orphans())
+            ours, its = SpareProcess.pair()
+            variables = self._variables(0, 1)
+            with its:
+                command = [sys.executable, "-m", "fastps.spare", *self._imports]
+                self._spare_worker = self._launch(0, 1, command, its.fileno(), variables)
+            self._spare = SpareProcess(ours, variables)
+
+    def _end_spare(self, kill: bool = False) -> None:
+        """It ends by itself; one that is to be killed would read its last order otherwise, when it goes on."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        if kill and self._spare_worker is not None:
+            self._spare_worker.send(signal.SIGKILL)
 
     def _replace(self, lost: LaunchedWorker) -> None:
-        """Start another worker in the place of a lost one: the spare, or if there is none yet, a new process."""
+        """Start another worker in the place of a lost one: by the spare, or where none is ready, as a new process."""
         self._restarts_left -= 1
         restart = lost.restart + 1
-        spare, self._spare = self._spare, None
-        if spare is None:
-            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL)
+        variables = self._variables(lost.rank, restart)
+        forked = self._forked(variables)
+        if forked is None:
+            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL, variables)
         else:
-            worker, worker.rank, worker.restart = spare, lost.rank, restart
-            is_module = self._command[1] == "-m"
-            order = spare_order(self._variables(lost.rank, restart), self._command[2 if is_module else 1 :], is_module)
-            with contextlib.suppress(BrokenPipeError):  # it died, which is told by its pidfd
-                with cast("IO[bytes]", worker.process.stdin) as pipe:
-                    pipe.write(order)
+            worker = self._listen(LaunchedWorker(lost.rank, forked, restart))
         self._workers.append(worker)
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
-        if self._restarts_left:
-            self._prepare_spare()
+        if not self._restarts_left:
+            self._end_spare()
+
+    def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
+        """A replacement that the spare has forked."""
+        if self._spare is None or not self._spare.is_ready:
+            return None
+        is_module = self._command[1] == "-m"
+        forked = self._spare.replacement(variables, self._command[2 if is_module else 1 :], module=is_module)
+        if forked is None:
+            logger.warning("the spare did not answer: replacements are new processes from now on")
+            self._end_spare(kill=True)
+        return forked
 
     def _handle_events(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -306,8 +331,8 @@ class Launcher:
             worker.exit_code = worker.process.wait()
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
-            if worker is self._spare:
-                self._spare = None
+            if worker is self._spare_worker:
+                self._end_spare()
             elif worker.failed:
                 self._on_loss(worker)
 
@@ -366,31 +391,17 @@ class Launcher:
             self._handle_events(0.05)
 
     def _kill_all(self) -> None:
-        for worker in [*self._workers, *([self._spare] if self._spare is not None else [])]:
+        self._end_spare()
+        for worker in [*self._workers, *([self._spare_worker] if self._spare_worker is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
                 worker.exit_code = worker.process.wait()
-            if worker.process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    worker.process.stdin.close()
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
             else:
                 cast("IO[bytes]", key.fileobj).close()
-
-
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """What a new process does first: ask to be killed with its parent, and check that this has not happened already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask
 
 
 def _free_port() -> int:

@@ -1,41 +1,90 @@
-"""A spare worker: a process that has imported what takes long, and waits to become the replacement of a worker that was lost.
+"""The spare: a process that imports what takes long once, and forks the replacement of each worker that is lost.
 
-Run by the launcher as `python -m fastps.spare MODULE...`; one line of JSON on its standard input says what to become. Refuses
-to choose anything: without an order it ends.
+Run by the launcher as `python -m fastps.spare MODULE...`, with a socket as standard input (spare_process.py is its other end).
+A replacement is the launcher's own child, as every worker is: it is forked twice, and orphans come to the launcher. Refuses to
+choose anything: without orders it does nothing, and it ends with the launcher.
 """
 
+import gc
 import importlib
 import json
 import os
 import runpy
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-DEFAULT_IMPORTS = ("torch", "fastps.torch")
+from fastps.process_control import ask_to_die_with_parent
+
+READY = b"ready"
+MOST_BYTES = 1 << 17  # of an order
+_ADOPTION_S = 5.0
 
 
-def order(environment: dict[str, str], arguments: list[str], module: bool) -> bytes:
-    """What the launcher writes to a spare: the variables that are its own, and the script or module with its arguments."""
-    return json.dumps({"environment": environment, "arguments": arguments, "module": module}).encode() + b"\n"
-
-
-def wait_for_order(imports: list[str]) -> dict[str, Any] | None:
-    """Import, then wait; None when the launcher has gone."""
+def serve(imports: list[str]) -> dict[str, Any] | None:
+    """Import, then fork a replacement for each order. Returns, in the replacement, what to become; None at the end."""
+    control = socket.socket(fileno=os.dup(0))
+    launcher = os.getppid()
+    _close_standard_input()
     for name in imports:
         importlib.import_module(name)
-    line = sys.stdin.buffer.readline()
-    return json.loads(line) if line else None
+    if "torch" in sys.modules:
+        _make_an_optimizer()
+    gc.freeze()  # the replacements share these pages as long as nobody collects what lies there
+    control.send(READY)
+    while True:
+        message, files, _, _ = socket.recv_fds(control, MOST_BYTES, 2)
+        if not message:
+            return None
+        first = os.fork()
+        if first == 0:
+            if os.fork():
+                os._exit(0)
+            _begin_life(control, launcher, files)
+            order: dict[str, Any] = json.loads(message)
+            return order
+        os.waitpid(first, 0)
+        for file in files:
+            os.close(file)
 
 
-def become(found: dict[str, Any]) -> None:
+def _make_an_optimizer() -> None:
+    """What torch imports when the first optimizer is made takes it as long as importing torch does."""
+    import torch
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None:
+    """In the replacement: become the launcher's child, with the standard output and error that came, and say so."""
+    os.setpgid(0, 0)
+    end_s = time.monotonic() + _ADOPTION_S
+    while os.getppid() != launcher:
+        if time.monotonic() > end_s:
+            os._exit(1)  # the launcher has gone
+        time.sleep(0.0005)
+    ask_to_die_with_parent(launcher)
+    for target, file in zip((1, 2), files, strict=True):
+        os.dup2(file, target)
+        os.close(file)
+    gc.unfreeze()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # every process has its own; Python's own generator does so by itself
+    control.send(str(os.getpid()).encode())
+    control.close()
+
+
+def become(order: dict[str, Any]) -> None:
     """Run the script or module as `python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS` would."""
-    os.environ.update(found["environment"])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    name, sys.argv = found["arguments"][0], list(found["arguments"])
-    if found["module"]:
+    os.environ.update(order["environment"])
+    for name in order["without"]:
+        os.environ.pop(name, None)
+    name, sys.argv = order["arguments"][0], list(order["arguments"])
+    if order["module"]:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
@@ -43,7 +92,15 @@ def become(found: dict[str, Any]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
+def _close_standard_input() -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+
 if __name__ == "__main__":
-    _found = wait_for_order(sys.argv[1:])
-    if _found is not None:
-        become(_found)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is an order; a worker takes Ctrl-C as Python does
+    _order = serve(sys.argv[1:])
+    if _order is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        become(_order)

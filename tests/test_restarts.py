@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,8 @@ if joined:
     (folder / "joined").touch()
 while opt.worker.steps < 60:
     if fastps.rank() == VICTIM and not joined and opt.worker.steps == 10:
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
     time.sleep(0.02 if not (folder / "joined").exists() else 0.001)
@@ -44,13 +48,83 @@ opt.close()
 def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAINING.replace("SYNC", sync).replace("VICTIM", str(victim)))
-    outcome = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1)).run()
+    launcher = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1))
+
+    def look() -> None:
+        if launcher._spare is not None and launcher._spare.is_ready:
+            (tmp_path / "ready").touch()
+
+    outcome = launcher.run(on_tick=look)
     assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
     ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
     assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
     generation, from_spare, begun = (tmp_path / f"worker-{victim}").read_text().split()
     assert (generation, from_spare) == ("1", "True")
     assert int(begun) >= 10
+
+
+LOSSES = """
+import os, pathlib, signal, sys, time
+import numpy
+folder, restart = pathlib.Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "0":
+    while not (folder / "life-2").exists():
+        time.sleep(0.01)
+    sys.exit()
+is_forked = "fastps.spare" in " ".join(sys.orig_argv)
+(folder / f"life-{restart}").write_text(f"{is_forked} {os.getppid()} {numpy.random.random()} {sys.argv[0]}")
+print("life", restart)
+while restart < 2 and not (folder / f"end-{restart}").exists():
+    time.sleep(0.01)
+if restart < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list[list[str]]:
+    """Worker 1 is lost twice, `before_second` between, once the spare is ready; what each of its three processes wrote."""
+    script = folder / "script.py"
+    script.write_text(LOSSES)
+    launcher = Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(restarts=3), imports=["numpy"])
+
+    def look() -> None:
+        if launcher._spare is not None and launcher._spare.is_ready and (folder / "life-0").exists():
+            (folder / "end-0").touch()
+        if (folder / "life-1").exists() and not (folder / "end-1").exists():
+            before_second(launcher)
+            (folder / "end-1").touch()
+
+    outcome = launcher.run(on_tick=look, tick_s=0.02)
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [
+        (0, 0, 0),
+        (1, 0, -9),
+        (1, 1, -9),
+        (1, 2, 0),
+    ]
+    return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
+
+
+def test_one_spare_forks_all_replacements_which_are_processes_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives = _lose_twice(tmp_path, lambda launcher: None)
+    assert [life[0] for life in lives] == ["False", "True", "True"]
+    assert {life[1] for life in lives} == {str(os.getpid())}, "each is the launcher's own child"
+    assert len({life[2] for life in lives}) == 3, "numpy's random numbers are each process' own"
+    assert {life[3] for life in lives} == {str(tmp_path / "script.py")}
+    assert [line for line in capsys.readouterr().out.splitlines() if "life" in line] == [
+        f"[1] life {life}" for life in range(3)
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_without_a_spare_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
+    def hurt(launcher: Launcher) -> None:
+        assert launcher._spare_worker is not None
+        launcher._spare_worker.send(number)
+
+    assert [life[0] for life in _lose_twice(tmp_path, hurt)] == ["False", "True", "False"]
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
