@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -22,12 +22,14 @@ def _store(sync: str, workers: int = 3, **options: object) -> fastps.Store:
     return fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)  # type: ignore[arg-type]
 
 
-def _until(store: fastps.Store, rank: int | None, clock: int, pause_s: float = 0.002) -> Callable[[], tuple[int, int, int]]:
-    """Work until the clock; returns (pushes, the clock at which it began, generation)."""
+def _until(
+    store: fastps.Store, rank: int | None, clock: int, pause_s: float = 0.002, dead: Sequence[int] = ()
+) -> Callable[[], tuple[int, int, int]]:
+    """Work until the clock, and until these lanes are dead; returns (pushes, the clock at which it began, generation)."""
 
     def work() -> tuple[int, int, int]:
         with store.attach(rank) as worker:
-            while worker.steps < clock:
+            while worker.steps < clock or any(store.arena.lane_state(lane) != LANE_DEAD for lane in dead):
                 for view in worker.gradients.values():
                     view[...] = AMOUNT
                 worker.push(store.hypers, samples=4)
@@ -50,7 +52,7 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 @pytest.mark.parametrize("sync", SPECS)
 def test_the_others_go_on_without_the_dead_and_with_who_comes_in_its_place_and_more(sync: str) -> None:
     with _store(sync, max_workers=4) as store:
-        children = [processes.start(_until(store, rank, 100)) for rank in range(3)]
+        children = [processes.start(_until(store, rank, 10**6 if rank == 1 else 100)) for rank in range(3)]
         _wait_until(lambda: store.version >= 15)
         os.kill(children[1].process_id, signal.SIGKILL)
         children += [processes.start(_until(store, 3, 100)), processes.start(_until(store, 1, 100))]
@@ -70,7 +72,8 @@ def test_the_others_go_on_without_the_dead_and_with_who_comes_in_its_place_and_m
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:2"])
 def test_all_but_one_may_die(sync: str) -> None:
     with _store(sync, workers=4) as store:
-        children = [processes.start(_until(store, rank, 80)) for rank in range(4)]
+        children = [processes.start(_until(store, rank, 10**6)) for rank in range(3)]
+        children.append(processes.start(_until(store, 3, 80, dead=range(3))))
         _wait_until(lambda: store.version >= 8)
         for victim in range(3):
             os.kill(children[victim].process_id, signal.SIGKILL)
