@@ -47,9 +47,10 @@ def train(
     Raises RunFailedError.
     """
     results, outcome = _run(options, data, console, job, progress, trace, clock)
-    row = merged(options, results)
+    replaced = sum(worker.restart > 0 for worker in outcome.workers)
+    row = merged(options, results, outcome.began_ns if replaced else None)
     if job.restarts:
-        row["restarts"] = sum(worker.restart > 0 for worker in outcome.workers)
+        row["restarts"] = replaced
     if outcome.faults is not None:
         row["chaos"] = outcome.faults.row()
     return row
@@ -122,9 +123,14 @@ def _run_watched(
     return outcome
 
 
-def merged(options: TrainingOptions, results: Sequence[Row]) -> Row:
-    """One row of a run from its workers' results: seconds from the common start to the last end, steps of all workers."""
-    seconds = (max(row["ended_ns"] for row in results) - min(row["began_ns"] for row in results)) / 1e9
+def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | None = None) -> Row:
+    """One row of a run from its workers' results: seconds from the common start to the last end, steps of all workers.
+
+    `began_ns` is the start where results cannot tell it: replacements begin late, and count the steps of all before them.
+    """
+    if began_ns is None:
+        began_ns = min(row["began_ns"] for row in results)
+    seconds = (max(row["ended_ns"] for row in results) - began_ns) / 1e9
     total = {
         key: sum(row[key] for row in results) for key in ("steps", "samples", "wait_ns", "compute_ns", "folded", "dropped")
     }

@@ -88,13 +88,15 @@ class LaunchedWorker:
 class Outcome:
     """How a job ended: all workers, replaced ones too, the first that failed (None when none did), and whether Ctrl-C ended it.
 
-    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected.
+    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected. `began_ns`: when
+    the launcher began, before any worker had imported anything.
     """
 
     workers: list[LaunchedWorker]
     first_failure: LaunchedWorker | None
     interrupted: bool
     seconds: float
+    began_ns: int
     faults: FaultReport | None = None
 
     @property
@@ -226,7 +228,8 @@ class Launcher:
                 trace_parts.finish(self._trace, self.job)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
-        return Outcome(self._workers, None if self._interrupts else self._root_cause(), self._interrupts > 0, seconds, report)
+        first_failure = None if self._interrupts else self._root_cause()
+        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
 
     def _root_cause(self) -> LaunchedWorker | None:
         """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""

@@ -75,6 +75,8 @@ def test_a_runs_row_spans_all_workers() -> None:
     assert (merged["sync"], merged["chosen"]) == ("asp", "softsync:1")
     assert (merged["stale_blocks"], merged["sigma_mean"], merged["zero_gap_share"]) == (2, 0.5, 0.75)
     assert (merged["staleness_mean"], merged["staleness_max"], merged["wait_share"]) == (1.0, 7, 0.25)
+    replaced = compare.merged(TrainingOptions(sync="asp", workers=2), rows, began_ns=0)
+    assert (replaced["seconds"], replaced["steps_per_s"]) == (5.0, 8.0), "a replacement counts the steps before it, too"
 
 
 def _accuracy(sync: str, seed: int) -> float:
