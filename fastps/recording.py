@@ -17,7 +17,7 @@ from fastps.environment import TRACE_VARIABLE
 from fastps.kernels.arena import FATE_DROPPED, LANE_LEAVING, LANE_LIVE, Arena
 from fastps.machine import machine
 from fastps.trace_file import DROPPED, FOLDED, UNDECIDED, Lines
-from fastps.trace_parts import Part, folder_of, merge, notes_of, numbered
+from fastps.trace_parts import Part, folder_of, merge, numbered
 from fastps.version import __version__
 
 if TYPE_CHECKING:
@@ -254,10 +254,11 @@ class Recorder:
         """After `finish`: whoever finds that all workers have, or that nobody else will, writes the trace."""
         if self._folder is None or self._file is None:
             return
-        notes = notes_of(self._folder)
+        merge(self._folder, self._file, self._is_last, self._arena_says, lambda pushes: settle(self._arena, pushes))
+
+    def _is_last(self, notes: list[dict[str, Any]]) -> bool:
         others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in self._arena.lane_states())
-        if notes and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run):
-            merge(self._folder, self._file, self._arena_says, lambda pushes: settle(self._arena, pushes))
+        return bool(notes) and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run)
 
     def _arena_says(self) -> dict[str, Any]:
         """What was committed, counted by the holders themselves: to compare the lines with."""

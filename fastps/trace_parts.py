@@ -35,7 +35,11 @@ def folder_of(file: Path, job: str) -> Path:
 
 def folders_of(file: Path) -> list[Path]:
     """Folders with parts of this trace that nobody has merged, the newest last."""
-    return sorted(file.parent.glob(f"{file.name}.*{_SUFFIX}"), key=lambda folder: folder.stat().st_mtime)
+    found = []
+    for folder in file.parent.glob(f"{file.name}.*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # merged since
+            found.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(found)]
 
 
 def numbered(file: Path, number: int) -> Path:
@@ -58,7 +62,11 @@ def finish(file: Path, job: str) -> None:
 def load(file: Path) -> Trace:
     """Read a trace; where there is none yet, what the parts of its last job hold. Raises TraceError."""
     left = folders_of(file)
-    return gathered(left[-1]) if left and not file.exists() else read(file)
+    if left and not file.exists():
+        with _locked(left[-1]) as there:
+            if there:
+                return _gathered(left[-1], _notes_of(left[-1]))
+    return read(file)
 
 
 class PartTable:
@@ -126,8 +134,8 @@ class Part:
         unfinished.replace(file)
 
 
-def notes_of(folder: Path) -> list[dict[str, Any]]:
-    """The workers' notes, by rank."""
+def _notes_of(folder: Path) -> list[dict[str, Any]]:
+    """The workers' notes, by rank. The folder is locked: who merges would remove them meanwhile."""
     found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     return sorted(found, key=lambda note: int(note["rank"]))
 
@@ -135,17 +143,22 @@ def notes_of(folder: Path) -> list[dict[str, Any]]:
 def merge(
     folder: Path,
     file: Path,
+    when: Callable[[list[dict[str, Any]]], bool] | None = None,
     more: Callable[[], dict[str, Any]] | None = None,
     settle: Callable[[Lines], None] | None = None,
 ) -> bool:
-    """Write the trace of what is in the folder, and remove the folder; False when another has done so.
+    """Write the trace of what is in the folder, and remove the folder; False when another has done so, or it is not time.
 
-    `settle` may complete the lines of pushes before they are written; what `more` returns goes into the header.
+    `when` says of the workers' notes whether it is time; `settle` may complete the lines of pushes before they are written;
+    what `more` returns goes into the header. Raises TraceError.
     """
     with _locked(folder) as there:
         if not there:
             return False
-        found = gathered(folder)
+        notes = _notes_of(folder)
+        if when is not None and not when(notes):
+            return False
+        found = _gathered(folder, notes)
         if settle is not None:
             settle(found.pushes)
         write(replace(found, header={**found.header, **(more() if more is not None else {})}), file)
@@ -155,9 +168,8 @@ def merge(
     return True
 
 
-def gathered(folder: Path) -> Trace:
+def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     """The trace of what the folder holds now: also of a job that still runs, or has crashed. Raises TraceError."""
-    notes = notes_of(folder)
     if not notes:
         raise TraceError(f"expected parts of a trace in {folder}, found none")
     tables = {}
@@ -183,7 +195,7 @@ def _lines(file: Path, dtype: "np.dtype[np.void]") -> Lines:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """One at a time merges; False where the folder is gone."""
+    """One at a time reads all parts or merges them; False where the folder is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

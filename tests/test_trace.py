@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from fastps.clock import SYSTEM_CLOCK
 from fastps.kernels.arena import FATE_FOLDED
 from fastps.trace_check import check, is_complete
 from fastps.trace_file import DROPPED, FOLDED, UNDECIDED, Trace, TraceError, read, write
-from fastps.trace_parts import CHUNK_LINES, folder_of, folders_of, load
+from fastps.trace_parts import CHUNK_LINES, Part, folder_of, folders_of, load, merge
 from tests import processes
 
 SPECS = [
@@ -178,6 +179,27 @@ def test_lines_of_a_killed_worker_are_there_and_say_the_truth(tmp_path: Path) ->
     for folder in folders_of(file):
         for part in folder.iterdir():
             part.unlink()
+
+
+def test_workers_that_end_at_the_same_time_write_one_trace(tmp_path: Path, honest: dict[str, Trace]) -> None:
+    workers, rounds, file = 4, 100, tmp_path / "run.trace"
+    begun = multiprocessing.get_context("fork").Barrier(workers)
+
+    def end(rank: int) -> int:
+        written = 0
+        for job in range(rounds):
+            folder = folder_of(file, str(job))
+            part = Part(folder, rank, {"job": honest["asp"].header, "began_ns": 0})
+            begun.wait(30)
+            part.finish()
+            written += merge(folder, file, lambda notes: [note["finished"] for note in notes] == [True] * workers)
+        return written
+
+    children = [processes.start(lambda rank=rank: end(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    assert sum(child.outcome for child in children) == rounds
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.trace"]
 
 
 def test_a_recording_that_ends_before_the_worker_is_written_then(tmp_path: Path) -> None:
