@@ -13,15 +13,15 @@ import runpy
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from fastps.clock import SYSTEM_CLOCK
 from fastps.process_control import ask_to_die_with_parent
 
 READY = b"ready"
 MOST_BYTES = 1 << 17  # of an order
-_ADOPTION_S = 5.0
+_ADOPTION_NS = 5_000_000_000
 
 
 def serve(imports: list[str]) -> dict[str, Any] | None:
@@ -61,11 +61,11 @@ def _make_an_optimizer() -> None:
 def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None:
     """In the replacement: become the launcher's child, with the standard output and error that came, and say so."""
     os.setpgid(0, 0)
-    end_s = time.monotonic() + _ADOPTION_S
+    deadline_ns = SYSTEM_CLOCK.now_ns() + _ADOPTION_NS
     while os.getppid() != launcher:
-        if time.monotonic() > end_s:
+        if SYSTEM_CLOCK.now_ns() >= deadline_ns:
             os._exit(1)  # the launcher has gone
-        time.sleep(0.0005)
+        SYSTEM_CLOCK.sleep_ns(500_000)
     ask_to_die_with_parent(launcher)
     for target, file in zip((1, 2), files, strict=True):
         os.dup2(file, target)
