@@ -290,7 +290,7 @@ class Launcher:
             self._spare = SpareProcess(ours, variables)
 
     def _end_spare(self, kill: bool = False) -> None:
-        """It ends by itself; one that is to be killed would read its last order otherwise, when it goes on."""
+        """Let it end by itself; or kill it, for one that is stopped would still obey its last order when it goes on."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -319,7 +319,7 @@ class Launcher:
         is_module = self._command[1] == "-m"
         forked = self._spare.replacement(variables, self._command[2 if is_module else 1 :], module=is_module)
         if forked is None:
-            logger.warning("the spare did not answer: replacements are new processes from now on")
+            logger.warning("the spare made no replacement: they are new processes from now on")
             self._end_spare(kill=True)
         return forked
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# With 0.05 four workers that fold each push of MNIST-5k swing in one run of ten, and so does a replay of the same order in
-# plain torch: that is what stale gradients do (docs/disciplines.md).
+# With 0.05 the accuracy of four workers on MNIST-5k swings now and then where each push is folded by itself: that is what stale
+# gradients do (docs/disciplines.md).
 LEARNING_RATE = 0.03
 
 

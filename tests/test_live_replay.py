@@ -96,13 +96,15 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("FASTPS_TRACE", str(tmp_path / "run.trace"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so that sums have one order
-    children = [processes.start(lambda rank=rank: _work(sync, rank)) for rank in range(WORKERS)]
-    processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0] * WORKERS, [child.outcome for child in children]
-    trace = read(tmp_path / "run.trace")
-    assert check(trace) == []
-    yield [child.outcome for child in children], trace.pushes[trace.pushes["fate"] == FOLDED]
-    torch.set_num_threads(threads)
+    try:
+        children = [processes.start(lambda rank=rank: _work(sync, rank)) for rank in range(WORKERS)]
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0] * WORKERS, [child.outcome for child in children]
+        trace = read(tmp_path / "run.trace")
+        assert check(trace) == []
+        yield [child.outcome for child in children], trace.pushes[trace.pushes["fate"] == FOLDED]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("recorded", ["asp", "ssp:1", "dssp:1,4", "r2sp", "asp,stagger=0.8"], indirect=True)
