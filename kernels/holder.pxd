@@ -31,12 +31,17 @@ cdef class Holder:
     cdef int try_turn(self, int64_t now_ns) noexcept nogil
     cdef bint take(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
+    cdef bint is_offered(self) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
     cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
     cdef void nudge_all(self) noexcept nogil
 
+    cdef int _offer(self, int outcome) noexcept nogil
     cdef void _nudge(self) noexcept nogil
+    cdef bint _waits(self, uint32_t index) noexcept nogil
+    cdef uint64_t _undecided(self, uint32_t index) noexcept nogil
+    cdef bint _is_wanted(self) noexcept nogil
     cdef int _hand_over(self) noexcept nogil
     cdef int _drain(self) noexcept nogil
     cdef int _bad_push(self) noexcept nogil

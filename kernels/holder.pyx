@@ -35,9 +35,13 @@ from fastps.kernels.fold cimport FPS_MAX_PUSHES
 from fastps.kernels.lane cimport (
     FPS_LANE_DEAD,
     FPS_LANE_JOINING,
+    FPS_LANE_LIVE,
     FPS_LEAVE,
     FPS_MAX_BATCH,
+    FPS_PUSH,
     fps_descriptor,
+    fps_head_acquire,
+    fps_lane,
     fps_tail_acquire,
     lane_descriptor,
 )
@@ -76,6 +80,7 @@ cdef extern from "atomics.h" nogil:
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
     _NOTHING = 100   # no event; beyond the scheduler's actions
+    _ENOUGH = 101    # this lane has folded for long, and another waits that can go on
     # What a holder that is TURN_AWAITING waits for.
     _NOBODY = 0
     _FOLD = 1         # helpers of its own fold
@@ -145,8 +150,13 @@ cdef class Holder:
                 return False
             seen = fps_turn_load(word)
 
+    cdef bint is_offered(self) noexcept nogil:
+        """Whether the turn is free although more is pending, and this lane may run it."""
+        cdef uint64_t seen = fps_turn_load(&self.domain.turn)
+        return seen & FPS_PENDING and fps_turn_owner(seen) == 0 and not self.hands_over
+
     cdef int run(self, int outcome=_RUN) noexcept nogil:
-        """Drain until nothing is pending, then let go; after MAX_ROUNDS hand over to whoever comes next.
+        """Drain until nothing is pending, then let go; after MAX_ROUNDS, or a long fold, hand over to whoever comes next.
 
         `outcome`: of the commit that the turn begins with, if it was under way.
         """
@@ -163,6 +173,8 @@ cdef class Holder:
                 self.awaiting = _FOLD
             if outcome in (TURN_LOST, TURN_AWAITING):
                 return outcome
+            if outcome == _ENOUGH:
+                return self._offer(TURN_DONE)
             if outcome < 0:
                 self.commit.repair()
             if fps_turn_give(word, self.turn, given):
@@ -170,25 +182,66 @@ cdef class Holder:
                 return outcome
             rounds += 1
             if outcome < 0 or rounds == MAX_ROUNDS:
-                if fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING):
-                    self._nudge()
-                    self.commit.wake()
-                    return outcome
-                return TURN_LOST
+                return self._offer(outcome)
             self.commit.wake()
             fps_turn_clear_pending(word, FPS_PENDING)
             if fps_turn_load(word) & ~FPS_PENDING != self.turn:
                 return TURN_LOST
             outcome = _RUN
 
+    cdef int _offer(self, int outcome) noexcept nogil:
+        """Let go of the turn although more is pending, and tell one who waits; if nobody does, the next push takes it."""
+        cdef uint64_t *word = &self.domain.turn
+        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0) | FPS_PENDING
+        while not (fps_turn_give(word, self.turn, given) or fps_turn_give(word, self.turn | FPS_PENDING, given)):
+            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
+                return TURN_LOST
+        self._nudge()
+        self.commit.wake()
+        return outcome
+
     cdef void _nudge(self) noexcept nogil:
-        """Wake one sleeper to take the turn that is handed over; if nobody sleeps, the next push takes it."""
-        cdef uint32_t index
-        for index in range(self.arena.header.n_lanes):
-            if index != self.lane and fps_sleeping_load(&self.arena.lane(index).sleeping):
-                fps_event_add(&self.arena.lane(index).event)
-                fps_event_wake(&self.arena.lane(index).event)
+        """Move the event of the next lane that waits, for it looks at the turn before it sleeps; wake it if it does already."""
+        cdef uint32_t step, index
+        cdef fps_lane *lane
+        for step in range(1, self.arena.header.n_lanes):
+            index = (self.lane + step) % self.arena.header.n_lanes
+            lane = self.arena.lane(index)
+            if fps_sleeping_load(&lane.sleeping) or self._waits(index):
+                fps_event_add(&lane.event)
+                if fps_sleeping_load(&lane.sleeping):
+                    fps_event_wake(&lane.event)
                 return
+
+    cdef bint _waits(self, uint32_t index) noexcept nogil:
+        """Whether a live lane can do nothing until a fold: all its slots hold pushes that this shard is not done with."""
+        cdef fps_lane *lane = self.arena.lane(index)
+        cdef uint64_t back, slots = self.arena.header.n_slots
+        if fps_member_state(fps_state_acquire(&lane.state)) != FPS_LANE_LIVE or self._undecided(index) < slots:
+            return False
+        for back in range(1, slots + 1):
+            if lane_descriptor(lane, self.arena.header.ring_size, fps_tail_acquire(&lane.tail) - back).kind != FPS_PUSH:
+                return False
+        return True
+
+    cdef uint64_t _undecided(self, uint32_t index) noexcept nogil:
+        """Descriptors of a lane that this shard is not done with."""
+        return fps_tail_acquire(&self.arena.lane(index).tail) - fps_head_acquire(&self.arena.seat(index, self.shard).head)
+
+    cdef bint _is_wanted(self) noexcept nogil:
+        """Whether the turn should change hands after this commit: its fold was long, and another lane does nothing but wait.
+
+        A holder that went on would stay for as long as the others push, and not push itself.
+        """
+        cdef uint32_t index
+        if self.fold.chunks < 2 or self.fold.on_device or self.arena.header.n_servers:
+            return False
+        if self._undecided(self.lane):
+            return False
+        for index in range(self.arena.header.n_lanes):
+            if index != self.lane and self._waits(index):
+                return True
+        return False
 
     cdef int _hand_over(self) noexcept nogil:
         """Let go of a turn that this lane cannot run, for those who can."""
@@ -211,12 +264,14 @@ cdef class Holder:
                     fps_event_wake(&self.arena.lane(index).event)
 
     cdef int _drain(self) noexcept nogil:
-        """Decide and commit everything that is posted now."""
+        """Decide and commit everything that is posted now, up to a fold that is _ENOUGH."""
         cdef int outcome
         while True:
             outcome = self._commit_once()
             if outcome != TURN_BUSY:
                 return outcome
+            if self._is_wanted():
+                return _ENOUGH
 
     # -- one commit --------------------------------------------------------------------------------
 

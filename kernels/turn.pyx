@@ -316,13 +316,21 @@ cdef class Lane:
                 fps_pause()
             fps_sleeping_set(&self.words.sleeping, 1)
             event = fps_event_load(&self.words.event)
-            if not self._reached(granted, done, shards):
+            if not self._reached(granted, done, shards) and not self._is_offered():
                 fps_event_sleep(&self.words.event, event, slice_ns)
             fps_sleeping_set(&self.words.sleeping, 0)
             if not self.helpers or not self._help():
                 break
             spins = max(spins, <int64_t> SPINS_AFTER_HELP)
         return self._reached(granted, done, shards)
+
+    cdef bint _is_offered(self) noexcept nogil:
+        """Whether a turn waits for this lane to take it. Looked at after the event, which moves when a turn is offered."""
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            if (<Holder> self._holders[shard]).is_offered():
+                return True
+        return False
 
     cdef bint _help(self) noexcept nogil:
         """Take part in every shard's fold that is being made."""
