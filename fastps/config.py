@@ -10,7 +10,7 @@ from fastps.kernels import arena
 from fastps.policy import MOST_SLOTS
 
 RING_SIZE = 8  # descriptors of a lane's ring
-SLICE_NS = 20_000_000  # no wait is longer without a look at the peers (protocol A.8 wants 50 ms): a death is told in half of 100 ms
+SLICE_NS = 20_000_000  # no wait is longer without a look at the peers (protocol A.8: 50 ms), so a death is told within 100 ms
 OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the turn will fire it
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)

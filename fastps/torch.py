@@ -25,7 +25,6 @@ from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
-from fastps.kernels.attributes import Attribute
 from fastps.layout import GradientType, Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
 from fastps.policy import Policy
@@ -36,6 +35,7 @@ from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients
 from fastps.torch_rules import check_parameter, hyper_of, rule_of
+from fastps.torch_weights import Weights
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
@@ -153,8 +153,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
-        self._data = Attribute("data", self._tensors)
-        self._version_counter = Attribute("_version", self._tensors)
         self._use(self._join(layout, resumed, environment.job_name(next(_instances)), timeout_s, clock))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [
@@ -178,16 +176,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _use(self, worker: Worker) -> None:
         """Let this worker's arena be where gradients go and weights come from."""
         self._worker, self._store = worker, worker.store
-        policy, parameters = self.policy, self._store.layout.parameters
-        self._clip = policy.clip
-        self._weight_tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
-        self._of_shard = [
-            [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
-            for shard in range(self._store.arena.shards)
-        ]
-        self._tensors_of_shard = [[self._tensors[index] for index in indices] for indices in self._of_shard]
+        self._clip = self.policy.clip
+        self._weights = Weights(self._tensors, self._store, self._tensor_views)
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
-        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=policy.waits_for_fold, name=self._name)
+        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
         exits.register(worker, self.close)
 
     def _take_advice(self, warm_up: WarmUp) -> None:
@@ -374,29 +366,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return min(1.0, self._clip / (self._gradients.norm(self._worker.slot) * scale + 1e-6))
 
     def _take_weights(self) -> None:
-        """Point every parameter at the newest published buffer: no copy."""
-        for shard, buffer in enumerate(self._worker.pull()):
-            tensors = self._weight_tensors.get((shard, buffer))
-            if tensors is None:
-                tensors = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
-            self._data.set(self._tensors_of_shard[shard], tensors)
+        """Let every parameter be of the newest version."""
+        self._weights.show(self._worker.pull())
         if self._worker.generation and self._total_steps == 0:
-            for tensor in self._tensors:  # a script that loads weights now must not write into those of the others
-                tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+            self._weights.show_copies()  # a script that loads weights now must not write into those of the others
         if self._total_steps <= 1:
-            self._versions = self._version_counter.get(self._tensors)  # what was written before the first step was allowed
-
-    def _weights_of(self, shard: int, buffer: int) -> list[torch.Tensor]:
-        """Tensors over the parameters of one shard in a weights buffer."""
-        views = self._tensor_views(self._store.weight_views(buffer))
-        return [views[index] for index in self._of_shard[shard]]
+            self._weights.remember()  # what was written before the first step was allowed
 
     def _check_unchanged(self) -> None:
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.
 
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         """
-        changed = self._version_counter.are(self._tensors, self._versions)
+        changed = self._weights.changed()
         if changed < 0 or self._total_steps == 0:
             return
         raise ParameterChangedError(
@@ -411,7 +393,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Its first gradient is not of the job's weights: a null push goes in its place.
         """
         worker = self._worker
-        if not worker.generation or worker.own_steps or self._version_counter.are(self._tensors, self._versions) < 0:
+        if not worker.generation or worker.own_steps or self._weights.changed() < 0:
             return False
         logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
         return True
@@ -556,10 +538,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._checkpointing.close(failed=failure is not None)
         for hook in self._hooks:
             hook.remove()
-        for tensor in self._tensors:
-            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+        self._weights.show_copies()
         self._gradients.keep()
-        self._weight_tensors.clear()
+        self._weights.leave()
         try:
             self._worker.close(failure)
         finally:

@@ -77,7 +77,7 @@ class StagedOptimizer(DistributedOptimizer):
         self._taken: dict[int, tuple[int, int]] = {}  # of a shard: the buffer and version that the parameters hold
         self._locked: npt.NDArray[np.uint8] | None = None  # the arena, while it is page-locked
         super().__init__(*arguments, **options)
-        self._versions = self._version_counter.get(self._tensors)
+        self._weights.remember()
 
     def _use(self, worker: Worker) -> None:
         synchronize(self._tensors)
@@ -120,17 +120,11 @@ class StagedOptimizer(DistributedOptimizer):
             if self._taken.get(shard) == taken:
                 continue
             self._taken[shard] = taken
-            for tensor, weights in zip(self._tensors_of_shard[shard], self._shared(shard, buffer), strict=True):
+            for tensor, weights in zip(self._weights.by_shard[shard], self._weights.of(shard, buffer), strict=True):
                 tensor.data.copy_(weights, non_blocking=True)
 
-    def _shared(self, shard: int, buffer: int) -> list[torch.Tensor]:
-        found = self._weight_tensors.get((shard, buffer))
-        if found is None:
-            found = self._weight_tensors[shard, buffer] = self._weights_of(shard, buffer)
-        return found
-
     def _check_unchanged(self) -> None:
-        changed = self._version_counter.are(self._tensors, self._versions)
+        changed = self._weights.changed()
         if changed >= 0:
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"

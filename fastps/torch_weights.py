@@ -1,0 +1,64 @@
+"""The weights of one worker between pull and the next: how a model's parameters come to be those of a published buffer.
+
+`p.data` is pointed at the buffer that the worker has pinned: nothing is copied. Refuses to know when a pull is made, and
+whether what it pulled is new.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastps.kernels.attributes import Attribute
+from fastps.store import Store
+
+
+class Weights:
+    """The parameters `tensors` of a store; `tensors_of` makes tensors with their strides of flat views, a parameter each."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], store: Store, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
+    ) -> None:
+        self.tensors = tensors
+        self._store = store
+        self._tensors_of = tensors_of
+        self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
+        parameters = store.layout.parameters
+        self._of_shard = [
+            [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
+            for shard in range(store.arena.shards)
+        ]
+        self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
+        self._data = Attribute("data", tensors)
+        self._counters = Attribute("_version", tensors)
+        self.remember()
+
+    def show(self, pulled: list[int]) -> None:
+        """Let every parameter be what is in its shard's pulled buffer: no copy."""
+        for shard, buffer in enumerate(pulled):
+            self._data.set(self.by_shard[shard], self.of(shard, buffer))
+
+    def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
+        """Tensors over the parameters of one shard in a weights buffer."""
+        found = self._made.get((shard, buffer))
+        if found is None:
+            made = self._tensors_of(self._store.weight_views(buffer))
+            found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
+        return found
+
+    def show_copies(self) -> None:
+        """Let every parameter be a copy of its own of what it is."""
+        for tensor in self.tensors:
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+    def remember(self) -> None:
+        """What was written to the parameters up to now is allowed."""
+        self._remembered: list[int] = self._counters.get(self.tensors)
+
+    def changed(self) -> int:
+        """The index of the first parameter that was written to since `remember`, or -1."""
+        return self._counters.are(self.tensors, self._remembered)
+
+    def leave(self) -> None:
+        """Keep no tensor of the store's memory: it is about to go."""
+        self._made.clear()
