@@ -15,7 +15,7 @@ import numpy as np
 
 from fastps.device import Device, DeviceError
 from fastps.device_arena import PRESENT, DeviceArena
-from fastps.errors import ProtocolError, TimeoutExceededError, UnsupportedError, UsageError, WorkerDiedError
+from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.kernels import turn
 from fastps.peers import Peers
 from fastps.rendezvous import Answerer
@@ -49,16 +49,14 @@ class DeviceWorker(Worker):
         """Show what this lane has, and wait until all that it needs is there."""
         self.lane.fold_with(arena.fold, ())  # its turns are taken by nobody until the memory is there
         self._with_turns(arena.show)
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while not self._with_turns(arena.is_ready):
-            now_ns = self._clock.now_ns()
-            self.look_around()
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(
-                    f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
-                    f" {sorted(set(arena.homes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
-                )
-            self._clock.sleep_ns(_PAUSE_NS)
+        self.wait_until(
+            lambda: self._with_turns(arena.is_ready),
+            _PAUSE_NS,
+            lambda: (
+                f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
+                f" {sorted(set(arena.homes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
+            ),
+        )
         self._with_turns(arena.open)
         if self.rank == 0:
             assert isinstance(self.store, DeviceStore)

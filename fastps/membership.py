@@ -6,9 +6,11 @@ Refuses to decide what a scheme does with fewer or more workers: the scheduler d
 """
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
-from fastps.errors import LayoutError, NonFiniteGradientError, TimeoutExceededError, WorkerDiedError, damaged
+from fastps.errors import LayoutError, NonFiniteGradientError, WorkerDiedError, damaged
+from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.layout import first_difference
 from fastps.peers import Owner, Peers
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from fastps.worker import Worker
 
 logger = logging.getLogger("fastps.membership")
+_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
 class Membership:
@@ -33,23 +36,35 @@ class Membership:
 
     def join(self, timeout_ns: int) -> None:
         """Wait until every shard counts this worker. Raises TimeoutExceededError, saying what the lane waits for."""
-        worker, arena, clock = self._worker, self._store.arena, self._store.clock
-        deadline_ns = clock.now_ns() + timeout_ns
-        worker.lane.break_turn(worker.rank, clock.now_ns(), self.generation - 1)
-        while not arena.has_joined(worker.rank):
-            worker.try_turn()
-            now_ns = clock.now_ns()
-            self.look(now_ns)
-            if now_ns >= deadline_ns:
-                counters = arena.counters(worker.rank)
-                raise TimeoutExceededError(
-                    f"worker {worker.rank} waited {timeout_ns / 1e9:g} s to join (generation {self.generation}): of its lane"
-                    f" {counters['posted'] - counters['done']} pushes of an earlier worker are not folded, at version"
-                    f" {arena.version}; raise FASTPS_TIMEOUT if the others are only slow"
-                )
-            clock.sleep_ns(500_000)
+        worker, arena = self._worker, self._store.arena
+        worker.lane.break_turn(worker.rank, self._store.clock.now_ns(), self.generation - 1)
+        worker.wait_until(self._has_joined, 500_000, partial(self._not_joined_text, timeout_ns))
         arena.joined(worker.rank)
         logger.info("worker %d joined as generation %d at version %d", worker.rank, self.generation, arena.version)
+
+    def _has_joined(self) -> bool:
+        self._worker.try_turn()
+        return self._store.arena.has_joined(self._worker.rank)
+
+    def _not_joined_text(self, timeout_ns: int) -> str:
+        worker, arena = self._worker, self._store.arena
+        counters = arena.counters(worker.rank)
+        return (
+            f"worker {worker.rank} waited {timeout_ns / 1e9:g} s to join (generation {self.generation}): of its lane"
+            f" {counters['posted'] - counters['done']} pushes of an earlier worker are not folded, at version"
+            f" {arena.version}; raise FASTPS_TIMEOUT if the others are only slow"
+        )
+
+    def waited_for(self) -> list[str]:
+        """Who this worker may be waiting for: those expected or present that are behind it, and how far they are."""
+        layout, arena, worker = self._store.layout, self._store.arena, self._worker
+        found = []
+        for lane, state in enumerate(arena.lane_states()[: layout.lanes]):
+            if lane == worker.rank or (lane >= layout.workers and state == LANE_FREE):
+                continue  # nobody is expected in a lane beyond those of the workers
+            if state in _WAITED_FOR and (arena.clock(lane) < worker.steps or state == LANE_FREE):
+                found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]})")
+        return found
 
     def look(self, now_ns: int) -> None:
         """Act on every worker that died or failed, and on one that describes another model.

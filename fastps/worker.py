@@ -8,10 +8,10 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ from fastps.transfers import Transfers, link_of
 if TYPE_CHECKING:
     from fastps.store import Store
 
+_Found = TypeVar("_Found")
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
-_WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
 class Worker:
@@ -409,28 +409,31 @@ class Worker:
             self.lane.break_turn(owner[0], now_ns, owner[1])
 
     def _timeout_text(self) -> str:
-        others = []
-        for lane in range(self.store.layout.lanes):
-            if lane >= self.store.layout.workers and self.store.arena.lane_state(lane) == LANE_FREE:
-                continue  # nobody is expected there
-            clock, state = self.store.arena.clock(lane), self.store.arena.lane_state(lane)
-            if lane != self.rank and state in _WAITED_FOR and (clock < self.steps or state == LANE_FREE):
-                others.append(f"worker {lane} (at step {clock}{_WAITED_FOR[state]})")
+        others = ", ".join(self._membership.waited_for()) or "a grant"
         return (
             f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self.store.layout.policy.spec}"
-            f" for {', '.join(others) or 'a grant'}; raise FASTPS_TIMEOUT if they are only slow"
+            f" for {others}; raise FASTPS_TIMEOUT if they are only slow"
         )
+
+    def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
+        """Ask again and again until the answer is true, watch the peers meanwhile, and return it.
+
+        Raises TimeoutExceededError with that text, and what `look_around` raises.
+        """
+        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        while not (found := reached()):
+            now_ns = self._clock.now_ns()
+            self._membership.look(now_ns)
+            if now_ns >= deadline_ns:
+                raise TimeoutExceededError(timeout_text())
+            self._clock.sleep_ns(pause_ns)
+        return found
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
         self._check_not_forked()
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while LANE_FREE in self.store.arena.lane_states()[: self.store.layout.workers]:
-            now_ns = self._clock.now_ns()
-            self._membership.look(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(self._timeout_text())
-            self._clock.sleep_ns(1_000_000)
+        arena, workers = self.store.arena, self.store.layout.workers
+        self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self._timeout_text)
         self._granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.pulled(0)
@@ -441,14 +444,8 @@ class Worker:
         Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
         """
         self._check_not_forked()
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
         self._leave()
-        while not self._others_are_done():
-            now_ns = self._clock.now_ns()
-            self._membership.look(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(self._timeout_text())
-            self._clock.sleep_ns(5_000_000)
+        self.wait_until(self._others_are_done, 5_000_000, self._timeout_text)
         self.pull()
 
     def _others_are_done(self) -> bool:
@@ -463,15 +460,11 @@ class Worker:
     def hold_turns(self) -> None:
         """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
         self._check_not_forked()
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
         for shard in range(len(self.buffers)):
-            while not self.lane.hold(shard):
-                now_ns = self._clock.now_ns()
-                self._membership.look(now_ns)
-                if now_ns >= deadline_ns:
-                    owner = self.lane.owner(shard)
-                    raise TimeoutExceededError(f"worker {self.rank} waited for the turn that worker {owner} holds")
-                self._clock.sleep_ns(100_000)
+            self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))
+
+    def _held_text(self, shard: int) -> str:
+        return f"worker {self.rank} waited for the turn that worker {self.lane.owner(shard)} holds"
 
     def release_turns(self, publish: bool) -> None:
         """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
@@ -488,14 +481,11 @@ class Worker:
         One worker at a time does; waits for its turn. End it by `store.arena.unpin_version(rank, shard)`.
         """
         self.check_usable()
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while (pinned := self._try_pin(shard)) is None:
-            now_ns = self._clock.now_ns()
-            self._membership.look(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(f"worker {self.rank} waited to copy version {self.version}, for another copies it")
-            self._clock.sleep_ns(1_000_000)
-        return pinned
+        return self.wait_until(
+            lambda: self._try_pin(shard),
+            1_000_000,
+            lambda: f"worker {self.rank} waited to copy version {self.version}, for another copies it",
+        )
 
     def _try_pin(self, shard: int) -> tuple[int, int, int, list[int]] | None:
         try:
