@@ -34,7 +34,7 @@ from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients
-from fastps.torch_rules import check_parameter, hyper_of, rule_of
+from fastps.torch_rules import Hypers, check_parameter, rule_of
 from fastps.torch_weights import Weights
 from fastps.worker import Worker
 
@@ -133,6 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
         self._inner = optimizer
         self._rule = rule_of(optimizer)
+        self._hypers_read = Hypers(self._rule)
         self._wrapped = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = True
@@ -348,7 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _hypers(self) -> list[Hyper]:
-        return [hyper_of(group, self._rule) for group in self.param_groups]
+        return self._hypers_read.of(self.param_groups)
 
     def _loss_scaling(self) -> tuple[float, bool]:
         """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""

@@ -73,6 +73,45 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
 
 
+class Hypers:
+    """The hyper-parameters of all param_groups, made anew only after one of them was given another value.
+
+    >>> group = {"params": [], "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}
+    >>> hypers = Hypers(SGD_RULE)
+    >>> hypers.of([group]) is hypers.of([group])
+    True
+    >>> group["lr"] = 0.25
+    >>> hypers.of([group])[0].learning_rate
+    0.25
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._groups: list[dict[str, Any]] | None = None  # as they were; None: they cannot be compared
+        self._made: list[Hyper] = []
+
+    def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
+        """One a group, as they stand now; the caller leaves the list as it is."""
+        if self._groups is None or self._groups != groups:
+            self._made = [hyper_of(group, self._rule) for group in groups]
+            is_plain = all(_cannot_change(value) for group in groups for key, value in group.items() if key not in _NAMES_OF)
+            # The parameters are the very same lists, which are not looked into.
+            self._groups = [dict(group) for group in groups] if is_plain else None
+        return self._made
+
+
+_NAMES_OF = ("params", "param_names")
+
+
+def _cannot_change(value: object) -> bool:
+    """A tensor or a list can be given other values while it stays the same object."""
+    return (
+        value is None
+        or isinstance(value, int | float | str)
+        or (isinstance(value, tuple) and all(isinstance(part, int | float) for part in value))
+    )
+
+
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
     """A parameter's entry of torch's state after so many steps; `plane` gives the tensor of a name. None: torch keeps none."""
     names = _state_names(group, rule)
