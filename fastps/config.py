@@ -4,17 +4,22 @@ What a user may change comes from the environment, read when it is asked for. Re
 """
 
 import os
+from typing import TYPE_CHECKING
 
 from fastps.errors import UsageError
 from fastps.kernels import arena
 from fastps.policy import MOST_SLOTS
+
+if TYPE_CHECKING:
+    from fastps.layout import Layout
 
 RING_SIZE = 8  # descriptors of a lane's ring
 SLICE_NS = 20_000_000  # no wait is longer without a look at the peers (protocol A.8: 50 ms), so a death is told within 100 ms
 OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the turn will fire it
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
-STREAMED_BYTES = 128 << 20  # written by a fold that two cores share: from here stores past the caches pay (docs/performance.md)
+STREAMED_BYTES = 28 << 20  # read and written by a fold: from here stores past the caches pay (docs/performance.md)
+STAGED_BYTES = 128 << 20  # written by a fold of a rule whose results go through a stage: the same, where two cores share it
 DEFAULT_TIMEOUT_S = 300.0
 
 # A ring that held more pushes than slots would let a push name a slot that another push still needs; null pushes and the last
@@ -51,6 +56,12 @@ def helpers(workers: int) -> int:
     return min(workers, len(os.sched_getaffinity(0))) - 1
 
 
-def streams(written_bytes: int, workers: int) -> bool:
-    """Whether folds store past the caches: not when the results fit there, nor when one core folds alone."""
-    return written_bytes >= STREAMED_BYTES and helpers(workers) > 0
+def streams(layout: "Layout", takers: int) -> bool:
+    """Whether a job's folds store past the caches, where so many processes take turns: not when the results fit there.
+
+    The loops of SGD and Adam do so by themselves; what other rules write goes through a stage, which pays late.
+    """
+    written_bytes = 4 * layout.buffer_floats * (1 + layout.planes)
+    if layout.rule.name in ("sgd", "adam") and not layout.policy.ema:
+        return 2 * written_bytes + 4 * layout.buffer_floats * layout.workers >= STREAMED_BYTES
+    return written_bytes >= STAGED_BYTES and helpers(takers) > 0

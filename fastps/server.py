@@ -47,7 +47,7 @@ class Server:
         self._spins = config.spins(takers)
         if not layout.policy.overlap:
             self.lane.share_folds(config.helpers(takers))
-            self.lane.stream_folds(config.streams(4 * layout.buffer_floats * (1 + layout.planes), takers))
+            self.lane.stream_folds(config.streams(layout, takers))
         self._looked_ns = self._clock.now_ns()
         self._held = False  # a turn whose fold a helper has not given back
         self._is_lost = False  # a worker's death has ended a job on devices: nothing may be queued any more

@@ -88,8 +88,7 @@ class Worker:
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
         if not store.layout.policy.overlap:
             self.lane.share_folds(config.helpers(store.layout.workers))
-            written_bytes = 4 * store.layout.buffer_floats * (1 + store.layout.planes)
-            self.lane.stream_folds(config.streams(written_bytes, store.layout.workers))
+            self.lane.stream_folds(config.streams(store.layout, store.layout.workers))
         self.posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)

@@ -19,9 +19,10 @@ typedef struct {
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
+    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
+               int);
     int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
-                const float *, float *);
+                const float *, float *, int);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
@@ -52,6 +53,8 @@ typedef struct {
     } while (0)
 /* The bits of an infinity: of a magnitude's bits, those below are of a finite number. */
 #define FPS_INFINITY_BITS 0x7f800000
+#define FPS_LINE_FLOATS 16 /* of a cache line */
+#define FPS_LINE __attribute__((aligned(64)))
 
 #if defined(__x86_64__)
 #define FPS_STREAM_WORD __m128
@@ -192,7 +195,9 @@ typedef struct {
     float *weights_out;
     const float *state;
     float *state_out;
-    int64_t stride; /* floats between planes */
+    int64_t stride;     /* floats between planes */
+    int64_t out_stride; /* the same of state_out, which is another only where `streaming` */
+    int streaming;      /* the rule's own loop stores past the caches: state_out is no stage */
 } fps_place;
 
 /* A tile's weights, then its planes. */
@@ -204,23 +209,40 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
     return last - first < most ? last - first : most;
 }
 
+static inline int fps_begins_line(const float *address) { return (uintptr_t)address % (FPS_LINE_FLOATS * sizeof(float)) == 0; }
+
+/* Whether a rule's one loop over a tile can store past the caches by itself: it writes all that there is to write. */
+static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *by, int64_t first) {
+    int planes = job->rule == FPS_RULE_SGD ? by->has_momentum : job->rule == FPS_RULE_ADAM ? 2 : -1;
+    return job->streaming && planes == job->state_planes && job->state_stride % FPS_LINE_FLOATS == 0
+           && fps_begins_line(job->weights_out + first) && (planes == 0 || fps_begins_line(job->state_out + first));
+}
+
 /* In the stage planes are worked on in place: a rule's in and out have one stride. */
-static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length) {
+static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length, int streams) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
-                       job->state_stride};
+                       job->state_stride, job->state_stride, streams};
     fps_plain_store();
-    if (!job->streaming) return place;
+    if (!job->streaming || streams) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
         memcpy(stage + (1 + plane) * FPS_TILE, place.state + plane * place.stride, length * sizeof(float));
     place.weights_out = stage;
     place.state = place.state_out = stage + FPS_TILE;
-    place.stride = FPS_TILE;
+    place.stride = place.out_stride = FPS_TILE;
     return place;
 }
 
+/* What was in the stage so far is stored past the caches by the loop that comes next, the last on this tile. */
+static inline void fps_leave_stage(const fps_fold_job *job, int64_t first, fps_place *place) {
+    place->weights_out = job->weights_out + first;
+    place->state_out = job->state_out + first;
+    place->out_stride = job->state_stride;
+    place->streaming = 1;
+}
+
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
-                                int64_t length) {
-    if (!job->streaming) return;
+                                int64_t length, const fps_place *place) {
+    if (!job->streaming || place->streaming) return;
     fps_plain_store();
     tile->stream(job->weights_out + first, stage, length);
     for (int plane = 0; plane < job->state_planes; plane++)
@@ -297,10 +319,10 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     int finite;
     fps_plain_store();
     if (job->rule == FPS_RULE_SGD)
-        finite = tile->sgd(by, length, gradients, count, each, weights, weights_out, state, state_out);
+        finite = tile->sgd(by, length, gradients, count, each, weights, weights_out, state, state_out, place->streaming);
     else if (job->rule == FPS_RULE_ADAM)
         finite = tile->adam(by, length, gradients, count, each, weights, weights_out, state, state_out, state + stride,
-                            state_out + stride);
+                            state_out + place->out_stride, place->streaming);
     else {
         if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
         else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
@@ -329,9 +351,9 @@ static void fps_carry_range(const fps_tile_functions *tile, const fps_fold_job *
     fps_stage stage;
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
-        fps_place place = fps_begin_tile(job, stage, first, length);
+        fps_place place = fps_begin_tile(job, stage, first, length, 0);
         fps_carry(tile, job, length, &place);
-        fps_end_tile(tile, job, stage, first, length);
+        fps_end_tile(tile, job, stage, first, length, &place);
     }
 }
 
@@ -379,10 +401,11 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64))), total[FPS_TILE] __attribute__((aligned(64)));
     fps_stage stage;
     int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
+    int streams = fps_streams_itself(job, &sum->by, first);
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
         const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
-        fps_place place = fps_begin_tile(job, stage, first, length);
+        fps_place place = fps_begin_tile(job, stage, first, length, streams);
         if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
         else
             for (int push = 0; push < count; push++) {
@@ -391,7 +414,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                 else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
             }
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, 0, &place);
-        fps_end_tile(tile, job, stage, first, length);
+        fps_end_tile(tile, job, stage, first, length, &place);
     }
 }
 
@@ -404,14 +427,14 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
     const fps_push *pushes = job->pushes;
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
-        fps_place place = fps_begin_tile(job, stage, first, length);
+        fps_place place = fps_begin_tile(job, stage, first, length, 0);
         for (int push = 0, applied = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter)) {
                 const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, 0, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
-        fps_end_tile(tile, job, stage, first, length);
+        fps_end_tile(tile, job, stage, first, length, &place);
     }
 }
 
@@ -433,15 +456,17 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_stage stage;
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
-        fps_place place = fps_begin_tile(job, stage, first, length);
-        for (int push = 0, at_once; push < count; push += at_once) {
+        int at_once = fps_applied_at_once(job->rule, by, count), streams = fps_streams_itself(job, &by[count - 1], first);
+        fps_place place = fps_begin_tile(job, stage, first, length, streams && at_once == count);
+        for (int push = 0; push < count; push += at_once) {
             const float *gradients[FPS_SUMMED_AT_ONCE];
             at_once = fps_applied_at_once(job->rule, by + push, count - push);
+            if (streams && push + at_once == count) fps_leave_stage(job, first, &place);
             for (int each = 0; each < at_once; each++)
                 gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
             fps_apply(tile, job, by + push, length, gradients, at_once, 1, &place);
         }
-        fps_end_tile(tile, job, stage, first, length);
+        fps_end_tile(tile, job, stage, first, length, &place);
     }
 }
 

@@ -106,26 +106,59 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
  * are applied one after the other, each with its own of `by`, while the element is in registers. Loops return the largest
  * magnitude of their results, as bits: so what is not finite is found without a pass of its own. */
 
-/* torch.optim.SGD: counts and flags are constants at every call, so each call is a loop without a branch. */
+/* Stores of one line past the caches. */
+static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *to, const float *from) {
+    for (int i = 0; i < FPS_LINE_FLOATS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(float))) FPS_STREAM(to + i, from + i);
+}
+
+/* torch.optim.SGD on element i; returns the weight, and `*buffer` is the momentum's, before and after. */
+static inline __attribute__((always_inline)) float FPS_ISA(sgd_element)(
+    const fps_coefficients *own, const float *const *gradients, int64_t i, float weight, float *buffer, const int applied,
+    const int count, const int each, const int decay, const int momentum, const int first, const int nesterov) {
+#pragma GCC unroll 4
+    for (int k = 0; k < applied; k++) {
+        float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
+        if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
+        if (momentum) {
+            *buffer = first ? step : FPS_ISA(fma)(step, own[k].undampened, *buffer * own[k].momentum);
+            step = nesterov ? FPS_ISA(fma)(*buffer, own[k].momentum, step) : *buffer;
+        }
+        weight = FPS_ISA(fma)(step, own[k].minus_rate, weight);
+    }
+    return weight;
+}
+
+/* Counts and flags are constants at every call, so each call is a loop without a branch. With `streaming` it takes a cache line
+ * at a time, whose results are in registers or the nearest cache when they are stored. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
-    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int decay, const int momentum,
-    const int first, const int nesterov) {
+    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int decay,
+    const int momentum, const int first, const int nesterov) {
     FPS_LOCALS(by, pushed, count, each);
     int32_t most = 0;
+    int64_t i = 0;
+    if (streaming) {
+        int32_t mosts[FPS_LINE_FLOATS] FPS_LINE = {0};
+        float weights[FPS_LINE_FLOATS] FPS_LINE, buffers[FPS_LINE_FLOATS] FPS_LINE;
+        for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], buffer = momentum && !first ? buffer_in[i] : 0;
-#pragma GCC unroll 4
-        for (int k = 0; k < applied; k++) {
-            float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
-            if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
-            if (momentum) {
-                buffer = first ? step : FPS_ISA(fma)(step, own[k].undampened, buffer * own[k].momentum);
-                step = nesterov ? FPS_ISA(fma)(buffer, own[k].momentum, step) : buffer;
+            for (int j = 0; j < FPS_LINE_FLOATS; j++) {
+                float buffer = momentum && !first ? buffer_in[i + j] : 0;
+                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each, decay,
+                                                  momentum, first, nesterov);
+                buffers[j] = buffer;
+                mosts[j] = FPS_ISA(larger)(mosts[j], weights[j]);
             }
-            weight = FPS_ISA(fma)(step, own[k].minus_rate, weight);
+            if (momentum) FPS_ISA(stream_line)(buffer_out + i, buffers);
+            FPS_ISA(stream_line)(weights_out + i, weights);
         }
+        for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
+    }
+#pragma GCC ivdep
+    for (; i < length; i++) {
+        float buffer = momentum && !first ? buffer_in[i] : 0;
+        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum, first,
+                                            nesterov);
         if (momentum) buffer_out[i] = buffer;
         weights_out[i] = weight;
         most = FPS_ISA(larger)(most, weight);
@@ -134,11 +167,11 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
 }
 
 static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
-                        const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out) {
+                        const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, int streaming) {
     int32_t most;
 #define FPS_SGD_LOOP(count, each, decay, momentum, first, nesterov)                                                      \
-    most = FPS_ISA(sgd_loop)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, decay, momentum, \
-                             first, nesterov)
+    most = FPS_ISA(sgd_loop)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, streaming, \
+                             decay, momentum, first, nesterov)
 #define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
 #define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
     do {                                                                                                                 \
@@ -158,26 +191,54 @@ static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float 
 
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. The lerp of the
  * mean is the same for all of `by`. */
+static inline __attribute__((always_inline)) float FPS_ISA(adam_element)(
+    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float *square,
+    const int applied, const int count, const int each, const int decay, const int shrink) {
+#pragma GCC unroll 4
+    for (int k = 0; k < applied; k++) {
+        float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
+        if (shrink) weight = weight * own[k].shrink;
+        if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
+        *mean = FPS_ISA(lerp)(*mean, step, lerp.fraction, lerp.is_small);
+        *square = FPS_ISA(fma)(own[k].one_minus_beta2 * step, step, *square * own[k].beta2);
+        weight = weight + (own[k].minus_rate * *mean)
+                              / (__builtin_sqrtf(*square) / own[k].root_correction2 + own[k].epsilon);
+    }
+    return weight;
+}
+
 static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
     const float *weights_in, float *weights_out, const float *mean_in, float *mean_out, const float *square_in,
-    float *square_out, const int decay, const int shrink) {
+    float *square_out, const int streaming, const int decay, const int shrink) {
     FPS_LOCALS(by, pushed, count, each);
     const fps_lerp lerp = own[0].lerp;
     int32_t most = 0;
+    int64_t i = 0;
+    if (streaming) {
+        int32_t mosts[FPS_LINE_FLOATS] FPS_LINE = {0};
+        float weights[FPS_LINE_FLOATS] FPS_LINE, means[FPS_LINE_FLOATS] FPS_LINE, squares[FPS_LINE_FLOATS] FPS_LINE;
+        for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], mean = mean_in[i], square = square_in[i];
-#pragma GCC unroll 4
-        for (int k = 0; k < applied; k++) {
-            float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
-            if (shrink) weight = weight * own[k].shrink;
-            if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
-            mean = FPS_ISA(lerp)(mean, step, lerp.fraction, lerp.is_small);
-            square = FPS_ISA(fma)(own[k].one_minus_beta2 * step, step, square * own[k].beta2);
-            weight = weight + (own[k].minus_rate * mean)
-                                  / (__builtin_sqrtf(square) / own[k].root_correction2 + own[k].epsilon);
+            for (int j = 0; j < FPS_LINE_FLOATS; j++) {
+                float mean = mean_in[i + j], square = square_in[i + j];
+                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied, count,
+                                                   each, decay, shrink);
+                means[j] = mean;
+                squares[j] = square;
+                mosts[j] = FPS_ISA(larger)(FPS_ISA(larger)(mosts[j], weights[j]), square);
+            }
+            FPS_ISA(stream_line)(mean_out + i, means);
+            FPS_ISA(stream_line)(square_out + i, squares);
+            FPS_ISA(stream_line)(weights_out + i, weights);
         }
+        for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
+    }
+#pragma GCC ivdep
+    for (; i < length; i++) {
+        float mean = mean_in[i], square = square_in[i];
+        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each, decay,
+                                             shrink);
         mean_out[i] = mean;
         square_out[i] = square;
         weights_out[i] = weight;
@@ -188,11 +249,11 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
 
 static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
                          const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
-                         const float *square_in, float *square_out) {
+                         const float *square_in, float *square_out, int streaming) {
     int32_t most;
 #define FPS_ADAM_LOOP(count, each, decay, shrink)                                                                        \
     most = FPS_ISA(adam_loop)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,      \
-                              square_out, decay, shrink)
+                              square_out, streaming, decay, shrink)
 #define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
     if (by->has_shrink) FPS_ADAM(0, 1);
     else if (by->has_decay) FPS_ADAM(1, 0);
