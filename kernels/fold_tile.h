@@ -347,6 +347,6 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
     memcpy(to + i, from + i, (length - i) * sizeof(float));
 }
 
-const static fps_tile_functions FPS_ISA(tile_functions) = {
+static const fps_tile_functions FPS_ISA(tile_functions) = {
     FPS_ISA(sum),  FPS_ISA(add),     FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average),  FPS_ISA(sgd),
     FPS_ISA(adam), FPS_ISA(adagrad), FPS_ISA(rmsprop),       FPS_ISA(stream),         FPS_ISA(is_finite)};
