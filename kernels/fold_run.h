@@ -19,10 +19,13 @@ typedef struct {
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
-               int);
+    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
+    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+                         float *);
     int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
-                const float *, float *, int);
+                const float *, float *);
+    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+                          float *, const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
@@ -261,10 +264,12 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     int finite;
     fps_plain_store();
     if (job->rule == FPS_RULE_SGD)
-        finite = tile->sgd(by, length, gradients, count, each, weights, weights_out, state, state_out, place->streaming);
+        finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
+                                                                      state, state_out);
     else if (job->rule == FPS_RULE_ADAM)
-        finite = tile->adam(by, length, gradients, count, each, weights, weights_out, state, state_out, state + stride,
-                            state_out + place->out_stride, place->streaming);
+        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights, weights_out,
+                                                                        state, state_out, state + stride,
+                                                                        state_out + place->out_stride);
     else {
         if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
         else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);

@@ -166,8 +166,9 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     return most;
 }
 
-static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
-                        const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, int streaming) {
+static inline __attribute__((always_inline)) int FPS_ISA(sgd_by_flags)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *buffer_in, float *buffer_out, const int streaming) {
     int32_t most;
 #define FPS_SGD_LOOP(count, each, decay, momentum, first, nesterov)                                                      \
     most = FPS_ISA(sgd_loop)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, streaming, \
@@ -187,6 +188,19 @@ static int FPS_ISA(sgd)(const fps_coefficients *by, int64_t length, const float 
 #undef FPS_SGD
 #undef FPS_SGD_LOOP
     return most < FPS_INFINITY_BITS;
+}
+
+/* Functions of their own, so that neither kind of store costs the other registers. */
+static __attribute__((noinline)) int FPS_ISA(sgd)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *buffer_in, float *buffer_out) {
+    return FPS_ISA(sgd_by_flags)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, 0);
+}
+
+static __attribute__((noinline)) int FPS_ISA(sgd_streaming)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *buffer_in, float *buffer_out) {
+    return FPS_ISA(sgd_by_flags)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, 1);
 }
 
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. The lerp of the
@@ -247,9 +261,9 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
     return most;
 }
 
-static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,
-                         const float *weights_in, float *weights_out, const float *mean_in, float *mean_out,
-                         const float *square_in, float *square_out, int streaming) {
+static inline __attribute__((always_inline)) int FPS_ISA(adam_by_flags)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int streaming) {
     int32_t most;
 #define FPS_ADAM_LOOP(count, each, decay, shrink)                                                                        \
     most = FPS_ISA(adam_loop)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,      \
@@ -261,6 +275,20 @@ static int FPS_ISA(adam)(const fps_coefficients *by, int64_t length, const float
 #undef FPS_ADAM
 #undef FPS_ADAM_LOOP
     return most < FPS_INFINITY_BITS;
+}
+
+static __attribute__((noinline)) int FPS_ISA(adam)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out) {
+    return FPS_ISA(adam_by_flags)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,
+                                  square_out, 0);
+}
+
+static __attribute__((noinline)) int FPS_ISA(adam_streaming)(
+    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
+    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out) {
+    return FPS_ISA(adam_by_flags)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,
+                                  square_out, 1);
 }
 
 /* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
@@ -348,5 +376,6 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
 }
 
 static const fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum),  FPS_ISA(add),     FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average),  FPS_ISA(sgd),
-    FPS_ISA(adam), FPS_ISA(adagrad), FPS_ISA(rmsprop),       FPS_ISA(stream),         FPS_ISA(is_finite)};
+    FPS_ISA(sum), FPS_ISA(add), FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
+    FPS_ISA(sgd_streaming), FPS_ISA(adam), FPS_ISA(adam_streaming), FPS_ISA(adagrad), FPS_ISA(rmsprop), FPS_ISA(stream),
+    FPS_ISA(is_finite)};
