@@ -17,7 +17,7 @@ typedef struct {
 } fps_place;
 
 /* A tile's weights, then its planes. */
-typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] __attribute__((aligned(64)));
+typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] FPS_ON_LINE;
 
 /* Streamed tiles are shorter: while one is written, the loads of the next are on their way. */
 static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, int64_t last) {

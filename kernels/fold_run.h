@@ -57,7 +57,7 @@ typedef struct {
 /* The bits of an infinity: of a magnitude's bits, those below are of a finite number. */
 #define FPS_INFINITY_BITS 0x7f800000
 #define FPS_LINE_FLOATS 16 /* of a cache line */
-#define FPS_LINE __attribute__((aligned(64)))
+#define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
 
 #if defined(__x86_64__)
 #define FPS_STREAM_WORD __m128
@@ -345,7 +345,7 @@ static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, cons
 
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
                          int count, int64_t first, int64_t last) {
-    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64))), total[FPS_TILE] __attribute__((aligned(64)));
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
     int streams = fps_streams_itself(job, &sum->by, first);
@@ -369,7 +369,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
  * others work on the tile that it wrote. A push without a gradient for this parameter moves the average only. */
 static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                                    const fps_coefficients *by, int64_t first, int64_t last) {
-    float room[FPS_TILE] __attribute__((aligned(64)));
+    float room[FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     const fps_push *pushes = job->pushes;
     for (int64_t length; first < last; first += length) {
@@ -399,7 +399,7 @@ static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) 
 /* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
                           const fps_coefficients *by, int64_t first, int64_t last) {
-    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] __attribute__((aligned(64)));
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last);
@@ -421,7 +421,7 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
  * not finite. A pass over one gradient, for the rare fold that came out unsound. */
 static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
                             int64_t last, int32_t *parameter) {
-    float room[FPS_TILE] __attribute__((aligned(64))), most = -1;
+    float room[FPS_TILE] FPS_ON_LINE, most = -1;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
         if (segment->offset < first || segment->offset >= last || !fps_is_present(push, segment->parameter)) continue;

@@ -138,8 +138,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     int32_t most = 0;
     int64_t i = 0;
     if (streaming) {
-        int32_t mosts[FPS_LINE_FLOATS] FPS_LINE = {0};
-        float weights[FPS_LINE_FLOATS] FPS_LINE, buffers[FPS_LINE_FLOATS] FPS_LINE;
+        int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
+        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, buffers[FPS_LINE_FLOATS] FPS_ON_LINE;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
@@ -230,8 +230,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
     int32_t most = 0;
     int64_t i = 0;
     if (streaming) {
-        int32_t mosts[FPS_LINE_FLOATS] FPS_LINE = {0};
-        float weights[FPS_LINE_FLOATS] FPS_LINE, means[FPS_LINE_FLOATS] FPS_LINE, squares[FPS_LINE_FLOATS] FPS_LINE;
+        int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
+        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, means[FPS_LINE_FLOATS] FPS_ON_LINE, squares[FPS_LINE_FLOATS] FPS_ON_LINE;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
