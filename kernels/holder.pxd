@@ -38,6 +38,7 @@ cdef class Holder:
     cdef void nudge_all(self) noexcept nogil
 
     cdef int _offer(self, int outcome) noexcept nogil
+    cdef bint _let_go(self, uint64_t flag) noexcept nogil
     cdef void _nudge(self) noexcept nogil
     cdef bint _waits(self, uint32_t index) noexcept nogil
     cdef uint64_t _undecided(self, uint32_t index) noexcept nogil

@@ -191,14 +191,21 @@ cdef class Holder:
 
     cdef int _offer(self, int outcome) noexcept nogil:
         """Let go of the turn although more is pending, and tell one who waits; if nobody does, the next push takes it."""
-        cdef uint64_t *word = &self.domain.turn
-        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0) | FPS_PENDING
-        while not (fps_turn_give(word, self.turn, given) or fps_turn_give(word, self.turn | FPS_PENDING, given)):
-            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
-                return TURN_LOST
+        if not self._let_go(FPS_PENDING):
+            return TURN_LOST
         self._nudge()
         self.commit.wake()
         return outcome
+
+    cdef bint _let_go(self, uint64_t flag) noexcept nogil:
+        """Write the turn as free, with `flag` or the PENDING that another has set; False if it is this lane's no more."""
+        cdef uint64_t *word = &self.domain.turn
+        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
+        while not (fps_turn_give(word, self.turn, given | flag)
+                   or fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING)):
+            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
+                return False
+        return True
 
     cdef void _nudge(self) noexcept nogil:
         """Move the event of the next lane that waits, for it looks at the turn before it sleeps; wake it if it does already."""
@@ -245,12 +252,8 @@ cdef class Holder:
 
     cdef int _hand_over(self) noexcept nogil:
         """Let go of a turn that this lane cannot run, for those who can."""
-        cdef uint64_t *word = &self.domain.turn
-        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
-        while not (fps_turn_give(word, self.turn, given)
-                   or fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING)):
-            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
-                return TURN_LOST
+        if not self._let_go(0):
+            return TURN_LOST
         self.nudge_all()
         return TURN_BUSY
 
