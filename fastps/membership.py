@@ -6,7 +6,6 @@ Refuses to decide what a scheme does with fewer or more workers: the scheduler d
 """
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastps.errors import LayoutError, NonFiniteGradientError, WorkerDiedError, damaged
@@ -34,11 +33,11 @@ class Membership:
         self._rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
 
-    def join(self, timeout_ns: int) -> None:
+    def join(self) -> None:
         """Wait until every shard counts this worker. Raises TimeoutExceededError, saying what the lane waits for."""
         worker, arena = self._worker, self._store.arena
         worker.lane.break_turn(worker.rank, self._store.clock.now_ns(), self.generation - 1)
-        worker.wait_until(self._has_joined, 500_000, partial(self._not_joined_text, timeout_ns))
+        worker.wait_until(self._has_joined, 500_000, self._not_joined_text)
         arena.joined(worker.rank)
         logger.info("worker %d joined as generation %d at version %d", worker.rank, self.generation, arena.version)
 
@@ -46,11 +45,11 @@ class Membership:
         self._worker.try_turn()
         return self._store.arena.has_joined(self._worker.rank)
 
-    def _not_joined_text(self, timeout_ns: int) -> str:
+    def _not_joined_text(self) -> str:
         worker, arena = self._worker, self._store.arena
         counters = arena.counters(worker.rank)
         return (
-            f"worker {worker.rank} waited {timeout_ns / 1e9:g} s to join (generation {self.generation}): of its lane"
+            f"worker {worker.rank} waited {self._store.timeout_s:g} s to join (generation {self.generation}): of its lane"
             f" {counters['posted'] - counters['done']} pushes of an earlier worker are not folded, at version"
             f" {arena.version}; raise FASTPS_TIMEOUT if the others are only slow"
         )

@@ -98,7 +98,7 @@ class Worker:
         self.recorder: recording.Recorder | None = None
         self._membership = Membership(self, generation)
         if generation:
-            self._membership.join(self._timeout_ns)
+            self._membership.join()
         self.steps = self.begun_at = self.lane.granted() - 1
         if self.steps < 0:
             raise damaged(f"worker {rank}'s grant ({self.steps + 1} steps)")
