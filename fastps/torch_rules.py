@@ -20,6 +20,8 @@ _IGNORED_OPTIONS = ("foreach", "fused")
 _REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 
+_OF_PARAMETERS = ("params", "param_names")  # what a param_group says of its parameters, not of their rule
+
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
@@ -94,13 +96,10 @@ class Hypers:
         """One a group, as they stand now; the caller leaves the list as it is."""
         if self._groups is None or self._groups != groups:
             self._made = [hyper_of(group, self._rule) for group in groups]
-            is_plain = all(_cannot_change(value) for group in groups for key, value in group.items() if key not in _NAMES_OF)
+            options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
             # The parameters are the very same lists, which are not looked into.
-            self._groups = [dict(group) for group in groups] if is_plain else None
+            self._groups = [dict(group) for group in groups] if all(map(_cannot_change, options)) else None
         return self._made
-
-
-_NAMES_OF = ("params", "param_names")
 
 
 def _cannot_change(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The weights of one worker between pull and the next: how a model's parameters come to be those of a published buffer.
+"""The weights of one worker between two pulls: how a model's parameters come to be those of a published buffer.
 
 `p.data` is pointed at the buffer that the worker has pinned: nothing is copied. Refuses to know when a pull is made, and
 whether what it pulled is new.
