@@ -53,12 +53,12 @@ class Case:
         self.outputs[name][0][:] = self.outputs[name][1][:] = 1.0  # every page is there before the clock runs
         return self.outputs[name]
 
-    def fold(self) -> Side:
-        """fastps' own."""
+    def fold(self, name: str, streaming: bool) -> Side:
+        """fastps' own, with one kind of stores; a job's folds have that which suits its size."""
         is_adam = self.kernel.planes == 2
         hyper = (LEARNING_RATE, 0.0 if is_adam else MOMENTUM, 0.0, 0.0, MOMENTUM, BETA2, EPSILON, 0.0, 0)
         steps = np.full(1, 0 if is_adam else 1, np.int64)  # not SGD's first step, which would read no momentum
-        weights_out, state_out = self._outputs("fold")
+        weights_out, state_out = self._outputs(name)
         folding = fold.Folding(
             fold.RULE_ADAM if is_adam else fold.RULE_SGD,
             fold.FOLD_SUM,
@@ -70,6 +70,7 @@ class Case:
             weights_out,
             state_out,
             steps.copy(),
+            streaming=streaming,
         )
         return lambda times: folding.run(0, self.size, times)
 
@@ -133,7 +134,8 @@ def measure(options: BenchOptions) -> list[Row]:
 def _case_rows(kernel: Kernel, size: int, options: BenchOptions) -> list[Row]:
     case = Case(kernel, size)
     sides = {
-        "fold": case.fold(),
+        "fold": case.fold("fold", streaming=False),
+        "fold-streaming": case.fold("fold-streaming", streaming=True),
         "limit": case.loop("limit", streaming=False),
         "limit-streaming": case.loop("limit-streaming", streaming=True),
         "torch-fused": case.torch_fused(),
