@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -76,7 +78,8 @@ def averaging_sgd(flat: torch.Tensor, workers: int) -> torch.optim.SGD:
 class Limit:
     """One pass over memory, by as many processes as there are cores, which never wait for each other: no step can be faster.
 
-    Reads and writes the same buffers each time; rows of shared: gradients, weights, momentum, and both again to write.
+    Each pass reads what the one before has written, as steps do. Rows of shared: gradients, weights, momentum, and both once
+    more, to write.
     """
 
     def __init__(self, job: ForkedJob, rank: int, streaming: bool) -> None:
@@ -87,21 +90,30 @@ class Limit:
         for row in range(count + 4):
             rows[row, self.part] = job.gradient(row) if row < count else 0.0
         rows[count, self.part] = 1.0
-        self.loop = limit.Loop(
-            [rows[row] for row in range(count)],
-            rows[count],
-            rows[count + 1 : count + 2],
-            rows[count + 2],
-            rows[count + 3 : count + 4],
-            learning_rate=LEARNING_RATE / count,
-            momentum=MOMENTUM,
-        )
+        self.loops = [self._loop(rows, count, read, 2 - read) for read in (0, 2)]
+        self.read = [torch.from_numpy(rows[count + read])[self.part] for read in (0, 2)]
         self.streaming = streaming
-        self.weights = torch.from_numpy(rows[count + 2])[self.part]
+
+    def _loop(self, rows: npt.NDArray[np.float32], count: int, read: int, written: int) -> limit.Loop:
+        """From one pair of weights and momentum, `read` rows behind the gradients, to another."""
+        weights, weights_out = rows[count + read], rows[count + written]
+        momentum, momentum_out = (rows[count + pair + 1 : count + pair + 2] for pair in (read, written))
+        gradients = [rows[row] for row in range(count)]
+        rates = {"learning_rate": LEARNING_RATE / count, "momentum": MOMENTUM}
+        return limit.Loop(gradients, weights, momentum, weights_out, momentum_out, **rates)
 
     def run(self, steps: int) -> None:
         """So many passes, without Python in between."""
-        self.loop.run(self.part.start, self.part.stop, self.streaming, steps)
+        there, back = self.loops
+        there.run(self.part.start, self.part.stop, self.streaming, steps, back)
+        if steps % 2:
+            self.loops.reverse()
+            self.read.reverse()
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """This process' part of what was written last: the next pass reads it."""
+        return self.read[0]
 
 
 class Peer:

@@ -106,9 +106,7 @@ class Side:
 
     def check(self, tolerance: float) -> None:
         """Compare every weight of every worker with what the steps must have made of it."""
-        if self.job.name.startswith("limit"):
-            lowest, highest = _weight_after(1, _mean(self.job)), _weight_after(1, _mean(self.job))
-        elif self.job.is_level:
+        if self.job.is_level:
             lowest, highest = _weight_after(self.steps, _mean(self.job)), _weight_after(self.steps, _mean(self.job))
         else:
             # Of racing updates some are lost, or not yet seen (under asp a worker goes on while its last two pushes wait): at

@@ -77,14 +77,20 @@ cdef class Loop:
         self.job.root_correction2 = sqrt(1 - pow(beta2, 1))
         self.job.epsilon = epsilon
 
-    def run(self, int64_t first, int64_t last, bint streaming, int64_t times=1):
-        """The floats [first, last), `times` times over, with streaming or normal stores. Releases the GIL."""
-        cdef int64_t _time
+    def run(self, int64_t first, int64_t last, bint streaming, int64_t times=1, Loop back=None):
+        """The floats [first, last), `times` times over, with streaming or normal stores. Releases the GIL.
+
+        Every second time it is the loop `back`, which may read what this one writes, and write what it reads.
+        """
+        cdef const fps_limit_job *other = &(self if back is None else back).job
+        cdef int64_t time
+        if back is not None and (back.is_adam, back.count, back.length) != (self.is_adam, self.count, self.length):
+            raise ValueError("expected a way back with the same rule, number of gradients and length, found another")
         if not 0 <= first <= last <= self.length or first % 16:
             raise ValueError(f"expected a range within {self.length} floats from a multiple of 16, found {first} to {last}")
         with nogil:
-            for _time in range(times):
-                fps_limit_run(&self.job, self.is_adam, self.count, first, last, streaming)
+            for time in range(times):
+                fps_limit_run(other if time % 2 else &self.job, self.is_adam, self.count, first, last, streaming)
 
 
 cdef int _check(int64_t length, int64_t expected, uintptr_t address) except -1:

@@ -56,6 +56,24 @@ def test_the_limit_computes_what_the_fold_computes(planes: int, count: int, stre
     np.testing.assert_allclose(state_out, expected[1], rtol=1e-4, atol=1e-5)
 
 
+def test_every_second_pass_reads_what_the_first_has_written() -> None:
+    gradient, weights, state, weights_out, state_out = (
+        *(_aligned(32) for _ in range(2)),
+        _aligned(1, 32),
+        _aligned(32),
+        _aligned(1, 32),
+    )
+    gradient[:], weights[:], state[:] = 1.0, 1.0, 0.0
+    rates = {"learning_rate": 0.5, "momentum": 0.5}
+    there = limit.Loop([gradient], weights, state, weights_out, state_out, **rates)
+    back = limit.Loop([gradient], weights_out, state_out, weights, state, **rates)
+    there.run(0, 32, False, 3, back)
+    assert (weights[0], weights_out[0], state_out[0, 0]) == (-0.25, -1.125, 1.75)
+    other = limit.Loop([gradient] * 2, weights_out, state_out, weights, state, **rates)
+    with pytest.raises(ValueError, match="number of gradients"):
+        there.run(0, 32, False, 2, other)
+
+
 def test_a_folding_runs_again_into_the_same_buffers() -> None:
     gradient, weights, out = (np.full(40, value, np.float32) for value in (1, 1, 0))
     state, steps = np.ones((1, 40), np.float32), np.ones(1, np.int64)
