@@ -75,6 +75,16 @@ def averaging_sgd(flat: torch.Tensor, workers: int) -> torch.optim.SGD:
     return optimizer
 
 
+def add_up(gradients: list[torch.Tensor], total: torch.Tensor) -> None:
+    """Their sum, in as few passes as torch makes."""
+    if len(gradients) == 1:
+        total.copy_(gradients[0])
+        return
+    torch.add(gradients[0], gradients[1], out=total)
+    for gradient in gradients[2:]:
+        total.add_(gradient)
+
+
 class Limit:
     """One pass over memory, by as many processes as there are cores, which never wait for each other: no step can be faster.
 
@@ -253,6 +263,33 @@ class Hogwild(Peer):
 
 
 class Handmade(Peer):
+    """What is written by hand first: gradients in shared memory, and between two barriers one torch fused step for all.
+
+    Worker 0 takes it, with all cores, while the others wait. Rows of shared: weights, then a gradient a worker.
+    """
+
+    def __init__(self, job: ForkedJob, rank: int) -> None:
+        self.barrier, self.leads = job.barrier, rank == 0
+        job.shared[1 + rank] = job.gradient(rank)
+        if self.leads:
+            job.shared[0] = 1.0
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        job.barrier.wait()
+        self.weights = torch.from_numpy(job.shared[0]).requires_grad_()
+        self.gradients = [torch.from_numpy(row) for row in job.shared[1 : 1 + job.workers]]
+        self.total = self.weights.grad = torch.empty_like(self.weights, requires_grad=False)
+        self.optimizer = fused_sgd([self.weights], LEARNING_RATE / job.workers)
+
+    def step(self) -> None:
+        """Everyone's gradients are there; worker 0 sums them and updates the weights."""
+        self.barrier.wait()
+        if self.leads:
+            add_up(self.gradients, self.total)
+            self.optimizer.step()
+        self.barrier.wait()
+
+
+class HandmadeParts(Peer):
     """The best that is written by hand: all in shared memory, each worker sums and updates its part between two barriers.
 
     Rows of shared: weights, then a gradient a worker, then room for the barrier. Where every worker has a core, the barrier
@@ -287,11 +324,6 @@ class Handmade(Peer):
     def step(self) -> None:
         """Everyone's gradients are there; sum one's part, update it, and wait for the others'."""
         self.meet()
-        if len(self.gradients) > 1:
-            torch.add(self.gradients[0], self.gradients[1], out=self.total)
-            for gradient in self.gradients[2:]:
-                self.total.add_(gradient)
-        else:
-            self.total.copy_(self.gradients[0])
+        add_up(self.gradients, self.total)
         self.optimizer.step()
         self.meet()

@@ -48,7 +48,10 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
     "gloo": {"gloo": Kind(peers.Gloo)},
     "ddp": {"ddp": Kind(peers.Ddp)},
     "hogwild": {"hogwild": Kind(peers.Hogwild, 1)},
-    "handmade": {"handmade": Kind(peers.Handmade, 2, row_a_worker=True)},
+    "handmade": {
+        "handmade": Kind(peers.Handmade, 1, row_a_worker=True),
+        "handmade-parts": Kind(peers.HandmadeParts, 2, row_a_worker=True),
+    },
     "mpi": {"mpi": Kind(None)},
     "rpc": {"rpc": Kind(rpc.Rpc, paused=True)},
     # fastps with one of its choices made otherwise: what each is worth.

@@ -59,7 +59,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     assert names["kernels"] == {"sgd-momentum", "adam", "sum-4-sgd-momentum"}
     assert names["scheduler"] == set(SPECS)
     assert names["sim"] > set(SPECS)
-    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade"}
+    assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "handmade-parts"}
     assert names["train"] == {"fastps", "ddp", "hogwild", "single"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
