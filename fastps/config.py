@@ -56,6 +56,17 @@ def helpers(workers: int) -> int:
     return min(workers, len(os.sched_getaffinity(0))) - 1
 
 
+def cores(workers: int) -> bytes:
+    """For each core by its number, which part of a shared fold a worker there begins with; empty: each worker has a core.
+
+    Workers that outnumber the cores are moved from one to another, and what the last fold left in a cache is the core's.
+    """
+    own = sorted(os.sched_getaffinity(0))
+    if workers < len(own):
+        return b""
+    return bytes(min(own.index(core), 255) if core in own else 0 for core in range(own[-1] + 1))
+
+
 def streams(layout: "Layout", takers: int) -> bool:
     """Whether a job's folds store past the caches, where so many processes take turns: not when the results fit there.
 

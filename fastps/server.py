@@ -46,7 +46,7 @@ class Server:
         takers = layout.workers + 1
         self._spins = config.spins(takers)
         if not layout.policy.overlap:
-            self.lane.share_folds(config.helpers(takers))
+            self.lane.share_folds(config.helpers(takers), config.cores(takers))
             self.lane.stream_folds(config.streams(layout, takers))
         self._looked_ns = self._clock.now_ns()
         self._held = False  # a turn whose fold a helper has not given back

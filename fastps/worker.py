@@ -87,7 +87,7 @@ class Worker:
         self.delays: tuple[float, float, int] | None = None
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
         if not store.layout.policy.overlap:
-            self.lane.share_folds(config.helpers(store.layout.workers))
+            self.lane.share_folds(config.helpers(store.layout.workers), config.cores(store.layout.workers))
             self.lane.stream_folds(config.streams(store.layout, store.layout.workers))
         self.posts = self.lane.posted()
         self._background: Background | None = None

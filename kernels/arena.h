@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 6
+#define FPS_ABI 7
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -149,12 +149,12 @@ typedef struct {
     double scale, rate_scale; /* as of fps_push in fold.h */
 } fps_folded_push;
 
-#define FPS_MAX_CHUNKS 64
+#define FPS_MAX_CHUNKS 56
 
 /* A shard's fold in the making, for whoever helps: the holder writes it, helpers take chunks of it. Addresses differ between
  * processes, so everything is named by its number. */
 typedef struct {
-    uint64_t ticket; /* [WORK] (serial : 48 | next chunk : 8 | chunks : 8); exhausted when next chunk is chunks */
+    uint64_t ticket; /* [WORK] (chunks : 8 | one bit a chunk that nobody has claimed : 56); exhausted when no bit is left */
     uint8_t pad_ticket[56];
     uint64_t done; /* [CHUNK] one bit a chunk */
     uint8_t pad_done[56];
@@ -168,13 +168,21 @@ typedef struct {
 } fps_work;
 _Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the order have a line each");
 
-#define FPS_TICKET_NEXT 256ULL /* added to a ticket: one chunk more is claimed */
-static inline uint64_t fps_ticket_pack(uint64_t serial, uint64_t next, uint64_t chunks) {
-    return (serial << 16) | (next << 8) | chunks;
+/* The ticket of so many chunks, of which `left` are unclaimed. Equal tickets of two folds are no danger: who may claim says so
+ * before it looks, and no fold is issued while anybody does. */
+static inline uint64_t fps_ticket_pack(uint64_t chunks, uint64_t left) { return (chunks << FPS_MAX_CHUNKS) | left; }
+static inline uint64_t fps_ticket_chunks(uint64_t ticket) { return ticket >> FPS_MAX_CHUNKS; }
+static inline uint64_t fps_ticket_left(uint64_t ticket) { return ticket & ((1ULL << FPS_MAX_CHUNKS) - 1); }
+/* The chunks of one of `parts` parts of a fold, one bit each. */
+static inline uint64_t fps_chunks_of(uint64_t chunks, uint64_t part, uint64_t parts) {
+    return (1ULL << (chunks * (part + 1) / parts)) - (1ULL << (chunks * part / parts));
 }
-static inline uint64_t fps_ticket_serial(uint64_t ticket) { return ticket >> 16; }
-static inline uint64_t fps_ticket_next(uint64_t ticket) { return (ticket >> 8) & 0xff; }
-static inline uint64_t fps_ticket_chunks(uint64_t ticket) { return ticket & 0xff; }
+/* The chunk to claim of those that are left, which are some: the first of one's own, or the last of all, so that whoever ends
+ * its own part early takes of another's where that one comes to last. */
+static inline uint64_t fps_ticket_choose(uint64_t ticket, uint64_t own) {
+    uint64_t left = fps_ticket_left(ticket);
+    return left & own ? __builtin_ctzll(left & own) : 63 - __builtin_clzll(left);
+}
 
 /* What may be seen of a shard: counters that the holder adds to while it decides. Exact but for a holder's death. */
 typedef struct {

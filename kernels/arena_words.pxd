@@ -54,11 +54,11 @@ cdef extern from "arena.h" nogil:
     enum:
         FPS_MAX_CHUNKS
 
-    uint64_t FPS_TICKET_NEXT
-    uint64_t fps_ticket_pack(uint64_t serial, uint64_t next, uint64_t chunks)
-    uint64_t fps_ticket_serial(uint64_t ticket)
-    uint64_t fps_ticket_next(uint64_t ticket)
+    uint64_t fps_ticket_pack(uint64_t chunks, uint64_t left)
     uint64_t fps_ticket_chunks(uint64_t ticket)
+    uint64_t fps_ticket_left(uint64_t ticket)
+    uint64_t fps_chunks_of(uint64_t chunks, uint64_t part, uint64_t parts)
+    uint64_t fps_ticket_choose(uint64_t ticket, uint64_t own)
 
     enum:
         FPS_GAP_BUCKETS

@@ -20,6 +20,9 @@ cdef class SharedFold:
     cdef uint32_t lane
     cdef uint32_t shard
     cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
+    cdef bytes cores                # for each core by its number, with which part who is there begins; empty: a part a lane
+    cdef const char *part_of_core   # the same, n_cores of them
+    cdef int n_cores
     cdef bint streaming             # whether its stores are to go past the caches
     cdef fps_user_rule user_rule    # the job's own rule, or NULL
     cdef bint on_device             # whether `device` folds instead of the core
@@ -37,6 +40,7 @@ cdef class SharedFold:
     cdef int64_t first              # the shard's floats of every buffer: [first, last)
     cdef int64_t last
 
+    cdef void share(self, uint32_t helpers, bytes cores)
     cdef void turn_to(self, uint32_t shard) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
                   double rate_scale) noexcept nogil
@@ -45,6 +49,7 @@ cdef class SharedFold:
     cdef int finish(self) noexcept nogil
     cdef bint help(self) noexcept nogil
     cdef bint is_helped(self) noexcept nogil
+    cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil
     cdef void close(self) noexcept nogil
 
     cdef bint _read(self) noexcept nogil

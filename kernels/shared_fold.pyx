@@ -1,15 +1,16 @@
 """One shard's fold, cut into chunks that whoever waits may take: who has to wait does the server's work.
 
 The holder of the turn writes the order (which buffers, which slots, which scales) into the shard's work area and issues a
-ticket; claims count it up. A lane says that it helps before it claims, and takes that back after its last chunk, so that the
-holder, who looks when no chunk is left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes
-into buffers that nobody reads: what a dead helper left undone is folded again.
+ticket, of which each claim takes a chunk. Everyone begins with its own part, which its core may still have in its cache. A lane
+says that it helps before it claims, and takes that back after its last chunk, so that the holder, who looks when no chunk is
+left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes into buffers that nobody reads: what
+a dead helper left undone is folded again.
 
 What it refuses to know: which pushes are folded and why (batch.pyx, scheduler.pyx), who is dead (fastps/worker.py), arithmetic
 (fold.pyx).
 """
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -17,15 +18,15 @@ from fastps.kernels.arena cimport Arena
 from fastps.kernels.arena_words cimport (
     FPS_MAX_CHUNKS,
     FPS_STATE_BUFFERS,
-    FPS_TICKET_NEXT,
+    fps_chunks_of,
     fps_folded_push,
     fps_member_generation,
     fps_member_pack,
     fps_member_state,
+    fps_ticket_choose,
     fps_ticket_chunks,
-    fps_ticket_next,
+    fps_ticket_left,
     fps_ticket_pack,
-    fps_ticket_serial,
 )
 from fastps.kernels.fold cimport (
     FPS_MAX_PUSHES,
@@ -58,6 +59,9 @@ cdef extern from "atomics.h" nogil:
         FPS_MUTANT_DONE_FIRST
         FPS_MUTANT_STATE_IN_PLACE
 
+cdef extern from "<sched.h>" nogil:
+    int sched_getcpu()
+
 cdef extern from *:
     """
     #ifndef FASTPS_HOOKS
@@ -85,7 +89,7 @@ cdef extern from *:
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
     """No chunk is left, or it is no ticket that a holder can have issued."""
-    return fps_ticket_next(ticket) >= fps_ticket_chunks(ticket) or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
+    return fps_ticket_left(ticket) == 0 or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
 
 
 cdef class SharedFold:
@@ -94,6 +98,7 @@ cdef class SharedFold:
     def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
         self.arena = arena
         self.lane = lane
+        self.share(0, b"")
         self.turn_to(shard)
         self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
         if not self.pushes:
@@ -101,6 +106,12 @@ cdef class SharedFold:
 
     def __dealloc__(self):
         free(self.pushes)
+
+    cdef void share(self, uint32_t helpers, bytes cores):
+        """Who helps, and where everyone begins: see Lane.share_folds."""
+        self.helpers = helpers
+        self.cores = cores
+        self.n_cores, self.part_of_core = len(cores), cores
 
     cdef void turn_to(self, uint32_t shard) noexcept nogil:
         """Be the fold of another shard: for helpers, who go from one to the next."""
@@ -132,7 +143,7 @@ cdef class SharedFold:
 
     cdef int run(self) noexcept nogil:
         """Fold what is ordered, with whoever helps."""
-        cdef uint64_t ticket
+        cdef uint64_t ticket, own, chunk
         cdef int outcome
         if self.on_device:
             with gil:
@@ -147,19 +158,21 @@ cdef class SharedFold:
             return self._fold_range(self.first, self.last)
         self.own = 0
         fps_chunks_clear(&self.work.done)
-        ticket = fps_ticket_acquire(&self.work.ticket)
-        FPS_ASSERT(_is_exhausted(ticket))
-        fps_ticket_release(&self.work.ticket, fps_ticket_pack(fps_ticket_serial(ticket) + 1, 0, self.chunks))
+        FPS_ASSERT(_is_exhausted(fps_ticket_acquire(&self.work.ticket)))
+        ticket = fps_ticket_pack(self.chunks, fps_chunks_of(self.chunks, 0, 1))
+        fps_ticket_release(&self.work.ticket, ticket)
         self._rouse_helpers()
+        own = self.own_part(self.chunks)
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
             if _is_exhausted(ticket):
                 return self.finish()
-            if fps_ticket_claim(&self.work.ticket, ticket, ticket + FPS_TICKET_NEXT):
-                if self._fold(fps_ticket_next(ticket)) != 0:
+            chunk = fps_ticket_choose(ticket, own)
+            if fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
+                if self._fold(chunk) != 0:
                     self.close()
                     return self.finish()  # what is taken is still waited for, before anyone writes these buffers again
-                self.own |= (<uint64_t> 1) << fps_ticket_next(ticket)
+                self.own |= (<uint64_t> 1) << chunk
 
     cdef int _run_on_device(self) noexcept:
         """Hand the order to who folds on the device: it queues the fold, and whoever reads the result waits for it there."""
@@ -209,8 +222,8 @@ cdef class SharedFold:
         cdef uint64_t ticket
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
-            if _is_exhausted(ticket) or fps_ticket_claim(&self.work.ticket, ticket, fps_ticket_pack(
-                    fps_ticket_serial(ticket), fps_ticket_chunks(ticket), fps_ticket_chunks(ticket))):
+            if _is_exhausted(ticket) or fps_ticket_claim(
+                    &self.work.ticket, ticket, fps_ticket_pack(fps_ticket_chunks(ticket), 0)):
                 return
 
     cdef uint64_t _cut(self) noexcept nogil:
@@ -244,6 +257,7 @@ cdef class SharedFold:
         """Fold chunks of the fold in the making, if there is one and any are left; False if there were none."""
         cdef fps_lane *mine = self.arena.lane(self.lane)
         cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
+        cdef uint64_t chunk
         cdef bint is_read = False, helped = False
         if _is_exhausted(ticket):
             return False
@@ -252,21 +266,31 @@ cdef class SharedFold:
             ticket = fps_ticket_acquire(&self.work.ticket)
             if _is_exhausted(ticket):
                 break
-            if not fps_ticket_claim(&self.work.ticket, ticket, ticket + FPS_TICKET_NEXT):
+            chunk = fps_ticket_choose(ticket, self.own_part(fps_ticket_chunks(ticket)))
+            if not fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 continue
             helped = True
             # From the first claim on the order stays as it is, for its holder waits for this lane. What is not marked as done
             # the holder folds itself: it answers for an order that makes no sense.
             is_read = is_read or self._read()
             if fps_mutant(FPS_MUTANT_DONE_FIRST):
-                fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
-            if is_read and self._fold(fps_ticket_next(ticket)) == 0:
-                fps_chunk_done(&self.work.done, (<uint64_t> 1) << fps_ticket_next(ticket))
+                fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
+            if is_read and self._fold(chunk) == 0:
+                fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
                 self.helped += 1
         fps_help_set(&mine.helping, 0)
         return helped
 
     # -- both --------------------------------------------------------------------------------------
+
+    cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil:
+        """With which of so many chunks this lane begins, claimed or not, one bit each: in each fold those of the same core."""
+        cdef uint64_t part = self.lane
+        cdef int core
+        if self.n_cores > 0:
+            core = sched_getcpu()
+            part = <uint8_t> self.part_of_core[core] if 0 <= core < self.n_cores else 0
+        return fps_chunks_of(chunks, part % (self.helpers + 1), self.helpers + 1)
 
     cdef int _fold(self, uint64_t chunk) noexcept nogil:
         cdef int64_t first

@@ -10,7 +10,13 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.arena cimport Arena
-from fastps.kernels.arena_words cimport fps_commit_buffer, fps_commit_version, fps_member_generation, fps_turn_owner
+from fastps.kernels.arena_words cimport (
+    FPS_MAX_CHUNKS,
+    fps_commit_buffer,
+    fps_commit_version,
+    fps_member_generation,
+    fps_turn_owner,
+)
 from fastps.kernels.commit cimport (
     TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
@@ -182,21 +188,30 @@ cdef class Lane:
                 fps_event_sleep(&self.words.event, seen, slice_ns)
             fps_sleeping_set(&self.words.sleeping, 0)
 
-    def share_folds(self, uint32_t helpers):
+    def share_folds(self, uint32_t helpers, bytes cores not None=b""):
         """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
 
-        Folds that are too short to be worth it are not shared. Only where one thread at a time uses the lane.
+        Everyone begins with one of `helpers` + 1 parts: what its core read and wrote in the last fold. `cores` says for each
+        core by its number which part that is; without it every lane has its own. Folds that are too short to be worth it are
+        not shared. Only where one thread at a time uses the lane.
         """
         cdef Holder holder
         self.helpers = helpers
+        self.helper.share(helpers, cores)
         for holder in self.holders:
-            holder.fold.helpers = helpers
+            holder.fold.share(helpers, cores)
 
     def stream_folds(self, bint streaming):
         """Whether this lane's folds store past the caches, as the holder of a turn; the results have the same bits."""
         cdef Holder holder
         for holder in self.holders:
             holder.fold.streaming = streaming
+
+    def begins_with(self, uint64_t chunks):
+        """With which chunks this lane begins a shared fold of so many, at most 56: one bit each."""
+        if not 1 <= chunks <= FPS_MAX_CHUNKS:
+            raise ValueError(f"expected 1 to {FPS_MAX_CHUNKS} chunks, found {chunks}")
+        return self.helper.own_part(chunks)
 
     @property
     def helped(self):

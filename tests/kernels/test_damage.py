@@ -198,7 +198,7 @@ def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
     assert job.lanes[0].try_turn(10) == turn.BAD_FOLD
 
 
-@pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (64, 0), (3, 7), (3, -1024), (3, 1 << 62)])
+@pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
 def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_floats: int) -> None:
     """The helper takes nothing, or leaves what it took to the holder; its own pushes go on."""
     job = Job(2, **POLICIES["asp"])
@@ -206,7 +206,7 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     work = job.header.work_offset
     job.write(work + 128, "<q", chunk_floats)
     struct.pack_into("<iiIIIII", job.memory, work + 152, 0, 1, 0, 1, 0, 1, 1)  # a mode, streaming, buffers, and one push
-    job.write(work, "<Q", (5 << 16) | chunks)
+    job.write(work, "<Q", (chunks << 56) | ((1 << min(chunks, 56)) - 1))
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
     job.post(0, 10)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastps.kernels import fold, turn
 from fastps.kernels.arena import Arena
@@ -28,17 +30,17 @@ SLICE_NS = 1_000_000
 class Job:
     """Lanes under asp, one parameter, SGD with momentum, in memory that forked processes share."""
 
-    def __init__(self, lanes: int = 2, slots: int = 1) -> None:
-        measures = {"lanes": lanes, "slots": slots, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": FLOATS}
+    def __init__(self, lanes: int = 2, slots: int = 1, floats: int = FLOATS) -> None:
+        measures = {"lanes": lanes, "slots": slots, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": floats}
         header, size = plan(**measures, rule=fold.RULE_SGD, state_planes=1, extra_bytes=0, buffers=4)
         self.slots = slots
         self.memory = mmap.mmap(-1, size)
-        format_memory(self.memory, header, [(0, FLOATS, 0)], fold="each", grant="at-once")
+        format_memory(self.memory, header, [(0, floats, 0)], fold="each", grant="at-once")
         self.arena = Arena(self.memory)
         self.lanes = [Lane(self.arena, index) for index in range(lanes)]
         for lane in self.lanes:
             lane.share_folds(1)
-        self.gradients = np.random.default_rng(0).standard_normal((4, FLOATS)).astype(np.float32)
+        self.gradients = np.random.default_rng(0).standard_normal((4, floats)).astype(np.float32)
 
     def post(self, lane: int, step: int) -> None:
         """The step's gradient: one of four, in turn."""
@@ -109,6 +111,29 @@ class Soon:
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
+
+
+@given(chunks=st.integers(1, 56), helpers=st.integers(0, 9))
+def test_every_chunk_of_a_shared_fold_is_where_one_lane_begins(chunks: int, helpers: int) -> None:
+    arena = Job(lanes=helpers + 1, floats=64).arena
+    lanes = [Lane(arena, index) for index in range(helpers + 1)]
+    begun = []
+    for lane in lanes:
+        lane.share_folds(helpers)
+        begun += [chunk for chunk in range(64) if lane.begins_with(chunks) >> chunk & 1]
+    assert sorted(begun) == list(range(chunks))
+
+
+def test_where_workers_change_cores_a_lane_begins_with_the_part_of_its_core() -> None:
+    lane = Lane(Job(lanes=2, floats=64).arena, 1)
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(own)})
+        for part, chunks in ((0, 0b111), (1, 0b1111000)):
+            lane.share_folds(1, bytes([part]) * (max(own) + 1))
+            assert lane.begins_with(7) == chunks
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[bytes]) -> None:
