@@ -66,8 +66,8 @@ cdef extern from *:
     """
     #ifndef FASTPS_HOOKS
     /* In floats that a fold reads and writes: at about 10 a nanosecond and core. */
-    #define SHARED_LEAST (1LL << 18) /* a shorter fold is over before a helper's core has the ticket */
-    #define CHUNK_LEAST (1LL << 17)
+    #define SHARED_LEAST (1LL << 17) /* a shorter fold is over before a helper's core has the ticket */
+    #define CHUNK_LEAST (1LL << 16)
     #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
     /* Looks at the helpers before the caller is told to look whether they live. */
     #define SPINS 4000
