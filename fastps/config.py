@@ -46,33 +46,12 @@ def timeout_s(given: float | None = None) -> float:
     return value
 
 
-def spins(workers: int) -> int:
-    """How often a wait looks before it sleeps: not at all when workers outnumber the cores this process may run on."""
-    return SPINS if workers <= len(os.sched_getaffinity(0)) else 0
-
-
-def helpers(workers: int) -> int:
-    """How many workers may be woken to help with a fold: as many as there are cores beside the folder's own."""
-    return min(workers, len(os.sched_getaffinity(0))) - 1
-
-
-def cores(workers: int) -> bytes:
-    """For each core by its number, which part of a shared fold a worker there begins with; empty: each worker has a core.
-
-    Workers that outnumber the cores are moved from one to another, and what the last fold left in a cache is the core's.
-    """
-    own = sorted(os.sched_getaffinity(0))
-    if workers < len(own):
-        return b""
-    return bytes(min(own.index(core), 255) if core in own else 0 for core in range(own[-1] + 1))
-
-
-def streams(layout: "Layout", takers: int) -> bool:
-    """Whether a job's folds store past the caches, where so many processes take turns: not when the results fit there.
+def streams(layout: "Layout", helpers: int) -> bool:
+    """Whether a job's folds store past the caches, where so many help with one: not when the results fit there.
 
     The loops of SGD and Adam do so by themselves; what other rules write goes through a stage, which pays late.
     """
     written_bytes = 4 * layout.buffer_floats * (1 + layout.planes)
     if layout.rule.name in ("sgd", "adam") and not layout.policy.ema:
         return 2 * written_bytes + 4 * layout.buffer_floats * layout.workers >= STREAMED_BYTES
-    return written_bytes >= STAGED_BYTES and helpers(takers) > 0
+    return written_bytes >= STAGED_BYTES and helpers > 0

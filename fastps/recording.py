@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastps import config
 from fastps.environment import TRACE_VARIABLE
 from fastps.kernels.arena import FATE_DROPPED, LANE_LEAVING, LANE_LIVE, Arena
 from fastps.machine import machine
@@ -347,5 +346,5 @@ def job_note(worker: "Worker") -> dict[str, Any]:
         "parameters": sum(parameter.length for parameter in layout.parameters),
         "model_bytes": 4 * layout.buffer_floats,
         "slots": layout.slots,
-        "spins": config.spins(layout.workers),
+        "spins": worker.cores.spins,
     }

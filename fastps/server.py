@@ -16,6 +16,7 @@ from typing import Any
 from fastps import arena as memory_of
 from fastps import config, rendezvous
 from fastps.clock import SYSTEM_CLOCK
+from fastps.cores import Cores
 from fastps.device import DeviceError
 from fastps.device_store import DeviceStore
 from fastps.errors import Error, raise_for_outcome
@@ -43,11 +44,7 @@ class Server:
         self._peers = Peers(store.arena, store.job, own)
         self.lane = turn.Lane(store.arena, own)
         self.lane.set_user_rule(layout.rule.address)
-        takers = layout.workers + 1
-        self._spins = config.spins(takers)
-        if not layout.policy.overlap:
-            self.lane.share_folds(config.helpers(takers), config.cores(takers))
-            self.lane.stream_folds(config.streams(layout, takers))
+        self._cores = Cores(store.arena, self.lane, layout, takers=layout.workers + 1)
         self._looked_ns = self._clock.now_ns()
         self._held = False  # a turn whose fold a helper has not given back
         self._is_lost = False  # a worker's death has ended a job on devices: nothing may be queued any more
@@ -61,10 +58,11 @@ class Server:
                 now_ns = self._clock.now_ns()
                 if now_ns - self._looked_ns >= config.LIVENESS_NS:
                     self._looked_ns = now_ns
+                    self._cores.look()
                     self._look(now_ns)
                 if self._is_over():
                     return
-                self.lane.await_call(called, self._spins, self._rest_ns(now_ns))
+                self.lane.await_call(called, self._cores.spins, self._rest_ns(now_ns))
         finally:
             self._peers.close()
 

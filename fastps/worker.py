@@ -19,6 +19,7 @@ import numpy.typing as npt
 from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
+from fastps.cores import Cores
 from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
@@ -74,7 +75,6 @@ class Worker:
         self._left = False
         self._answerer = answerer
         self._clock = store.clock
-        self._spins = config.spins(store.layout.workers)
         self._timeout_ns = int(store.timeout_s * 1e9)
         self._looked_ns = self._granted_ns = self._clock.now_ns()
         slots = store.layout.slots
@@ -86,9 +86,7 @@ class Worker:
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self.delays: tuple[float, float, int] | None = None
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
-        if not store.layout.policy.overlap:
-            self.lane.share_folds(config.helpers(store.layout.workers), config.cores(store.layout.workers))
-            self.lane.stream_folds(config.streams(store.layout, store.layout.workers))
+        self.cores = Cores(store.arena, self.lane, store.layout, store.layout.workers)
         self.posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)
@@ -334,7 +332,8 @@ class Worker:
     def _wait(self, granted: int, done: int, shards: int = 0) -> None:
         """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while not self.lane.wait(granted, done, self._spins, self._slice_ns(), shards) or not self._responded(granted, shards):
+        spins = self.cores.spins
+        while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or not self._responded(granted, shards):
             self.try_turn()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
@@ -344,6 +343,7 @@ class Worker:
     def _look_if_due(self, now_ns: int) -> None:
         if now_ns - self._looked_ns > config.LIVENESS_NS:
             self._looked_ns = now_ns
+            self.cores.look()
             self._membership.look(now_ns)
 
     def _slice_ns(self) -> int:

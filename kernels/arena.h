@@ -73,7 +73,8 @@ typedef struct {
     uint32_t state; /* [STATE] fps_member_pack */
     uint32_t pad_member;
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
-    uint8_t pad_state[48];
+    int64_t first_core, cores; /* those that its worker may run on: their lowest number, and how many; a hint for speed */
+    uint8_t pad_state[32];
     /* Counters of the worker, only looked at. */
     int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, reserved[2];
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */

@@ -342,6 +342,22 @@ cdef class Arena(ArenaView):
         """For messages only."""
         return self.lane(lane).process_id
 
+    def set_cores(self, uint32_t lane, int64_t first, int64_t count):
+        """Say on which cores the lane's worker may run: their lowest number, and how many."""
+        fps_counter_set(&self.lane(lane).first_core, first)
+        fps_counter_set(&self.lane(lane).cores, count)
+
+    def cores(self):
+        """How many cores all who are attached may run on. Sets that begin with the same core and are as large count once."""
+        cdef uint32_t index
+        cdef fps_lane *words
+        found = set()
+        for index in range(self.header.n_lanes + self.header.n_servers):
+            words = self.lane(index)
+            if fps_member_state(fps_state_acquire(&words.state)) in (FPS_LANE_LIVE, FPS_LANE_JOINING, FPS_LANE_SERVING):
+                found.add((fps_counter_get(&words.first_core), fps_counter_get(&words.cores)))
+        return sum(count for _, count in found)
+
     # -- what became of pushes ---------------------------------------------------------------------
 
     def record(self):

@@ -41,6 +41,8 @@ cdef extern from "arena.h" nogil:
         uint32_t helping
         uint32_t state
         int64_t process_id
+        int64_t first_core
+        int64_t cores
         int64_t steps
         int64_t wait_ns
         int64_t compute_ns

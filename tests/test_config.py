@@ -1,6 +1,4 @@
-"""The choices that fastps makes by a job's size and the machine's cores."""
-
-import os
+"""The choices that fastps makes by a job's size."""
 
 import pytest
 
@@ -24,15 +22,7 @@ from fastps.layout import Layout, place
     ],
 )
 def test_folds_that_the_caches_do_not_hold_store_past_them(
-    monkeypatch: pytest.MonkeyPatch, rule: rules.Rule, sync: str, millions: int, workers: int, streams: bool
+    rule: rules.Rule, sync: str, millions: int, workers: int, streams: bool
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     layout = Layout(place([("w", (millions * 1_000_000,), (1,), 0)]), 1, rule, fastps.parse_policy(sync), workers)
-    assert config.streams(layout, workers) is streams
-
-
-def test_workers_that_outnumber_the_cores_begin_a_fold_where_their_core_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 6})
-    assert config.cores(2) == b""  # each has a core, and a part by the number of its lane
-    assert config.cores(4) == bytes([0, 0, 0, 0, 0, 1, 2])
-    assert config.helpers(4) == 2
+    assert config.streams(layout, helpers=workers - 1) is streams
