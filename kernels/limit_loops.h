@@ -4,6 +4,7 @@
 
 #define FPS_WIDTH ((int64_t)(sizeof(FPS_VECTOR) / sizeof(float)))
 #define FPS_AT(pointer, i) (*(const FPS_VECTOR *)((pointer) + (i)))
+#define FPS_LINE_VECTORS (16 / FPS_WIDTH) /* streamed lines leave the core whole where they are written one after the other */
 
 /* SGD with momentum, a float at a time. */
 static inline __attribute__((always_inline)) void FPS_ISA(sgd_plain)(const fps_limit_job *job, int64_t first, int64_t last,
@@ -24,17 +25,27 @@ static inline __attribute__((always_inline)) void FPS_ISA(sgd_plain)(const fps_l
     }
 }
 
+static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *line, const FPS_VECTOR *values) {
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) FPS_STORE_STREAMING(line + j * FPS_WIDTH, values[j]);
+}
+
 static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_limit_job *job, int64_t first, int64_t last,
                                                                          const int count) {
     const FPS_VECTOR none = {0}, momentum = none + job->momentum, minus_rate = none + job->minus_rate;
     int64_t i = first;
-    for (; i + FPS_WIDTH <= last; i += FPS_WIDTH) {
-        FPS_VECTOR sum = FPS_AT(job->gradients[0], i);
+    for (; i + 16 <= last; i += 16) {
+        FPS_VECTOR steps[FPS_LINE_VECTORS], weights[FPS_LINE_VECTORS];
 #pragma GCC unroll 16
-        for (int k = 1; k < count; k++) sum += FPS_AT(job->gradients[k], i);
-        FPS_VECTOR step = momentum * FPS_AT(job->mean_in, i) + sum;
-        FPS_STORE_STREAMING(job->mean_out + i, step);
-        FPS_STORE_STREAMING(job->weights_out + i, FPS_AT(job->weights_in, i) + minus_rate * step);
+        for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) {
+            FPS_VECTOR sum = FPS_AT(job->gradients[0], i + j * FPS_WIDTH);
+#pragma GCC unroll 16
+            for (int k = 1; k < count; k++) sum += FPS_AT(job->gradients[k], i + j * FPS_WIDTH);
+            steps[j] = momentum * FPS_AT(job->mean_in, i + j * FPS_WIDTH) + sum;
+            weights[j] = FPS_AT(job->weights_in, i + j * FPS_WIDTH) + minus_rate * steps[j];
+        }
+        FPS_ISA(stream_line)(job->mean_out + i, steps);
+        FPS_ISA(stream_line)(job->weights_out + i, weights);
     }
     FPS_ISA(sgd_plain)(job, i, last, count);
 }
@@ -60,14 +71,20 @@ static void FPS_ISA(adam_streaming)(const fps_limit_job *job, int64_t first, int
     const FPS_VECTOR root_correction2 = none + job->root_correction2, epsilon = none + job->epsilon;
     const FPS_VECTOR minus_rate = none + job->minus_rate, rest2 = none + (1 - job->beta2);
     int64_t i = first;
-    for (; i + FPS_WIDTH <= last; i += FPS_WIDTH) {
-        FPS_VECTOR gradient = FPS_AT(job->gradients[0], i), mean = FPS_AT(job->mean_in, i);
-        FPS_VECTOR average = mean + fraction * (gradient - mean);
-        FPS_VECTOR power = beta2 * FPS_AT(job->square_in, i) + rest2 * gradient * gradient;
-        FPS_STORE_STREAMING(job->mean_out + i, average);
-        FPS_STORE_STREAMING(job->square_out + i, power);
-        FPS_STORE_STREAMING(job->weights_out + i, FPS_AT(job->weights_in, i)
-                                                      + minus_rate * average / (FPS_ROOT(power) / root_correction2 + epsilon));
+    for (; i + 16 <= last; i += 16) {
+        FPS_VECTOR averages[FPS_LINE_VECTORS], powers[FPS_LINE_VECTORS], weights[FPS_LINE_VECTORS];
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) {
+            const int64_t at = i + j * FPS_WIDTH;
+            FPS_VECTOR gradient = FPS_AT(job->gradients[0], at), mean = FPS_AT(job->mean_in, at);
+            averages[j] = mean + fraction * (gradient - mean);
+            powers[j] = beta2 * FPS_AT(job->square_in, at) + rest2 * gradient * gradient;
+            weights[j] = FPS_AT(job->weights_in, at)
+                         + minus_rate * averages[j] / (FPS_ROOT(powers[j]) / root_correction2 + epsilon);
+        }
+        FPS_ISA(stream_line)(job->mean_out + i, averages);
+        FPS_ISA(stream_line)(job->square_out + i, powers);
+        FPS_ISA(stream_line)(job->weights_out + i, weights);
     }
     FPS_ISA(adam_plain)(job, i, last);
 }
@@ -96,3 +113,4 @@ static void FPS_ISA(run)(const fps_limit_job *job, int is_adam, int count, int64
 
 #undef FPS_WIDTH
 #undef FPS_AT
+#undef FPS_LINE_VECTORS
