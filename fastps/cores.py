@@ -21,7 +21,7 @@ class Cores:
     def __init__(self, arena: Arena, lane: Lane, layout: Layout, takers: int) -> None:
         self._arena, self._lane, self._layout, self._takers = arena, lane, layout, takers
         self._own = sorted(os.sched_getaffinity(0))
-        self._count = 0
+        self._count = self.spins = 0
         arena.set_cores(lane.index, self._own[0], len(self._own))
         self.look()
 

@@ -55,10 +55,12 @@ def test_the_cores_of_who_has_left_count_no_more() -> None:
 
 @pytest.mark.parametrize("count", [-(1 << 62), 0, 1 << 62])
 def test_a_number_of_cores_that_makes_no_sense_is_bounded(count: int) -> None:
-    with _job() as store, store.attach(0) as worker:
+    with _job() as store, store.attach(0) as worker, store.attach(1):
         store.arena.set_cores(1, 0, count)
+        assert store.arena.cores() == len(_OWN) + count
         worker.cores.look()
-        assert worker.lane.begins_with(56)
+        cores_at_most = len(_OWN) if count <= 0 else os.cpu_count() or 1
+        assert worker.cores.spins == cores.spins(2, cores_at_most)
 
 
 @pytest.mark.parametrize(
