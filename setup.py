@@ -8,7 +8,10 @@ test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread
 latter with UndefinedBehaviorSanitizer, too.
 """
 
+import importlib.util
 import os
+import sys
+import sysconfig
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -38,6 +41,37 @@ def stage_cimports() -> str:
     return str(STAGE)
 
 
+def torch_folder() -> Path | None:
+    """Where torch is: to be imported from here, or in the environment that an isolated build is for; None: in neither."""
+    found = importlib.util.find_spec("torch")
+    folders = [Path(found.origin).parent] if found and found.origin else []
+    folders += [Path(sysconfig.get_path("platlib")) / "torch"]
+    return next((folder for folder in folders if (folder / "include/torch/csrc").is_dir()), None)
+
+
+def torch_extension() -> list[Extension]:
+    """fastps.kernels.torch_tensors, in C++ against torch's headers; without them Python's attributes do (tensor_loops.py)."""
+    folder = torch_folder()
+    if folder is None or HOOKS or SANITIZER:
+        if folder is None:
+            print("fastps: no torch to build against, so a step's loops over tensors will be slower", file=sys.stderr)
+        return []
+    return [
+        Extension(
+            "fastps.kernels.torch_tensors",
+            ["kernels/torch_tensors.pyx"],
+            include_dirs=["kernels", str(folder / "include")],
+            depends=["kernels/torch_tensors.hpp"],
+            extra_compile_args=["-std=c++20", "-O1" if DEBUG else "-O2", "-Wall", "-Wno-unused-function"],
+            # Without a path: torch is imported first, and these are what it has loaded.
+            library_dirs=[str(folder / "lib")],
+            libraries=["torch_python", "torch_cpu", "c10"],
+            language="c++",
+            optional=True,
+        )
+    ]
+
+
 def extensions() -> list[Extension]:
     """One extension for each kernels/*.pyx; all share the headers, so a changed header rebuilds all of them."""
     macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
@@ -59,13 +93,13 @@ def extensions() -> list[Extension]:
             extra_link_args=["-pthread", *([f"-fsanitize={SANITIZER}"] if SANITIZER else [])],
         )
         for source in sorted(Path("kernels").glob("*.pyx"))
-        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()))
+        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()), "torch_tensors")
     ]
 
 
 setup(
     ext_modules=cythonize(
-        extensions(),
+        [*torch_extension(), *extensions()],
         nthreads=JOBS,
         build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
         include_path=[stage_cimports()],

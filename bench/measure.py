@@ -18,7 +18,8 @@ from fastps.kernels import limit
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
-PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", "alone", "plain", "streaming", "server")
+OTHERWISE = ("alone", "plain", "streaming", "attributes", "server")  # fastps itself with one choice made otherwise
+PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", *OTHERWISE)
 
 
 class WrongResultError(Error):

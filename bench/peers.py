@@ -170,7 +170,9 @@ class Fastps(Peer):
         choose: Callable[[Lane], None] | None = None,
         device: str = "cpu",
         server: str = "workers",
+        tensor_loops: str = "auto",
     ) -> None:
+        os.environ.update(FASTPS_TENSOR_LOOPS=tensor_loops)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=f"{Path(job.folder).name}-{job.name}")
         self.parameters = [tensor.clone().requires_grad_() for tensor in job.tensors_of(torch.ones(job.size, device=device))]
         plain = torch.optim.SGD(self.parameters, lr=LEARNING_RATE, momentum=MOMENTUM)

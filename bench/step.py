@@ -58,6 +58,7 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
     "alone": {"fastps-alone": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.fold_alone))},
     "plain": {"fastps-plain": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_plainly))},
     "streaming": {"fastps-streaming": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_past_caches))},
+    "attributes": {"fastps-attributes": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", tensor_loops="attributes"))},
     "server": {
         "fastps-server": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", server="process")),
         "fastps-server-asp": Kind(lambda job, rank: peers.Fastps(job, rank, "asp", server="process")),

@@ -28,6 +28,7 @@ from fastps.layout import Layout, place
 from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
 from fastps.specs import parse_policy
 from fastps.store import Store, plan
+from fastps.tensor_loops import why_not_compiled
 
 OPTIMIZERS: dict[str, Rule] = {
     "sgd": SGD_RULE,
@@ -54,7 +55,7 @@ def examine() -> list[Finding]:
         _checked("futex", _futex),
         _checked("pidfd", _pidfd),
         _instruction_sets(),
-        Finding("torch", torch.__version__, f"{torch.__version__}, {torch.get_num_threads()} threads in one process"),
+        _torch(),
         *gpu_findings(),
         _checked("arena and workers", _two_workers_step),
     ]
@@ -81,6 +82,13 @@ def _memory() -> list[Finding]:
         Finding("memory", memory.total, f"{shown_bytes(memory.total)}, of which {shown_bytes(memory.available)} are available"),
         Finding("memory for an arena", free, f"{shown_bytes(free)}, by the {limit}", ok=free > 0),
     ]
+
+
+def _torch() -> Finding:
+    why = why_not_compiled()
+    loops = "compiled loops over its tensors" if why is None else why
+    shown = f"{torch.__version__}, {torch.get_num_threads()} threads in one process; {loops}"
+    return Finding("torch", torch.__version__, shown)
 
 
 def _instruction_sets() -> Finding:

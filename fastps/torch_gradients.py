@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.kernels.attributes import Attribute
+from fastps.tensor_loops import tensor_loops
 from fastps.worker import presence_of
 
 
@@ -30,12 +30,12 @@ class Gradients:
     ) -> None:
         self.tensors = tensors
         self.slots = slots
-        self.present: set[int] = set()
+        self.present: set[int] = set()  # replaced where it shrinks, for it may be `_everything` itself
         self._keeps = keeps
         self._name = name
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
-        self._grad = Attribute("grad", tensors)
+        self._loops = tensor_loops(tensors)
         self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
@@ -68,10 +68,10 @@ class Gradients:
 
     def zero(self, slot: int, set_to_none: bool) -> None:
         """Forget the gradients, as torch does; without `set_to_none` those that there are become zeros."""
-        self.present.clear()
+        self.present = set()
         self._exposed = None
         if set_to_none:
-            self._grad.set_all(self.tensors, None)
+            self._loops.drop_gradients()
             return
         for index, tensor in enumerate(self.tensors):
             if tensor.grad is not None:
@@ -82,24 +82,23 @@ class Gradients:
         """Let every p.grad be the slot, with whatever was left there."""
         views = self.slots[slot]
         if self._exposed != slot or self.tensors[0].grad is not views[0]:
-            self._grad.set(self.tensors, views)
+            self._loops.set_gradients(views)
             self._exposed = slot
 
     def adopt(self, slot: int) -> None:
         """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
         views = self.slots[slot]
-        if self._grad.are(self.tensors, views) < 0:
-            self.present |= self._everything
+        if self._loops.other_gradient(views) < 0:
+            self.present = self._everything
             return
+        self.present = set()
         for index, tensor in enumerate(self.tensors):
             gradient = tensor.grad
-            if gradient is views[index]:
-                self.present.add(index)
-            elif gradient is None:
-                self.present.discard(index)
-            else:
+            if gradient is None:
+                continue
+            if gradient is not views[index]:
                 views[index].copy_(gradient)
-                self.present.add(index)
+            self.present.add(index)
 
     def presence(self) -> bytes | None:
         """The bitmap of the parameters that have a gradient; None: all."""
@@ -114,9 +113,9 @@ class Gradients:
     def release(self) -> None:
         """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
         if not self._keeps:
-            self._grad.set_all(self.tensors, None)
+            self._loops.drop_gradients()
             self._exposed = None
-        self.present.clear()
+        self.present = set()
 
     def norm(self, slot: int) -> float:
         """The norm of all gradients together, as torch clips by it."""
@@ -128,7 +127,7 @@ class Gradients:
 
     def leave(self) -> None:
         """These slots are about to go, and with them every p.grad that is one."""
-        self._grad.set_all(self.tensors, None)
+        self._loops.drop_gradients()
 
     def keep(self) -> None:
         """At the end: a p.grad that is a slot becomes a copy of its own."""
@@ -168,9 +167,9 @@ class HalfGradients(Gradients):
 
     def zero(self, slot: int, set_to_none: bool) -> None:
         """Forget the gradients, as torch does."""
-        self.present.clear()
+        self.present = set()
         if set_to_none:
-            self._grad.set_all(self.tensors, None)
+            self._loops.drop_gradients()
             return
         for tensor in self.tensors:
             if tensor.grad is not None:
@@ -192,7 +191,7 @@ class HalfGradients(Gradients):
     def release(self) -> None:
         """The next push begins with nothing in its slot."""
         self._put = [None] * len(self.tensors)
-        self.present.clear()
+        self.present = set()
 
     def leave(self) -> None:
         """No p.grad is a slot."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fastps.kernels.attributes import Attribute
 from fastps.store import Store
+from fastps.tensor_loops import tensor_loops
 
 
 class Weights:
@@ -29,14 +29,13 @@ class Weights:
             for shard in range(store.arena.shards)
         ]
         self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
-        self._data = Attribute("data", tensors)
-        self._counters = Attribute("_version", tensors)
-        self.remember()
+        self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
+        self._loops = tensor_loops(tensors)
 
     def show(self, pulled: list[int]) -> None:
         """Let every parameter be what is in its shard's pulled buffer: no copy."""
         for shard, buffer in enumerate(pulled):
-            self._data.set(self.by_shard[shard], self.of(shard, buffer))
+            self._shard_loops[shard].show(self.of(shard, buffer))
 
     def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""
@@ -53,11 +52,11 @@ class Weights:
 
     def remember(self) -> None:
         """What was written to the parameters up to now is allowed."""
-        self._remembered: list[int] = self._counters.get(self.tensors)
+        self._loops.remember()
 
     def changed(self) -> int:
         """The index of the first parameter that was written to since `remember`, or -1."""
-        return self._counters.are(self.tensors, self._remembered)
+        return self._loops.changed()
 
     def leave(self) -> None:
         """Keep no tensor of the store's memory: it is about to go."""

@@ -1,4 +1,6 @@
-"""fastps.kernels: everything compiled. Knows memory and numbers; knows no process, file, torch or policy name."""
+"""fastps.kernels: everything compiled. Knows memory and numbers; knows no process, file or policy name, and but for
+torch_tensors no torch.
+"""
 
 if __name__ != "fastps.kernels":
     raise ImportError(

@@ -62,6 +62,7 @@ def test_this_machine_passes_every_check() -> None:
     findings = {finding.name: finding for finding in examine()}
     assert all(finding.ok for finding in findings.values()), findings
     assert findings["cores"].value == len(os.sched_getaffinity(0))
+    assert "compiled loops over its tensors" in findings["torch"].shown
     assert "." in findings["GPUs"].shown or findings["GPUs"].value == 0
 
 

@@ -1,0 +1,122 @@
+"""The loops over a model's tensors that each step makes: compiled against torch's C++ tensors, or over Python's attributes.
+
+Both have the same effect; the first takes a fifth of the time. It needs the very torch that it was built against, so another
+one gets the second, and so does who sets FASTPS_TENSOR_LOOPS=attributes; `why_not_compiled` says it. Refuses to know when a
+step makes which loop.
+"""
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from fastps.errors import UsageError
+from fastps.kernels.attributes import Attribute
+
+_compiled: ModuleType | None = None
+try:
+    from fastps.kernels import torch_tensors
+
+    _compiled = torch_tensors
+except ImportError as _error:  # not built, or for a torch whose symbols are others
+    _not_there = str(_error)
+
+INSTALLED = torch.__version__.partition("+")[0]
+
+
+class TensorLoops(Protocol):
+    """Loops over a list of tensors that stays as it is. Lists that they are given have a value a tensor, else ValueError."""
+
+    def show(self, values: list[torch.Tensor]) -> None:
+        """Let `data` of each tensor be that of its of `values`: no copy, and no write as version counters count them."""
+        ...
+
+    def remember(self) -> None:
+        """What was written to the tensors up to now is no change."""
+        ...
+
+    def changed(self) -> int:
+        """The index of the first tensor that was written to since `remember`, or -1."""
+        ...
+
+    def set_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """Let `grad` of each tensor be its of `gradients`."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Let `grad` of each tensor be None."""
+        ...
+
+    def other_gradient(self, gradients: list[torch.Tensor]) -> int:
+        """The index of the first tensor whose `grad` is not the very one of `gradients`, or -1."""
+        ...
+
+
+class PlainLoops:
+    """The loops over Python's attributes, for any torch; see TensorLoops."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._data = Attribute("data", tensors)
+        self._grad = Attribute("grad", tensors)
+        self._counters = Attribute("_version", tensors)
+        self.remember()
+
+    def show(self, values: list[torch.Tensor]) -> None:
+        """See TensorLoops."""
+        self._data.set(self._tensors, values)
+
+    def remember(self) -> None:
+        """See TensorLoops."""
+        self._remembered: list[int] = self._counters.get(self._tensors)
+
+    def changed(self) -> int:
+        """See TensorLoops."""
+        return self._counters.are(self._tensors, self._remembered)
+
+    def set_gradients(self, gradients: list[torch.Tensor]) -> None:
+        """See TensorLoops."""
+        self._grad.set(self._tensors, gradients)
+
+    def drop_gradients(self) -> None:
+        """See TensorLoops."""
+        self._grad.set_all(self._tensors, None)
+
+    def other_gradient(self, gradients: list[torch.Tensor]) -> int:
+        """See TensorLoops."""
+        return self._grad.are(self._tensors, gradients)
+
+
+def why_not_compiled() -> str | None:
+    """Why loops are made over attributes, and what to do about it; None: they are not.
+
+    Raises UsageError where FASTPS_TENSOR_LOOPS is neither "auto" nor "attributes".
+    """
+    wanted = os.environ.get("FASTPS_TENSOR_LOOPS", "auto")
+    if wanted not in ("auto", "attributes"):
+        raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto or attributes, found {wanted!r}")
+    if wanted == "attributes":
+        return "loops over Python's attributes, for FASTPS_TENSOR_LOOPS says so"
+    advice = "for faster steps install fastps again, beside this torch (pip install --force-reinstall --no-deps)"
+    if _compiled is None:
+        return f"the compiled loops over tensors are not there ({_not_there}): {advice}"
+    if _compiled.BUILT_FOR != INSTALLED:
+        return f"the compiled loops over tensors are for torch {_compiled.BUILT_FOR}, and this is {INSTALLED}: {advice}"
+    return None
+
+
+def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
+    """Loops over these tensors, as this installation makes them. Raises UsageError as `why_not_compiled`.
+
+    >>> parameter = torch.nn.Parameter(torch.zeros(2))
+    >>> loops = tensor_loops([parameter])
+    >>> loops.show([torch.ones(2)])
+    >>> parameter.tolist(), loops.changed()
+    ([1.0, 1.0], -1)
+    """
+    if _compiled is None or why_not_compiled():
+        return PlainLoops(list(tensors))
+    loops: TensorLoops = _compiled.CompiledLoops(list(tensors))
+    return loops
