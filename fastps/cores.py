@@ -18,12 +18,26 @@ class Cores:
     `takers`: how many processes take turns. `spins` is how often a wait looks before it sleeps.
     """
 
+    _last_wait_ns = 0
+
     def __init__(self, arena: Arena, lane: Lane, layout: Layout, takers: int) -> None:
         self._arena, self._lane, self._layout, self._takers = arena, lane, layout, takers
         self._own = sorted(os.sched_getaffinity(0))
         self._count = self.spins = 0
         arena.set_cores(lane.index, self._own[0], len(self._own))
         self.look()
+
+    @property
+    def yields(self) -> bool:
+        """Whether the next wait lets others have the core before it sleeps: they are more than the cores, and it may be short.
+
+        To sleep and be woken costs more than some steps take. Where others compute for long, sleep leaves them alone.
+        """
+        return not self.spins and self._last_wait_ns < config.SHORT_WAIT_NS
+
+    def waited(self, duration_ns: int) -> None:
+        """Say how long a wait took: the next is taken to be as long."""
+        self._last_wait_ns = duration_ns
 
     def look(self) -> None:
         """Count again, for others may have come or left."""

@@ -331,14 +331,26 @@ class Worker:
 
     def _wait(self, granted: int, done: int, shards: int = 0) -> None:
         """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        began_ns = self._clock.now_ns()
+        if self.cores.yields:
+            self._wait_awake(granted, done, shards, began_ns)
         spins = self.cores.spins
         while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or not self._responded(granted, shards):
             self.try_turn()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
-            if now_ns >= deadline_ns:
+            if now_ns >= began_ns + self._timeout_ns:
                 raise TimeoutExceededError(self._timeout_text())
+        self.cores.waited(self._clock.now_ns() - began_ns)
+
+    def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
+        """A short wait without sleep: others have the core, and turns are tried, until it has come or lasts too long."""
+        for _ in range(config.ROUNDS_AWAKE):
+            if self.lane.wait_awake(granted, done, config.LOOKS_AWAKE, shards):
+                return
+            self.try_turn()
+            if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
+                return
 
     def _look_if_due(self, now_ns: int) -> None:
         if now_ns - self._looked_ns > config.LIVENESS_NS:

@@ -230,7 +230,7 @@ static inline void fps_chunks_clear(uint64_t *done) {
     fps_hook_store();
     __atomic_store_n(done, 0, __ATOMIC_RELAXED);
 }
-/* Let another process have this core: a helper that was preempted may be waited for. */
+/* Let another process have this core: a helper that was preempted may be waited for, or who is to push next. */
 static inline void fps_yield(void) {
     FPS_HOOK_INSTEAD(yield);
     sched_yield();

@@ -57,6 +57,7 @@ cdef extern from "atomics.h" nogil:
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
+    void fps_yield()
     void fps_plain_store()
     bint fps_mutant(int number)
     enum:
@@ -314,6 +315,26 @@ cdef class Lane:
         with nogil:
             reached = self._wait(granted, done, spins, slice_ns, shards)
         return reached
+
+    def wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards=0):
+        """The same without sleep: looks so many times, and lets others have the core in between. Releases the GIL."""
+        cdef bint reached
+        if shards == 0:
+            shards = self.n_shards
+        with nogil:
+            reached = self._wait_awake(granted, done, looks, shards)
+        return reached
+
+    cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards) noexcept nogil:
+        cdef int64_t _look
+        for _look in range(looks):
+            if self._reached(granted, done, shards):
+                return True
+            if self._is_offered():
+                return False
+            if not self.helpers or not self._help():
+                fps_yield()
+        return self._reached(granted, done, shards)
 
     cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
         return self._fresh(granted) >= shards and self._done() >= done

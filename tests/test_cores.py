@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterator, Set
 
 import numpy as np
@@ -42,6 +44,35 @@ def test_workers_that_share_a_core_sleep_and_fold_alone() -> None:
         first.cores.look()
         assert first.cores.spins == second.cores.spins == 0
         assert first.lane.begins_with(2) == second.lane.begins_with(2) == 0b11
+
+
+def test_who_outnumbers_the_cores_stays_awake_for_short_waits_only() -> None:
+    with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}):
+        first.cores.look()
+        assert first.cores.yields
+        first.cores.waited(config.SHORT_WAIT_NS)
+        assert not first.cores.yields
+        first.cores.waited(config.SHORT_WAIT_NS - 1)
+        assert first.cores.yields
+
+
+@pytest.mark.skipif(len(_OWN) < 2, reason="needs two cores")
+def test_who_has_a_core_spins_and_keeps_it() -> None:
+    with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {max(_OWN)}):
+        first.cores.look()
+        assert first.cores.spins and not first.cores.yields
+
+
+def test_a_long_wait_of_workers_on_one_core_ends_asleep() -> None:
+    with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}) as second:
+        late = threading.Timer(0.3, second.step)
+        late.start()
+        began_ns = time.process_time_ns()
+        first.step()
+        spent_ns = time.process_time_ns() - began_ns
+        late.join()
+        assert spent_ns < 100_000_000, "a wait of 300 ms that never slept"
+        assert not first.cores.yields
 
 
 def test_the_cores_of_who_has_left_count_no_more() -> None:

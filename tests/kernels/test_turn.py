@@ -235,6 +235,17 @@ def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Cal
     assert (job.arena.version, job.lanes[0].owner()) == (0, -1)
 
 
+def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
+    job = Job(2, **BSP)
+    first, second = job.lanes
+    assert first.wait_awake(1, 0, 1)
+    assert not first.wait_awake(2, 0, 1000)
+    for lane in (0, 1):
+        job.post(lane, 0.25, 10 + lane)
+    assert second.try_turn() == turn.DONE
+    assert first.wait_awake(2, 1, 1) and not first.wait_awake(2, 2, 1)
+
+
 def test_a_push_without_a_grant_is_refused() -> None:
     job = Job(2, **BSP)
     job.post(0, 0.5, 10)
@@ -286,7 +297,8 @@ def test_a_damaged_header_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [BSP, ASP, COMBINED, {"fold": "each", "grant": "bounded", "low": 1, "high": 1}])
-def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any]) -> None:
+@pytest.mark.parametrize("awake", [False, True], ids=["asleep", "awake"])
+def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], awake: bool) -> None:
     """One process may attach twice: the same protocol between threads, every push folded exactly once."""
     workers, pushes = 4, 2_000
     job = Job(workers, **policy)
@@ -296,11 +308,11 @@ def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any]) ->
         lane = job.lanes[index]
         for step in range(pushes):
             # A slot may be written again when its push of two steps ago is done with.
-            assert _wait_for(lane, step + 1 if policy["grant"] != "at-once" else 0, max(0, step - 1))
+            assert _wait_for(lane, step + 1 if policy["grant"] != "at-once" else 0, max(0, step - 1), awake)
             job.post(index, amount, step)
             lane.try_turn()
             lane.pull()
-        assert _wait_for(lane, 0, pushes)
+        assert _wait_for(lane, 0, pushes, awake)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(workers)]
     for thread in threads:
@@ -313,9 +325,9 @@ def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any]) ->
     assert job.current() == 1.0 - total * amount, "sums of multiples of 1/1024 are exact"
 
 
-def _wait_for(lane: Lane, granted: int, done: int) -> bool:
+def _wait_for(lane: Lane, granted: int, done: int, awake: bool) -> bool:
     for _ in range(2_000):
-        if lane.wait(granted, done, 100, 5_000_000):
+        if (awake and lane.wait_awake(granted, done, 4)) or lane.wait(granted, done, 0 if awake else 100, 5_000_000):
             return True
         lane.try_turn()
     return False
