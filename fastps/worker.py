@@ -76,13 +76,16 @@ class Worker:
         self._answerer = answerer
         self._clock = store.clock
         self._timeout_ns = int(store.timeout_s * 1e9)
+        policy = store.layout.policy
+        self._policy = policy
+        self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
         self._looked_ns = self._granted_ns = self._clock.now_ns()
         slots = store.layout.slots
         self._slot_free_at = [0] * slots  # descriptors that must be done with before the slot may be written again
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
-        self._needed_shards = math.ceil(store.layout.policy.pull * store.arena.shards - 1e-9)
+        self._needed_shards = math.ceil(policy.pull * store.arena.shards - 1e-9)
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self.delays: tuple[float, float, int] | None = None
         self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
@@ -137,10 +140,11 @@ class Worker:
     ) -> None:
         """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone."""
         self.check_usable()
-        self._start_background()
-        if self.store.layout.policy.needs_samples and samples < 1:
+        if self._policy.overlap:
+            self._start_background()
+        if self._needs_samples and samples < 1:
             raise UsageError(
-                f"{self.store.layout.policy.spec} scales by samples: expected the size of the batch with each push, found none;"
+                f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
         now_ns = self._clock.now_ns()
@@ -151,16 +155,16 @@ class Worker:
         if not null:
             self._write_slot_header(hypers, self._everything if presence is None else presence)
         kind = turn.KIND_NULL if null else turn.KIND_PUSH
-        deliver = partial(self._deliver, kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples)
+        push = kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples
         self.steps += 1
         self.posts += 1
         if not null:
             self._slot_free_at[self.slot] = self.posts
             self.slot = (self.slot + 1) % len(self._slot_free_at)
         if self._background is None:
-            deliver()
+            self._deliver(*push)
         else:
-            self._background.send(deliver)
+            self._background.send(partial(self._deliver, *push))
         self._responses.draw(self.steps)
         self._look_if_due(now_ns)
         if self._background is not None or self._has_transfers:
@@ -188,7 +192,7 @@ class Worker:
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
         self._check_not_forked()
-        granted = 0 if self.store.layout.policy.at_once else self.steps + 1
+        granted = 0 if self._goes_on_at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
         if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
             began_ns = self._clock.now_ns()
@@ -245,8 +249,7 @@ class Worker:
 
     def transfer_ms(self, duration_ms: float) -> None:
         """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
-        policy = self.store.layout.policy
-        link = link_of(policy, self.rank, self.store.layout.workers)
+        link = link_of(self._policy, self.rank, self.store.layout.workers)
         self._has_transfers = duration_ms > 0
         self.injected_transfer_ns = int(duration_ms * 1e6)
         self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
@@ -263,7 +266,7 @@ class Worker:
 
     def _start_background(self) -> None:
         """The first step begins the threads, so that a transfer time set before counts for them."""
-        if self.store.layout.policy.overlap and self._background is None:
+        if self._background is None:
             self._background = Background(self.lane, lambda: self._transfers.make(), self._clock)
 
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
@@ -379,7 +382,7 @@ class Worker:
 
     def _wait_for_more(self, granted: int) -> None:
         """Partial pull: up to the timeout for the shards that are not fresh yet (tau2 of PSP-SGD)."""
-        until_ns = self._clock.now_ns() + int(self.store.layout.policy.pull_timeout * 1e9)
+        until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
         while (now_ns := self._clock.now_ns()) < until_ns:
             self._responses.arrive()
             if all(self._is_fresh(shard, granted) for shard in range(len(self.buffers))):
@@ -422,7 +425,7 @@ class Worker:
     def _timeout_text(self) -> str:
         others = ", ".join(self._membership.waited_for()) or "a grant"
         return (
-            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self.store.layout.policy.spec}"
+            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self._policy.spec}"
             f" for {others}; raise FASTPS_TIMEOUT if they are only slow"
         )
 
