@@ -111,7 +111,7 @@ typedef struct {
     float shrink;         /* decoupled: multiplies the weight */
     float momentum, undampened;
     float minus_rate;     /* -learning rate, or Adam's -step size */
-    float beta2, one_minus_beta2, root_correction2, epsilon;
+    float beta2, one_minus_beta2, root_correction2, inverse_root_correction2, epsilon;
     fps_lerp lerp;        /* of a mean towards the gradient */
     fps_hyper hyper;      /* a user's rule: with the scaled learning rate */
     int64_t steps;

@@ -164,6 +164,7 @@ static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, doubl
     }
     by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, step)));
     by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, step));
+    by->inverse_root_correction2 = 1.0f / by->root_correction2;
 }
 
 /* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */

@@ -19,6 +19,21 @@ static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b
 #endif
 }
 
+/* number / divisor to the same bit, by products, which cost less: neither is negative, no step of it underflows, and `inverse` is
+ * 1 / divisor, rounded once. The first correction leaves less than a unit in the last place; from there the second rounds as a
+ * division does (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). */
+static inline __attribute__((always_inline)) float FPS_ISA(quotient)(float number, float divisor, float inverse) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+    float ratio = number * inverse;
+    ratio = __builtin_fmaf(__builtin_fmaf(-ratio, divisor, number), inverse, ratio);
+    ratio = __builtin_fmaf(__builtin_fmaf(-ratio, divisor, number), inverse, ratio);
+    return number < __builtin_inff() ? ratio : number;
+#else
+    (void)inverse;
+    return number / divisor;
+#endif
+}
+
 /* total = sum of the gradients at `first`, in order. */
 static void FPS_ISA(sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
     const float *a = (const float *)pushes[0].gradient + first, *b = (const float *)pushes[1].gradient + first;
@@ -215,8 +230,8 @@ static inline __attribute__((always_inline)) float FPS_ISA(adam_element)(
         if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
         *mean = FPS_ISA(lerp)(*mean, step, lerp.fraction, lerp.is_small);
         *square = FPS_ISA(fma)(own[k].one_minus_beta2 * step, step, *square * own[k].beta2);
-        weight = weight + (own[k].minus_rate * *mean)
-                              / (__builtin_sqrtf(*square) / own[k].root_correction2 + own[k].epsilon);
+        float root = FPS_ISA(quotient)(__builtin_sqrtf(*square), own[k].root_correction2, own[k].inverse_root_correction2);
+        weight = weight + (own[k].minus_rate * *mean) / (root + own[k].epsilon);
     }
     return weight;
 }

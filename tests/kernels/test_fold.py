@@ -15,8 +15,10 @@ from fastps.kernels import reference
 from fastps.kernels.fold import (
     FOLD_EACH,
     FOLD_SUM,
+    RULE_ADAM,
     RULE_SGD,
 )
+from fastps.kernels.reference import Hyper
 from tests.kernels.fold_jobs import (
     ALL_ROWS,
     GAP,
@@ -53,6 +55,23 @@ def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int) -> None
 def test_presence_bits_beyond_the_first_word_are_read(isa: str, mode: int) -> None:
     job = make_job(SGD_ROWS[3], 3, "own_loss_scales", seed=1, lengths=[5] * 131)
     assert_same_bits(job.fold(mode, isa), job.fold_by_reference(mode), isa)
+
+
+@ISAS
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999, 0.9999999])
+@pytest.mark.parametrize("steps", [0, 1, 7, 100, 100_000])
+def test_adams_corrected_roots_have_the_bits_of_a_division(isa: str, beta2: float, steps: int) -> None:
+    """Squares of every size that a float has, none and infinite ones; without epsilon the last bit of a root is seen."""
+    random = np.random.default_rng(steps)
+    squares = np.concatenate(([0.0, np.inf], np.exp2(random.uniform(-149, 128, 20_000)))).astype(np.float32)
+    ones = np.ones_like(squares)
+    hyper = Hyper(0.01, 0.0, 0.0, 0.0, 0.9, beta2, 0.0, 0.0, 0)
+    start = np.stack([ones, squares])
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        expected, state = reference.adam(ones, list(start), 0 * ones, hyper, hyper.learning_rate, steps)
+    pushes = [(0 * ones, [hyper], [True], 1.0, 1.0)]
+    found = compiled.fold(RULE_ADAM, FOLD_SUM, [(0, len(ones), 0)], pushes, ones, start, np.array([steps]), instruction_set=isa)
+    assert np.array_equal(bits(found[0]), bits(expected)) and np.array_equal(bits(found[1]), bits(np.stack(state)))
 
 
 @ISAS
