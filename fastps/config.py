@@ -18,12 +18,11 @@ SLICE_NS = 20_000_000  # no wait is longer without a look at the peers (protocol
 OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the turn will fire it
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
-# Workers that outnumber the cores: while waits are shorter than this, who waits stays awake and lets others have the core, so
-# many times before it looks at the clock again, and so many times that. Steps of 25,000 to a million parameters of 4 workers on
-# 2 cores wait 0.05 to 0.7 ms, and to sleep and be woken takes 0.05.
+# Where workers outnumber the cores, who waits lets others run before it sleeps, if its last wait was shorter than this. On 2 cores
+# 4 workers with 25,000 to a million parameters wait 0.05 to 0.7 ms, and to sleep and be woken takes 0.05.
 SHORT_WAIT_NS = 1_000_000
-LOOKS_AWAKE = 4
-ROUNDS_AWAKE = 10
+LOOKS_AWAKE = 4  # between two looks at the clock
+ROUNDS_AWAKE = 10  # of so many looks, at most
 STREAMED_BYTES = 28 << 20  # read and written by a fold: from here stores past the caches pay (docs/performance.md)
 STAGED_BYTES = 128 << 20  # written by a fold of a rule whose results go through a stage: the same, where two cores share it
 DEFAULT_TIMEOUT_S = 300.0
