@@ -5,6 +5,7 @@ A replacement is the launcher's own child, as every worker is: it is forked twic
 choose anything: without orders it does nothing, and it ends with the launcher.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -34,9 +35,10 @@ def serve(imports: list[str]) -> dict[str, Any] | None:
     if "torch" in sys.modules:
         _make_an_optimizer()
     gc.freeze()  # the replacements share these pages as long as nobody collects what lies there
-    control.send(READY)
+    with contextlib.suppress(ConnectionError):  # no launcher any more: so says the next line
+        control.send(READY)
     while True:
-        message, files, _, _ = socket.recv_fds(control, MOST_BYTES, 2)
+        message, files = _next_order(control)
         if not message:
             return None
         first = os.fork()
@@ -49,6 +51,15 @@ def serve(imports: list[str]) -> dict[str, Any] | None:
         os.waitpid(first, 0)
         for file in files:
             os.close(file)
+
+
+def _next_order(control: socket.socket) -> tuple[bytes, list[int]]:
+    """The next order and its files; nothing when the launcher has gone, also where it never read what it was told."""
+    try:
+        message, files, _, _ = socket.recv_fds(control, MOST_BYTES, 2)
+    except ConnectionError:
+        return b"", []
+    return message, files
 
 
 def _make_an_optimizer() -> None:

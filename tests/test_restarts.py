@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fastps.errors import UsageError
 from fastps.job_options import JobOptions
 from fastps.launch import Launcher
 from fastps.live_faults import FaultPlan
+from fastps.spare import READY
 
 TRAINING = """
 import os, pathlib, signal, sys, time
@@ -125,6 +127,19 @@ def test_without_a_spare_that_answers_a_replacement_is_a_new_process(tmp_path: P
         launcher._spare_worker.send(number)
 
     assert [life[0] for life in _lose_twice(tmp_path, hurt)] == ["False", "True", "False"]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["before it is ready", "once it is ready"])
+def test_a_spare_ends_without_a_word_with_a_launcher_that_has_read_nothing(waits: bool) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its, ours:
+        spare = subprocess.Popen([sys.executable, "-m", "fastps.spare", "json"], stdin=its, stderr=subprocess.PIPE, text=True)
+        its.close()
+        if waits:
+            assert ours.recv(16, socket.MSG_PEEK) == READY
+        ours.close()
+        _, said = spare.communicate(timeout=60)
+    assert (spare.returncode, said) == (0, "")
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
