@@ -1,4 +1,4 @@
-/* What a step does to one tensor, through torch's own C++ tensors: a few loads and stores where Python's attributes cost 50 to 200 ns.
+/* What a step does to one tensor, through torch's own C++ tensors: a few loads and stores in place of Python's attributes.
  *
  * Each function has the effect of the attribute that it names, and returns false, with nothing done, for a tensor that is not of
  * the plain kind (a subclass, another shape, dtype or device): then the attribute itself is asked. What it refuses to be:
