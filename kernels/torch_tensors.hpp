@@ -9,57 +9,68 @@
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-/* The tensor of a Python object, or null where its type has ways of its own. */
-static inline const at::Tensor *fps_plain(PyObject *object) {
-    if (!THPVariable_CheckExact(object)) return nullptr;
-    const at::Tensor &tensor = THPVariable_Unpack(object);
-    return tensor.defined() && tensor.has_storage() && tensor.layout() == at::kStrided ? &tensor : nullptr;
+/* The implementation of a Python object's tensor, or null where its type has ways of its own. */
+static inline c10::TensorImpl *fps_impl(PyObject *object) {
+    return THPVariable_CheckExact(object) ? THPVariable_Unpack(object).unsafeGetTensorImpl() : nullptr;
 }
 
-static inline bool fps_alike(const at::Tensor &one, const at::Tensor &other) {
-    return one.sizes() == other.sizes() && one.dtype() == other.dtype() && one.device() == other.device();
+/* The same, of strided memory. */
+static inline c10::TensorImpl *fps_plain(PyObject *object) {
+    c10::TensorImpl *impl = fps_impl(object);
+    return impl && impl->unsafe_storage() && impl->layout() == at::kStrided ? impl : nullptr;
+}
+
+/* For the few numbers of a shape, faster than a call of memcmp. */
+static inline bool fps_equal(at::IntArrayRef one, at::IntArrayRef other) {
+    if (one.size() != other.size()) return false;
+    for (size_t i = 0; i < one.size(); i++)
+        if (one[i] != other[i]) return false;
+    return true;
+}
+
+static inline bool fps_alike(const c10::TensorImpl *one, const c10::TensorImpl *other) {
+    return fps_equal(one->sizes(), other->sizes()) && one->dtype() == other->dtype() && one->device() == other->device();
 }
 
 /* tensor.data = values: the same shape and strides over other memory. The version counter stays as it is. */
 static inline bool fps_show(PyObject *tensor, PyObject *values) {
-    const at::Tensor *shown = fps_plain(tensor), *from = fps_plain(values);
-    if (!shown || !from || !fps_alike(*shown, *from)) return false;
-    c10::TensorImpl *impl = shown->unsafeGetTensorImpl();
-    if (!impl->allow_tensor_metadata_change() || impl->key_set() != from->key_set() ||
-        impl->strides() != from->strides() || impl->storage_offset() != from->storage_offset())
+    c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
+    if (!shown || !from || !fps_alike(shown, from)) return false;
+    if (!shown->allow_tensor_metadata_change() || shown->key_set() != from->key_set() ||
+        !fps_equal(shown->strides(), from->strides()) || shown->storage_offset() != from->storage_offset())
         return false;
-    impl->set_storage_keep_dtype(from->storage());
+    shown->set_storage_keep_dtype(from->storage());
     return true;
 }
 
 /* tensor._version, of a tensor that counts. */
 static inline bool fps_version(PyObject *tensor, int64_t *version) {
-    const at::Tensor *plain = fps_plain(tensor);
-    if (!plain || plain->is_inference()) return false;
-    *version = plain->_version();
+    c10::TensorImpl *impl = fps_impl(tensor);
+    if (!impl || !impl->version_counter().enabled()) return false;
+    *version = impl->version_counter().current_version();
     return true;
 }
 
 /* tensor.grad is gradient. */
 static inline bool fps_grad_is(PyObject *tensor, PyObject *gradient, int *same) {
-    const at::Tensor *plain = fps_plain(tensor);
-    if (!plain || !THPVariable_CheckExact(gradient)) return false;
-    *same = plain->grad().is_same(THPVariable_Unpack(gradient));
+    c10::TensorImpl *impl = fps_impl(tensor), *other = fps_impl(gradient);
+    if (!impl || !other) return false;
+    *same = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl() == other;
     return true;
 }
 
 /* tensor.grad = gradient. */
 static inline bool fps_set_grad(PyObject *tensor, PyObject *gradient) {
-    const at::Tensor *plain = fps_plain(tensor), *given = fps_plain(gradient);
-    if (!plain || !given || tensor == gradient || !fps_alike(*plain, *given)) return false;
-    plain->mutable_grad() = *given;
+    c10::TensorImpl *impl = fps_plain(tensor), *given = fps_plain(gradient);
+    if (!impl || !given || impl == given || !fps_alike(impl, given)) return false;
+    impl->mutable_grad() = THPVariable_Unpack(gradient);
     return true;
 }
 
 /* tensor.grad = None. */
 static inline bool fps_drop_grad(PyObject *tensor) {
-    const at::Tensor *plain = fps_plain(tensor);
-    if (!plain) return false;
-    if (plain->grad().defined()) plain->mutable_grad().reset();
+    c10::TensorImpl *impl = fps_plain(tensor);
+    if (!impl) return false;
+    if (static_cast<const c10::TensorImpl *>(impl)->grad().defined()) impl->mutable_grad().reset();
     return true;
 }
