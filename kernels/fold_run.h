@@ -441,8 +441,25 @@ static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *
     return most;
 }
 
+static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *segment, int count) {
+    fps_plain_store();
+    job->steps_out[segment->parameter] =
+        job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
+}
+
+/* Whether the same happens to the next segment as to this one, which all pushes have a gradient for, and no float lies between. */
+static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segment) {
+    const fps_segment *next = segment + 1;
+    if (next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
+    if (next->group != segment->group || job->steps_in[next->parameter] != job->steps_in[segment->parameter]) return 0;
+    for (int push = 0; push < job->n_pushes; push++)
+        if (!fps_is_present(&job->pushes[push], next->parameter)) return 0;
+    return 1;
+}
+
 /* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
- * the call that has its first float. Returns 0 or a negative FPS_FOLD_ status. */
+ * the call that has its first float. Segments that go on are folded as one: to begin with each costs more than some are long.
+ * Returns 0 or a negative FPS_FOLD_ status. */
 static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
     fps_push present[FPS_MAX_PUSHES];
     fps_coefficients by[FPS_MAX_PUSHES];
@@ -461,12 +478,13 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
                 present[count++] = job->pushes[push];
             }
-        if (begins_here) {
-            fps_plain_store();
-            job->steps_out[segment->parameter] =
-                job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
-        }
+        if (begins_here) fps_write_steps(job, segment, count);
         if (from >= to) continue;
+        for (; count > 0 && count == job->n_pushes && to < last && fps_goes_on(job, &job->segments[s]); s++) {
+            const fps_segment *next = &job->segments[s + 1];
+            fps_write_steps(job, next, count);
+            to = next->offset + next->length < last ? next->offset + next->length : last;
+        }
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes))) {
             for (int push = 0; push < count; push++)
                 by[push] = fps_coefficients_of(job->rule, &present[push].hypers[segment->group],

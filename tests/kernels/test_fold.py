@@ -112,6 +112,31 @@ def test_folding_by_ranges_gives_the_same_bits(row: Row, mode: int, isa: str) ->
         assert_same_bits(job.fold(mode, isa, ranges[::-1]), job.fold(mode, isa), ranges)
 
 
+def adjoining(row: Row, pushes: int, situation: str, seed: int) -> Job:
+    """A job whose segments leave no gap: runs of one group and as many steps, ended by another group or another count."""
+    lengths, groups, steps = (16, 32, 1024, 0, 48, 16, 3008, 16, 32), (0, 0, 0, 0, 0, 1, 1, 0, 0), (5, 5, 5, 5, 7, 7, 7, 0, 0)
+    job = make_job(row, pushes, situation, seed, lengths)
+    offsets = [sum(lengths[:index]) for index in range(len(lengths))]
+    return replace(job, segments=list(zip(offsets, lengths, groups, strict=True)), steps=np.array(steps))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_segments_that_adjoin_are_folded_as_each_by_itself(row: Row, mode: int, isa: str) -> None:
+    random = np.random.default_rng(1)
+    for pushes in (1, 3):
+        for seed, situation in enumerate(SITUATIONS):
+            job = adjoining(row, pushes, situation, seed)
+            for decay in (None, 0.9):
+                averaged = job if decay is None else with_average(job, decay)
+                with np.errstate(invalid="ignore"):  # a centered variance may be negative here, as torch's may
+                    expected = averaged.fold_by_reference(mode)
+                assert_same_bits(averaged.fold(mode, isa), expected, (pushes, situation))
+                edges = [0, *sorted(int(edge) for edge in random.integers(1, len(job.weights), 3)), len(job.weights)]
+                assert_same_bits(averaged.fold(mode, isa, list(itertools.pairwise(edges))), expected, (edges, situation))
+
+
 @MODES
 def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) -> None:
     job = make_job(SGD_ROWS[3], 3, "in_all", seed=9, lengths=[20, 20])
