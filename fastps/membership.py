@@ -14,7 +14,7 @@ from fastps.layout import first_difference
 from fastps.peers import Owner, Peers
 
 if TYPE_CHECKING:
-    from fastps.worker import Worker
+    from fastps.turn_taker import TurnTaker
 
 logger = logging.getLogger("fastps.membership")
 _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
@@ -23,7 +23,7 @@ _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE
 class Membership:
     """The membership of one worker: its generation, its peers, and what it has told of rejected pushes."""
 
-    def __init__(self, worker: "Worker", generation: int) -> None:
+    def __init__(self, worker: "TurnTaker", generation: int) -> None:
         self.generation = generation
         self._worker = worker
         self._store = worker.store

@@ -2,8 +2,8 @@
 
 Embedded: there is no server process, unless one is asked for (server_process.py). The process that creates a store writes
 the first weights; any process of the same user then attaches as a worker, by inheritance (fork) or by the job's name
-(rendezvous.py). Refuses to run anything by itself: the turn is run by the workers that wait (worker.py, kernels/turn.pyx), or
-by the server.
+(rendezvous.py). Refuses to run anything by itself: the turn is run by the workers that wait (turn_taker.py,
+kernels/turn.pyx), or by the server.
 """
 
 import contextlib

@@ -1,17 +1,15 @@
-"""A worker: posts pushes, runs turns while it waits, pulls weights. The Python half of kernels/turn.pyx's Lane.
+"""A worker: posts pushes, waits for grants, pulls weights. The Python half of kernels/turn.pyx's Lane.
 
-Every wait is sliced; between slices the worker tries the turn, obeys Ctrl-C, and looks at its peers, so that a death is named
-within milliseconds and nothing hangs. Refuses to know torch, and to decide: the scheduler does.
+Refuses to know torch, what is done while it waits (turn_taker.py), and to decide: the scheduler does.
 """
 
 import math
 import os
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +17,23 @@ import numpy.typing as npt
 from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
-from fastps.cores import Cores
-from fastps.errors import ProtocolError, TimeoutExceededError, UsageError, damaged, raise_for_outcome
+from fastps.errors import ProtocolError, UsageError, damaged
 from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.late_responses import LateResponses
-from fastps.membership import Membership, Owner
+from fastps.membership import Membership
 from fastps.rules import Hyper
 from fastps.transfers import Transfers, link_of
+from fastps.turn_taker import TurnTaker
 
 if TYPE_CHECKING:
     from fastps.store import Store
 
-_Found = TypeVar("_Found")
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
 
 
-class Worker:
+class Worker(TurnTaker):
     """One attached worker. Made by `Store.attach`; only one thread may use it.
 
     Attributes:
@@ -58,38 +55,29 @@ class Worker:
     """
 
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
-        self.store = store
-        self.rank = rank
-        self.lane = self._make_lane()
+        super().__init__(store, rank)
         self.earlier_steps = 0
         self.slot = 0
         self.generation = generation
-        self.buffers = [0] * store.arena.shards
+        self.buffers = [0] * self._shards
         self.stale_blocks = 0
         counted = store.arena.counters(rank)  # of the lane's workers before
         self._steps_before, self.samples = counted["steps"], counted["samples"]
         self.wait_ns, self.compute_ns = counted["wait_ns"], counted["compute_ns"]
         self.loss = math.nan
-        self.forked = False
         self.closed = False
         self._left = False
         self._answerer = answerer
-        self._clock = store.clock
-        self._timeout_ns = int(store.timeout_s * 1e9)
-        policy = store.layout.policy
-        self._policy = policy
+        policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
-        self._looked_ns = self._granted_ns = self._clock.now_ns()
+        self._granted_ns = self._clock.now_ns()
         slots = store.layout.slots
         self._slot_free_at = [0] * slots  # descriptors that must be done with before the slot may be written again
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
-        self._needed_shards = math.ceil(policy.pull * store.arena.shards - 1e-9)
-        self._responses = LateResponses(0.0, 0, 0, self._clock)
+        self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
         self.delays: tuple[float, float, int] | None = None
-        self._turn_lock = threading.RLock()  # with overlap, the push thread takes turns, too
-        self.cores = Cores(store.arena, self.lane, store.layout, store.layout.workers)
         self.posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)
@@ -106,14 +94,6 @@ class Worker:
         _live.add(self)
         self.pull()
         self.recorder = recording.recorder_for(self)
-
-    def _make_lane(self) -> turn.Lane:
-        try:
-            lane = turn.Lane(self.store.arena, self.rank)
-        except ValueError as error:
-            raise damaged(f"the policy of a shard ({error})") from error
-        lane.set_user_rule(self.store.layout.rule.address)
-        return lane
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -194,7 +174,7 @@ class Worker:
         self._check_not_forked()
         granted = 0 if self._goes_on_at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
-        if self.lane.fresh(granted) < len(self.buffers) or self.lane.done() < done or self._responses.late:
+        if self.lane.fresh(granted) < self._shards or self.lane.done() < done or self._responses.late:
             began_ns = self._clock.now_ns()
             self._wait(granted, done, self._needed_shards)
             self._wait_for_more(granted)
@@ -228,13 +208,13 @@ class Worker:
     def _pull_all(self) -> int:
         """Pin every shard that is fresh; returns the time that an injected transfer took, in ns."""
         transfer_ns = 0
-        is_partial = self._needed_shards < len(self.buffers)
+        is_partial = self._needed_shards < self._shards
         if self._has_transfers and self.store.arena.version != self.lane.version:
             began_ns = self._clock.now_ns()
             transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
             self.wait_ns += self._clock.now_ns() - began_ns
             self._granted_ns = self._clock.now_ns()
-        for shard in range(len(self.buffers)):
+        for shard in range(self._shards):
             if is_partial and not self._is_fresh(shard, self.steps + 1):
                 self.stale_blocks += 1
             else:
@@ -243,9 +223,6 @@ class Worker:
                     raise damaged(f"the commit word of shard {shard}")
                 self.buffers[shard] = buffer
         return transfer_ns
-
-    def _is_fresh(self, shard: int, granted: int) -> bool:
-        return self.lane.granted(shard) >= granted and shard not in self._responses.late
 
     def transfer_ms(self, duration_ms: float) -> None:
         """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
@@ -272,7 +249,7 @@ class Worker:
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
         """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
         self.delays = (share, delay_s, seed)
-        self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, len(self.buffers))
+        self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
 
     @property
     def own_steps(self) -> int:
@@ -330,118 +307,7 @@ class Worker:
             self.lane.set_presence(self.slot, presence)
             self._sent_presence[self.slot] = presence
 
-    # -- waiting -----------------------------------------------------------------------------------
-
-    def _wait(self, granted: int, done: int, shards: int = 0) -> None:
-        """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
-        began_ns = self._clock.now_ns()
-        if self.cores.yields:
-            self._wait_awake(granted, done, shards, began_ns)
-        spins = self.cores.spins
-        while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or not self._responded(granted, shards):
-            self.try_turn()
-            now_ns = self._clock.now_ns()
-            self._look_if_due(now_ns)
-            if now_ns >= began_ns + self._timeout_ns:
-                raise TimeoutExceededError(self._timeout_text())
-        self.cores.waited(self._clock.now_ns() - began_ns)
-
-    def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
-        """A short wait without sleep: others have the core, and turns are tried, until it has come or lasts too long."""
-        for _ in range(config.ROUNDS_AWAKE):
-            if self.lane.wait_awake(granted, done, config.LOOKS_AWAKE, shards):
-                return
-            self.try_turn()
-            if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
-                return
-
-    def _look_if_due(self, now_ns: int) -> None:
-        if now_ns - self._looked_ns > config.LIVENESS_NS:
-            self._looked_ns = now_ns
-            self.cores.look()
-            self._membership.look(now_ns)
-
-    def _slice_ns(self) -> int:
-        """How long to sleep at most: until the next timer is due, for whoever waits fires it."""
-        due_ns = self.lane.due_ns()
-        if due_ns < 0:
-            return config.SLICE_NS
-        left_ns = due_ns - self._clock.now_ns()
-        # Overdue: whoever holds the turn will fire it, and may be stopped for long; asking without a pause would eat a core.
-        return min(config.SLICE_NS, left_ns if left_ns > 0 else config.OVERDUE_NS)
-
-    def _responded(self, granted: int, shards: int) -> bool:
-        """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""
-        if not self._responses.late or shards == 0:
-            return True
-        self._responses.arrive()
-        if sum(self._is_fresh(shard, granted) for shard in range(len(self.buffers))) >= shards:
-            return True
-        self._responses.sleep(config.SLICE_NS)
-        return False
-
-    def _wait_for_more(self, granted: int) -> None:
-        """Partial pull: up to the timeout for the shards that are not fresh yet (tau2 of PSP-SGD)."""
-        until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
-        while (now_ns := self._clock.now_ns()) < until_ns:
-            self._responses.arrive()
-            if all(self._is_fresh(shard, granted) for shard in range(len(self.buffers))):
-                return
-            self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
-            self.try_turn()
-
-    def try_turn(self) -> None:
-        """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
-        self._check_not_forked()
-        with self._turn_lock:
-            outcome = self.lane.try_turn(self._clock.now_ns())
-            if outcome == turn.AWAITING:
-                outcome = self._end_turn()
-        if outcome < 0 or outcome == turn.LOST:
-            raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
-
-    def _end_turn(self) -> int:
-        """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while (outcome := self.lane.try_turn(self._clock.now_ns())) == turn.AWAITING:
-            now_ns = self._clock.now_ns()
-            self._look_if_due(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(self._timeout_text())
-        return outcome
-
-    def take_over(self) -> None:
-        """The job's server is gone; without one a worker takes the turns anyway."""
-
-    def look_around(self) -> None:
-        """Act on every peer that has died; raises WorkerDiedError where the job ends with one."""
-        self._membership.look(self._clock.now_ns())
-
-    def break_turn(self, owner: Owner, now_ns: int) -> None:
-        """Take the turns that a lane's owner holds, whose process is proved to have ended."""
-        with self._turn_lock:
-            self.lane.break_turn(owner[0], now_ns, owner[1])
-
-    def _timeout_text(self) -> str:
-        others = ", ".join(self._membership.waited_for()) or "a grant"
-        return (
-            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self._policy.spec}"
-            f" for {others}; raise FASTPS_TIMEOUT if they are only slow"
-        )
-
-    def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
-        """Ask again and again until the answer is true, watch the peers meanwhile, and return it.
-
-        Raises TimeoutExceededError with that text, and what `look_around` raises.
-        """
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while not (found := reached()):
-            now_ns = self._clock.now_ns()
-            self._membership.look(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(timeout_text())
-            self._clock.sleep_ns(pause_ns)
-        return found
+    # -- beginning and ending together ---------------------------------------------------------------
 
     def wait_for_start(self) -> None:
         """Wait until every worker of the job has attached: a common beginning for measurements."""
@@ -470,22 +336,6 @@ class Worker:
             if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
                 return False
         return True
-
-    def hold_turns(self) -> None:
-        """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
-        self._check_not_forked()
-        for shard in range(len(self.buffers)):
-            self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))
-
-    def _held_text(self, shard: int) -> str:
-        return f"worker {self.rank} waited for the turn that worker {self.lane.owner(shard)} holds"
-
-    def release_turns(self, publish: bool) -> None:
-        """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
-        outcomes = [self.lane.release(publish, shard, self._clock.now_ns()) for shard in range(len(self.buffers))]
-        for outcome in outcomes:
-            if outcome < 0 or outcome == turn.LOST:
-                raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -522,13 +372,6 @@ class Worker:
         self._check_not_forked()
         if self.closed or self._left:
             raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
-
-    def _check_not_forked(self) -> None:
-        if self.forked:
-            raise UsageError(
-                f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
-                " itself, not in its children (such as DataLoader workers)"
-            )
 
     def close(self, failure: str | None = None) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.

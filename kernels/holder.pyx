@@ -4,7 +4,7 @@ Flat combining: whoever posted tries the turn; if another has it, that one is to
 it lets go, so no push is stranded although nobody waits.
 
 What it refuses to know: what is written down of a push (batch.pyx), how a commit becomes true (commit.pyx), processes
-(fastps/worker.py proves an owner dead and then breaks its turn), clocks (times come in descriptors and as arguments), files,
+(fastps/membership.py proves an owner dead and has its turn broken), clocks (times come in descriptors and as arguments), files,
 and Python objects on the way of a push.
 """
 

@@ -6,8 +6,8 @@ says that it helps before it claims, and takes that back after its last chunk, s
 left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes into buffers that nobody reads: what
 a dead helper left undone is folded again.
 
-What it refuses to know: which pushes are folded and why (batch.pyx, scheduler.pyx), who is dead (fastps/worker.py), arithmetic
-(fold.pyx).
+What it refuses to know: which pushes are folded and why (batch.pyx, scheduler.pyx), who is dead (fastps/membership.py), and
+arithmetic (fold.pyx).
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
