@@ -162,6 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if tensor.requires_grad
         ]
         self._in_no_sync = False
+        self._has_begun = False
         self._batch_size = batch_size
         self._samples = batch_size
         self._take_weights()
@@ -326,21 +327,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._in_no_sync:
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
-        self._worker.check_usable()
+        worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
+        worker.check_usable()
         self._check_unchanged()
-        self._gradients.adopt(self._worker.slot)
+        gradients.adopt(worker.slot)
         scale, skipped = self._loss_scaling()
-        skipped = skipped or self._begins_void()
-        scale *= self._clip_factor(scale)
-        warm_up = self._warm_up
-        if warm_up is not None and self._worker.steps + 1 == warm_up.steps:
+        if worker.generation:
+            skipped = skipped or self._begins_void()
+        if self._clip:
+            scale *= self._clip_factor(scale)
+        if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
-        self._worker.push(self._hypers(), presence=self._gradients.presence(), scale=scale, null=skipped, samples=self._samples)
+        worker.push(self._hypers(), presence=gradients.presence(), scale=scale, null=skipped, samples=self._samples)
         if not skipped:
-            self._gradients.release()
-        self._worker.advance()
+            gradients.release()
+        worker.advance()
         self._take_weights()
-        if warm_up is not None and self._worker.steps == warm_up.steps:
+        if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
         if self._checkpointing is not None:
             self._checkpointing.after_step()
@@ -353,8 +356,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _loss_scaling(self) -> tuple[float, bool]:
         """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
-        found_inf = getattr(self, "found_inf", None)
-        grad_scale = getattr(self, "grad_scale", None)
+        left = self.__dict__.get  # it sets the attributes for one step, and they must not be there before
+        found_inf, grad_scale = left("found_inf"), left("grad_scale")
         return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
 
     def _clip_factor(self, scale: float) -> float:
@@ -362,17 +365,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Its norm travels as this factor, so that a fold clips each push without a pass of its own.
         """
-        if not self._clip or not self._gradients.present:
+        if not self._gradients.present:
             return 1.0
         return min(1.0, self._clip / (self._gradients.norm(self._worker.slot) * scale + 1e-6))
 
     def _take_weights(self) -> None:
         """Let every parameter be of the newest version."""
         self._weights.show(self._worker.pull())
+        if self._has_begun:
+            return
         if self._worker.generation and self._total_steps == 0:
             self._weights.show_copies()  # a script that loads weights now must not write into those of the others
-        if self._total_steps <= 1:
-            self._weights.remember()  # what was written before the first step was allowed
+        self._weights.remember()  # what was written before the first step was allowed
+        self._has_begun = self._total_steps > 0
 
     def _check_unchanged(self) -> None:
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.

@@ -14,6 +14,7 @@ from fastps import config
 from fastps.cores import Cores
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.kernels import turn
+from fastps.kernels.turn import AWAITING, LOST
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership, Owner
 
@@ -61,18 +62,19 @@ class TurnTaker:
 
     def try_turn(self) -> None:
         """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
-        self._check_not_forked()
+        if self.forked:
+            raise self._forked_error()
         with self._turn_lock:
             outcome = self.lane.try_turn(self._clock.now_ns())
-            if outcome == turn.AWAITING:
+            if outcome == AWAITING:
                 outcome = self._end_turn()
-        if outcome < 0 or outcome == turn.LOST:
+        if outcome < 0 or outcome == LOST:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     def _end_turn(self) -> int:
         """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
         deadline_ns = self._clock.now_ns() + self._timeout_ns
-        while (outcome := self.lane.try_turn(self._clock.now_ns())) == turn.AWAITING:
+        while (outcome := self.lane.try_turn(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
             if now_ns >= deadline_ns:
@@ -104,24 +106,31 @@ class TurnTaker:
         """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
         outcomes = [self.lane.release(publish, shard, self._clock.now_ns()) for shard in range(self._shards)]
         for outcome in outcomes:
-            if outcome < 0 or outcome == turn.LOST:
+            if outcome < 0 or outcome == LOST:
                 raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     # -- waits ---------------------------------------------------------------------------------------
 
-    def _wait(self, granted: int, done: int, shards: int = 0) -> None:
-        """Wait until slots are free, and until so many shards have granted the step and their responses have come."""
+    def _wait(self, granted: int, done: int, shards: int = 0) -> int:
+        """Wait until slots are free, and until so many shards have granted the step and their responses have come.
+
+        Returns when that was over.
+        """
         began_ns = self._clock.now_ns()
         if self.cores.yields:
             self._wait_awake(granted, done, shards, began_ns)
         spins = self.cores.spins
-        while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or not self._responded(granted, shards):
+        while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or (
+            self._responses.late and not self._responded(granted, shards)
+        ):
             self.try_turn()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
             if now_ns >= began_ns + self._timeout_ns:
                 raise TimeoutExceededError(self._timeout_text())
-        self.cores.waited(self._clock.now_ns() - began_ns)
+        ended_ns = self._clock.now_ns()
+        self.cores.waited(ended_ns - began_ns)
+        return ended_ns
 
     def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
         """A short wait without sleep: others have the core, and turns are tried, until it has come or lasts too long."""
@@ -149,7 +158,7 @@ class TurnTaker:
 
     def _responded(self, granted: int, shards: int) -> bool:
         """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""
-        if not self._responses.late or shards == 0:
+        if shards == 0:
             return True
         self._responses.arrive()
         if sum(self._is_fresh(shard, granted) for shard in range(self._shards)) >= shards:
@@ -157,15 +166,16 @@ class TurnTaker:
         self._responses.sleep(config.SLICE_NS)
         return False
 
-    def _wait_for_more(self, granted: int) -> None:
-        """Partial pull: up to the timeout for the shards that are not fresh yet (tau2 of PSP-SGD)."""
+    def _wait_for_more(self, granted: int) -> int:
+        """Partial pull: up to the timeout for shards that are not fresh yet (tau2 of PSP-SGD). Returns when that was over."""
         until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
         while (now_ns := self._clock.now_ns()) < until_ns:
             self._responses.arrive()
             if all(self._is_fresh(shard, granted) for shard in range(self._shards)):
-                return
+                break
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
             self.try_turn()
+        return now_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:
         return self.lane.granted(shard) >= granted and shard not in self._responses.late
@@ -193,7 +203,10 @@ class TurnTaker:
 
     def _check_not_forked(self) -> None:
         if self.forked:
-            raise UsageError(
-                f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
-                " itself, not in its children (such as DataLoader workers)"
-            )
+            raise self._forked_error()
+
+    def _forked_error(self) -> UsageError:
+        return UsageError(
+            f"this process ({os.getpid()}) was forked from worker {self.rank} and may only read: call fastps in the worker"
+            " itself, not in its children (such as DataLoader workers)"
+        )

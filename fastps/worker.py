@@ -18,8 +18,8 @@ from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
 from fastps.errors import ProtocolError, UsageError, damaged
-from fastps.kernels import turn
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.turn import KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership
 from fastps.rules import Hyper
@@ -77,6 +77,7 @@ class Worker(TurnTaker):
         self._sent_presence: list[bytes | None] = [None] * slots
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
         self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
+        self._is_partial = self._needed_shards < self._shards
         self.delays: tuple[float, float, int] | None = None
         self.posts = self.lane.posted()
         self._background: Background | None = None
@@ -134,18 +135,19 @@ class Worker(TurnTaker):
         self.samples += samples
         if not null:
             self._write_slot_header(hypers, self._everything if presence is None else presence)
-        kind = turn.KIND_NULL if null else turn.KIND_PUSH
-        push = kind, self.steps, self.slot, self.lane.version, scale, self.loss, samples
+        kind = KIND_NULL if null else KIND_PUSH
+        step, slot, version = self.steps, self.slot, self.lane.version
         self.steps += 1
         self.posts += 1
         if not null:
-            self._slot_free_at[self.slot] = self.posts
-            self.slot = (self.slot + 1) % len(self._slot_free_at)
+            self._slot_free_at[slot] = self.posts
+            self.slot = (slot + 1) % len(self._slot_free_at)
         if self._background is None:
-            self._deliver(*push)
+            self._deliver(kind, step, slot, version, scale, self.loss, samples)
         else:
-            self._background.send(partial(self._deliver, *push))
-        self._responses.draw(self.steps)
+            self._background.send(partial(self._deliver, kind, step, slot, version, scale, self.loss, samples))
+        if self.delays is not None:
+            self._responses.draw(self.steps)
         self._look_if_due(now_ns)
         if self._background is not None or self._has_transfers:
             self.wait_ns += self._clock.now_ns() - now_ns
@@ -154,7 +156,7 @@ class Worker(TurnTaker):
 
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Send one push on its way and run the turn if it is free."""
-        transfer_ns = self._transfers.make()
+        transfer_ns = self._transfers.make() if self._has_transfers else 0
         recorder = self.recorder  # the worker's own thread may end it
         if recorder is not None:
             recorder.posted(step, self._clock.now_ns(), transfer_ns)
@@ -171,17 +173,16 @@ class Worker(TurnTaker):
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
-        self._check_not_forked()
+        if self.forked:
+            raise self._forked_error()
         granted = 0 if self._goes_on_at_once else self.steps + 1
         done = self._slot_free_at[self.slot]
-        if self.lane.fresh(granted) < self._shards or self.lane.done() < done or self._responses.late:
-            began_ns = self._clock.now_ns()
-            self._wait(granted, done, self._needed_shards)
-            self._wait_for_more(granted)
-            self._granted_ns = self._clock.now_ns()
+        began_ns = self._granted_ns = self._clock.now_ns()
+        if not self.lane.reached(granted, done) or self._responses.late:
+            self._granted_ns = self._wait(granted, done, self._needed_shards)
+            if self._is_partial:
+                self._granted_ns = self._wait_for_more(granted)
             self.wait_ns += self._granted_ns - began_ns
-        else:
-            self._granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.granted(self._granted_ns)
         self._membership.report_rejections()
@@ -193,7 +194,8 @@ class Worker(TurnTaker):
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
-        self._check_not_forked()
+        if self.forked:
+            raise self._forked_error()
         transfer_ns = 0
         if self._background is not None:
             newest = self._background.newest()
@@ -208,21 +210,25 @@ class Worker(TurnTaker):
     def _pull_all(self) -> int:
         """Pin every shard that is fresh; returns the time that an injected transfer took, in ns."""
         transfer_ns = 0
-        is_partial = self._needed_shards < self._shards
         if self._has_transfers and self.store.arena.version != self.lane.version:
             began_ns = self._clock.now_ns()
             transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
             self.wait_ns += self._clock.now_ns() - began_ns
             self._granted_ns = self._clock.now_ns()
-        for shard in range(self._shards):
-            if is_partial and not self._is_fresh(shard, self.steps + 1):
-                self.stale_blocks += 1
-            else:
-                buffer = self.lane.pull(shard)
-                if buffer < 0:
-                    raise damaged(f"the commit word of shard {shard}")
-                self.buffers[shard] = buffer
+        if self._is_partial:
+            self._pull_fresh()
+        elif (shard := self.lane.pull_all(self.buffers)) >= 0:
+            raise damaged(f"the commit word of shard {shard}")
         return transfer_ns
+
+    def _pull_fresh(self) -> None:
+        for shard in range(self._shards):
+            if not self._is_fresh(shard, self.steps + 1):
+                self.stale_blocks += 1
+            elif (buffer := self.lane.pull(shard)) >= 0:
+                self.buffers[shard] = buffer
+            else:
+                raise damaged(f"the commit word of shard {shard}")
 
     def transfer_ms(self, duration_ms: float) -> None:
         """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
@@ -369,7 +375,8 @@ class Worker(TurnTaker):
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
-        self._check_not_forked()
+        if self.forked:
+            raise self._forked_error()
         if self.closed or self._left:
             raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
@@ -406,7 +413,7 @@ class Worker(TurnTaker):
             self._background.wait_until_delivered()
         self._end_background()
         self._left = True
-        self._post(turn.KIND_LEAVE, self.steps, 0, self.lane.version, 1.0, math.nan, 0)
+        self._post(KIND_LEAVE, self.steps, 0, self.lane.version, 1.0, math.nan, 0)
         self.store.arena.leave(self.rank)
         self.try_turn()
 

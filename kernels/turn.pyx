@@ -285,6 +285,10 @@ cdef class Lane:
         """How many shards have granted so many steps."""
         return self._fresh(granted)
 
+    def reached(self, int64_t granted, uint64_t done):
+        """Whether every shard has granted so many steps, and is done with so many descriptors."""
+        return self._reached(granted, done, self.n_shards)
+
     def batch(self):
         """The batch that the last grant carried; 0: the worker's own choice."""
         return fps_counter_get(&self.arena.seat(self.index, 0).batch)
@@ -390,6 +394,19 @@ cdef class Lane:
         with nogil:
             commit = self._pull(shard)
         return self._buffer_of(commit)
+
+    def pull_all(self, list buffers not None):
+        """Pull every shard, and write their buffers into the list. Returns the first whose commit word is damaged, or -1."""
+        cdef uint32_t shard
+        cdef int64_t buffer
+        if <uint64_t> len(buffers) != self.n_shards:
+            raise ValueError(f"expected a list of {self.n_shards} buffers, found {len(buffers)}")
+        for shard in range(self.n_shards):
+            buffer = self._buffer_of(self._pull(shard))
+            if buffer < 0:
+                return shard
+            buffers[shard] = buffer
+        return -1
 
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil:
         cdef uint64_t buffer = fps_commit_buffer(commit)

@@ -180,7 +180,7 @@ def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, **POLICIES["asp"])
     job.write(job.header.domains_offset + 64, "<Q", 100 << 1)  # the commit word: version 0, buffer 100
-    assert (job.lanes[0].pull(), job.lanes[0].prefetch()) == (-1, (-1, 0))
+    assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
     with pytest.raises(
         ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
     ):
