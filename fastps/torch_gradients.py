@@ -36,7 +36,6 @@ class Gradients:
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
         self._loops = tensor_loops(tensors)
-        self._exposed: int | None = None  # the slot that every p.grad is, as far as nobody else has changed one
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
         """For the hook: autograd has just accumulated into `p.grad`; put it into the slot, and let p.grad be the slot.
@@ -69,7 +68,6 @@ class Gradients:
     def zero(self, slot: int, set_to_none: bool) -> None:
         """Forget the gradients, as torch does; without `set_to_none` those that there are become zeros."""
         self.present = set()
-        self._exposed = None
         if set_to_none:
             self._loops.drop_gradients()
             return
@@ -81,9 +79,8 @@ class Gradients:
     def expose(self, slot: int) -> None:
         """Let every p.grad be the slot, with whatever was left there."""
         views = self.slots[slot]
-        if self._exposed != slot or self.tensors[0].grad is not views[0]:
+        if self._loops.other_gradient(views) >= 0:
             self._loops.set_gradients(views)
-            self._exposed = slot
 
     def adopt(self, slot: int) -> None:
         """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
@@ -114,7 +111,6 @@ class Gradients:
         """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
         if not self._keeps:
             self._loops.drop_gradients()
-            self._exposed = None
         self.present = set()
 
     def norm(self, slot: int) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastps import tensor_loops
 from fastps.errors import UsageError
@@ -97,6 +99,48 @@ def test_a_parameter_that_was_given_other_data_shows_the_next_values_again(kind:
     parameters[0].data = torch.zeros(5)
     loops.show(values)
     assert parameters[0].tolist() == values[0].tolist()
+
+
+DISTURBANCES: dict[str, Callable[[Any], None]] = {
+    "other memory": lambda parameter: setattr(parameter, "data", torch.zeros(2, 3)),
+    "another shape": lambda parameter: setattr(parameter, "data", torch.zeros(5)),
+    "other strides of the same memory": lambda parameter: setattr(parameter, "data", parameter.data.as_strided((2,), (3,))),
+    "its own memory again": lambda parameter: setattr(parameter, "data", parameter.data),
+    "transposed in place": lambda parameter: parameter.data.t_() if parameter.dim() == 2 else None,
+}
+
+
+@both
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("show"), st.integers(0, 3)),
+            st.tuples(st.sampled_from(sorted(DISTURBANCES)), st.integers(0, 2)),
+            st.tuples(st.just("fail"), st.integers(0, 2)),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_happened_in_between_the_next_values_are_shown(
+    kind: Callable[[list[Any]], TensorLoops], happened: list[tuple[str, int]]
+) -> None:
+    parameters = _parameters()
+    loops = kind(parameters)
+    sets = [[torch.full((2, 3), 10.0 * row + index) for index in range(3)] for row in range(3)]
+    sets.append([torch.full((3, 2), 40.0).t(), torch.zeros(4), torch.full((2, 3), 42.0)])  # two of other forms
+    expected = [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets]
+    for what, index in [*happened, ("show", 0), ("show", 1)]:
+        if what == "show":
+            loops.show(sets[index])
+            assert [(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in parameters] == expected[index]
+        elif what == "fail":
+            refused = [1 if index == place else each for place, each in enumerate(sets[0])]
+            with pytest.raises(TypeError, match="data"):
+                loops.show(refused)  # type: ignore[arg-type]
+        else:
+            DISTURBANCES[what](parameters[index])
+    assert [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets] == expected
 
 
 @both
