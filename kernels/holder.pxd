@@ -26,6 +26,7 @@ cdef class Holder:
     cdef int awaiting           # what is waited for while TURN_AWAITING
     # Scratch of a turn, allocated once.
     cdef uint64_t *tails
+    cdef uint64_t *heads        # as they were before the commit
     cdef uint32_t *members
 
     cdef int try_turn(self, int64_t now_ns) noexcept nogil
@@ -40,8 +41,9 @@ cdef class Holder:
     cdef int _offer(self, int outcome) noexcept nogil
     cdef bint _let_go(self, uint64_t flag) noexcept nogil
     cdef void _nudge(self) noexcept nogil
-    cdef bint _waits(self, uint32_t index) noexcept nogil
+    cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil
     cdef uint64_t _undecided(self, uint32_t index) noexcept nogil
+    cdef uint64_t _head(self, uint32_t index) noexcept nogil
     cdef bint _is_wanted(self) noexcept nogil
     cdef int _hand_over(self) noexcept nogil
     cdef int _drain(self) noexcept nogil

@@ -103,12 +103,14 @@ cdef class Holder:
         self.commit = Commit(arena, shard, self.fold, self.batch)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        if not self.tails or not self.members:
+        if not self.tails or not self.heads or not self.members:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.tails)
+        free(self.heads)
         free(self.members)
 
     # -- taking and letting go ---------------------------------------------------------------------
@@ -214,17 +216,17 @@ cdef class Holder:
         for step in range(1, self.arena.header.n_lanes):
             index = (self.lane + step) % self.arena.header.n_lanes
             lane = self.arena.lane(index)
-            if fps_sleeping_load(&lane.sleeping) or self._waits(index):
+            if fps_sleeping_load(&lane.sleeping) or self._waits(index, self._head(index)):
                 fps_event_add(&lane.event)
                 if fps_sleeping_load(&lane.sleeping):
                     fps_event_wake(&lane.event)
                 return
 
-    cdef bint _waits(self, uint32_t index) noexcept nogil:
-        """Whether a live lane can do nothing until a fold: all its slots hold pushes that this shard is not done with."""
+    cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil:
+        """Whether a live lane can do nothing until a fold: all its slots hold pushes from the descriptor `head` on."""
         cdef fps_lane *lane = self.arena.lane(index)
         cdef uint64_t back, slots = self.arena.header.n_slots
-        if fps_member_state(fps_state_acquire(&lane.state)) != FPS_LANE_LIVE or self._undecided(index) < slots:
+        if fps_member_state(fps_state_acquire(&lane.state)) != FPS_LANE_LIVE or fps_tail_acquire(&lane.tail) - head < slots:
             return False
         for back in range(1, slots + 1):
             if lane_descriptor(lane, self.arena.header.ring_size, fps_tail_acquire(&lane.tail) - back).kind != FPS_PUSH:
@@ -233,10 +235,13 @@ cdef class Holder:
 
     cdef uint64_t _undecided(self, uint32_t index) noexcept nogil:
         """Descriptors of a lane that this shard is not done with."""
-        return fps_tail_acquire(&self.arena.lane(index).tail) - fps_head_acquire(&self.arena.seat(index, self.shard).head)
+        return fps_tail_acquire(&self.arena.lane(index).tail) - self._head(index)
+
+    cdef uint64_t _head(self, uint32_t index) noexcept nogil:
+        return fps_head_acquire(&self.arena.seat(index, self.shard).head)
 
     cdef bint _is_wanted(self) noexcept nogil:
-        """Whether the turn should change hands after this commit: its fold was long, and another lane does nothing but wait.
+        """Whether the turn should change hands after this commit: its fold was long, and a lane that waited for it has more.
 
         A holder that went on would stay for as long as the others push, and not push itself.
         """
@@ -246,7 +251,7 @@ cdef class Holder:
         if self._undecided(self.lane):
             return False
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and self._waits(index):
+            if index != self.lane and self._undecided(index) and self._waits(index, self.heads[index]):
                 return True
         return False
 
@@ -320,6 +325,7 @@ cdef class Holder:
             # The state first: the tail of one who is proved dead is then its last.
             self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
             self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
+            self.heads[index] = self._head(index)
 
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
         """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""

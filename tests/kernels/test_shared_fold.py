@@ -1,5 +1,6 @@
 """Folds that several processes share: the same bits whoever folds what, and whoever of them is stopped or killed meanwhile."""
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -30,10 +31,10 @@ SLICE_NS = 1_000_000
 class Job:
     """Lanes under asp, one parameter, SGD with momentum, in memory that forked processes share."""
 
-    def __init__(self, lanes: int = 2, slots: int = 1, floats: int = FLOATS) -> None:
+    def __init__(self, lanes: int = 2, slots: int = 1, floats: int = FLOATS, rule: int = fold.RULE_SGD) -> None:
         measures = {"lanes": lanes, "slots": slots, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": floats}
-        header, size = plan(**measures, rule=fold.RULE_SGD, state_planes=1, extra_bytes=0, buffers=4)
-        self.slots = slots
+        header, size = plan(**measures, rule=rule, state_planes=1, extra_bytes=0, buffers=4)
+        self.slots, self.floats = slots, floats
         self.memory = mmap.mmap(-1, size)
         format_memory(self.memory, header, [(0, floats, 0)], fold="each", grant="at-once")
         self.arena = Arena(self.memory)
@@ -45,7 +46,7 @@ class Job:
     def post(self, lane: int, step: int) -> None:
         """The step's gradient: one of four, in turn."""
         slot = step % self.slots
-        gradient = np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(lane, slot))
+        gradient = np.frombuffer(self.memory, np.float32, self.floats, self.arena.gradient_offset(lane, slot))
         gradient[:] = self.gradients[step % 4]
         self.lanes[lane].set_hyper(slot, 0, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
@@ -274,3 +275,26 @@ def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself()
             _end(child)
     # A fold has 8 pushes at most; a holder that stayed for as long as others push would make some 20 versions a turn.
     assert 0 < sum(ran) <= 10 * len(ran), ran
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_holder_lets_go_after_a_fold_that_another_waited_for_and_not_where_nobody_did(slots: int) -> None:
+    job = Job(slots=slots, floats=1 << 17, rule=fold.RULE_USER)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int64)
+    def rule(*_ignored: object) -> None:
+        if job.lanes[1].posted() == 1:
+            job.post(1, 1)
+
+    address = ctypes.cast(rule, ctypes.c_void_p).value
+    assert address
+    for lane in range(2):
+        assert job.arena.claim(lane, os.getpid()) == 0
+        job.lanes[lane].set_user_rule(address)
+        job.post(lane, 0)
+    assert job.lanes[0].try_turn() == turn.DONE
+    waited = slots == 2  # the second push of lane 1, while its first was folded, was into its last slot
+    assert (job.lanes[0].done(), job.lanes[1].done()) == (1, 1 if waited else 2)
+    assert job.lanes[0].owner() == -1
+    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].done() == 2
