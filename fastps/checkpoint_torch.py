@@ -3,15 +3,13 @@
 Refuses to read or write files: checkpoint.py does.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fastps.checkpoint import Checkpoint, refused
 from fastps.rules import Rule
 from fastps.torch_rules import entry_of
-
-if TYPE_CHECKING:
-    from fastps.checkpoint import Checkpoint
 
 
 def described_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +40,17 @@ def restore_group(group: dict[str, Any], described: dict[str, Any]) -> None:
             group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def optimizer_state_dict(checkpoint: "Checkpoint") -> dict[str, Any]:
+def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Give a model the buffers (BatchNorm) that were saved. Raises CheckpointError where one is missing or of another shape."""
+    saved = checkpoint.buffers()
+    for name, buffer in model.named_buffers():
+        if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
+            expected = f"shape {tuple(buffer.shape)} as in this model"
+            raise refused(checkpoint.folder, f"buffer {name!r}", expected, "another, or none")
+        buffer.copy_(torch.from_numpy(saved[name].copy()))
+
+
+def optimizer_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the plain torch optimizer's load_state_dict takes."""
     described = checkpoint.description
     rule = Rule(described["rule"]["name"], 0, tuple(described["rule"]["planes"]))

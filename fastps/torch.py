@@ -19,8 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 from fastps import config, environment, exits, torch_state
 from fastps.allocator import keep_freed_memory
 from fastps.auto_sync import WarmUp, move, room_bytes
-from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load, refused
-from fastps.checkpoint_torch import described_group, restore_group
+from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load
+from fastps.checkpoint_torch import described_group, restore_buffers, restore_group
 from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
@@ -34,7 +34,7 @@ from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients
-from fastps.torch_rules import Hypers, check_parameter, rule_of
+from fastps.torch_rules import Hypers, rows_of, rule_of
 from fastps.torch_weights import Weights
 from fastps.worker import Worker
 
@@ -201,18 +201,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         old.store.close()
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
-        names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
-        rows = []
-        for group_index, group in enumerate(self.param_groups):
-            for index, tensor in enumerate(group["params"]):
-                given = group.get("param_names")
-                name = names.get(id(tensor)) or (given[index] if given else f"param_groups[{group_index}][{index}]")
-                check_parameter(name, tensor)
-                rows.append((name, tuple(tensor.shape), tuple(tensor.stride()), group_index))
-        if not rows:
-            raise UsageError("expected an optimizer with at least one parameter, found none")
         workers = environment.world_size()
-        parameters = place(rows, policy.shards)
+        parameters = place(rows_of(self.param_groups, model), policy.shards)
         extra_bytes = self._buffers.nbytes + room_bytes(policy)
         rest = extra_bytes, faults, pushed
         return Layout(parameters, len(self.param_groups), self._rule, policy, workers, *rest, server=self._server)
@@ -223,13 +213,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return None
         found = load(path)
         found.check_layout(layout)
-        saved = found.buffers()
-        for name, buffer in model.named_buffers() if model is not None else ():
-            if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
-                raise refused(
-                    found.folder, f"buffer {name!r}", f"shape {tuple(buffer.shape)} as in this model", "another, or none"
-                )
-            buffer.copy_(torch.from_numpy(saved[name].copy()))
+        if model is not None:
+            restore_buffers(model, found)
         for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
             restore_group(group, described)
         return found

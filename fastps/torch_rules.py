@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, UsageError
 from fastps.kernels import fold
 from fastps.rule_optimizer import RuleOptimizer
 from fastps.rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule, adagrad_rule, rmsprop_rule
@@ -127,6 +127,31 @@ def _state_names(group: Mapping[str, Any], rule: Rule) -> list[str]:
         return list(rule.planes)
     options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
     return [name for name in rule.planes if name not in options or group[options[name]]]
+
+
+Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""A parameter's name, shape, stride and param_group."""
+
+
+def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list[Row]:
+    """The parameters of all param_groups, in order, by the names that `model` has for them.
+
+    Raises UsageError if there are none, UnsupportedError for one that cannot lie in the arena.
+
+    >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
+    [('param_groups[0][0]', (2, 3), (3, 1), 0)]
+    """
+    names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
+    rows = []
+    for group_index, group in enumerate(groups):
+        for index, tensor in enumerate(group["params"]):
+            given = group.get("param_names")
+            name = names.get(id(tensor)) or (given[index] if given else f"param_groups[{group_index}][{index}]")
+            check_parameter(name, tensor)
+            rows.append((name, tuple(tensor.shape), tuple(tensor.stride()), group_index))
+    if not rows:
+        raise UsageError("expected an optimizer with at least one parameter, found none")
+    return rows
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
