@@ -48,6 +48,7 @@ cdef class Workers:
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
     cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _try_turn(self, int32_t index) noexcept nogil
     cdef void _look_now_and_then(self, int32_t index) noexcept nogil

@@ -1,8 +1,8 @@
 """The workers of a simulated job: each one's life, around the real lane, turn, holder and shared fold.
 
-What a worker does around the compiled protocol is fastps/worker.py's loop, written again without Python: wait for the grant,
-pull, write the slot, post, try the turn, look at the peers, leave. What it refuses to be: a second protocol; or to know when it
-is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
+What a worker does around the compiled protocol is fastps/worker.py's loop with turn_taker.py's waits, written again without
+Python: wait for the grant, pull, write the slot, post, try the turn, look at the peers, leave. What it refuses to be: a second
+protocol; or to know when it is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
 """
 
 from cpython.ref cimport PyObject
@@ -42,6 +42,8 @@ cdef enum:
     LIVENESS_NS = 50_000_000
     IDLE_NS = 5_000_000         # between two looks of who waits for the others' end
     JOIN_NS = 500_000           # and of who waits to join
+    ROUNDS_AWAKE = 3            # of a wait that begins without sleep
+    LOOKS_AWAKE = 4             # in each
     OVERDUE_NS = 200_000
     GARBAGE = 1000              # what a slot holds while it is written
 
@@ -226,6 +228,8 @@ cdef class Workers:
         cdef int64_t due_ns, slice_ns
         if shards == 0:
             shards = self.n_shards
+        if self.spins == 0 and self.machine.draw() & 1 and self._wait_awake(index, granted, done, shards):
+            return
         while True:
             due_ns = (<Lane> self._lanes[index])._due_ns()
             slice_ns = SLICE_NS
@@ -236,6 +240,15 @@ cdef class Workers:
                 return
             self._try_turn(index)
             self._look_now_and_then(index)
+
+    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
+        """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
+        cdef int _round
+        for _round in range(ROUNDS_AWAKE):
+            if (<Lane> self._lanes[index])._wait_awake(granted, done, LOOKS_AWAKE, shards):
+                return True
+            self._try_turn(index)
+        return False
 
     cdef void _try_turn(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
