@@ -15,13 +15,13 @@ from fastps.layout import Layout
 class Cores:
     """Of one attached lane of `arena`: says which are its process' own, and tells the lane what follows from all of them.
 
-    `takers`: how many processes take turns. `spins` is how often a wait looks before it sleeps.
+    `takers`: how many processes take turns, or wait for them. `spins` is how often a wait looks before it sleeps.
     """
 
     _last_wait_ns = 0
 
     def __init__(self, arena: Arena, lane: Lane, layout: Layout, takers: int) -> None:
-        self._arena, self._lane, self._layout, self._takers = arena, lane, layout, takers
+        self._arena, self._lane, self._layout, self.takers = arena, lane, layout, takers
         self._own = sorted(os.sched_getaffinity(0))
         self._count = self.spins = 0
         arena.set_cores(lane.index, self._own[0], len(self._own))
@@ -39,6 +39,11 @@ class Cores:
         """Say how long a wait took: the next is taken to be as long."""
         self._last_wait_ns = duration_ns
 
+    def share_among(self, takers: int) -> None:
+        """Say that `takers` are now so many."""
+        self.takers, self._count = takers, 0
+        self.look()
+
     def look(self) -> None:
         """Count again, for others may have come or left."""
         # What others wrote is bounded: there are no fewer than one's own, and no more than the machine has.
@@ -46,10 +51,10 @@ class Cores:
         if count == self._count:
             return
         self._count = count
-        self.spins = spins(self._takers, count)
+        self.spins = spins(self.takers, count)
         if not self._layout.policy.overlap:
-            others = helpers(self._takers, count)
-            self._lane.share_folds(others, parts(self._takers, count, self._own))
+            others = helpers(self.takers, count)
+            self._lane.share_folds(others, parts(self.takers, count, self._own))
             self._lane.stream_folds(config.streams(self._layout, others))
 
 

@@ -24,6 +24,10 @@ class ServedWorker(Worker):
         lane.hand_over(self.is_served)
         return lane
 
+    def _takers(self) -> int:
+        """The server is one more."""
+        return super()._takers() + self.is_served
+
     def try_turn(self) -> None:
         """Call the server; where it is gone, as Worker.try_turn."""
         if self.is_served and not self.store.arena.is_served():
@@ -39,6 +43,7 @@ class ServedWorker(Worker):
         with self._turn_lock:
             self.is_served = False
             self.lane.hand_over(False)
+            self.cores.share_among(self._takers())
 
     def release_turns(self, publish: bool) -> None:
         """See Worker.release_turns; what was posted meanwhile is the server's."""

@@ -41,7 +41,7 @@ class TurnTaker:
         self.rank = rank
         self.lane = self._make_lane()
         self.forked = False
-        self.cores = Cores(store.arena, self.lane, store.layout, store.layout.workers)
+        self.cores = Cores(store.arena, self.lane, store.layout, self._takers())
         self._policy = store.layout.policy
         self._clock = store.clock
         self._timeout_ns = int(store.timeout_s * 1e9)
@@ -57,6 +57,10 @@ class TurnTaker:
             raise damaged(f"the policy of a shard ({error})") from error
         lane.set_user_rule(self.store.layout.rule.address)
         return lane
+
+    def _takers(self) -> int:
+        """How many processes the job keeps busy: they share its cores."""
+        return self.store.layout.workers
 
     # -- turns ---------------------------------------------------------------------------------------
 

@@ -189,6 +189,18 @@ cdef class Lane:
                 fps_event_sleep(&self.words.event, seen, slice_ns)
             fps_sleeping_set(&self.words.sleeping, 0)
 
+    def await_call_awake(self, uint32_t seen, int64_t looks):
+        """The same without sleep: looks so many times, lets others have the core in between, and says whether it was called."""
+        cdef int64_t _look
+        cdef bint called = False
+        with nogil:
+            for _look in range(looks):
+                called = fps_event_load(&self.words.event) != seen
+                if called:
+                    break
+                fps_yield()
+        return called
+
     def share_folds(self, uint32_t helpers, bytes cores not None=b""):
         """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import fastps
+from fastps import cores
 from fastps.device_arena import board_bytes
 from fastps.device_host import HostDevice
 from fastps.device_store import DeviceStore
@@ -242,6 +243,27 @@ def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) 
         told = [text for child in children for text in child.outcome[1]]
         assert len(told) == 1 and f"the server (process {_server_of(store)}) died" in told[0], told
         assert store.arena.lane_state(store.arena.server_lane) == LANE_DEAD
+
+
+def test_the_server_shares_the_workers_cores_until_it_dies() -> None:
+    with _store("asp", 2) as store, store.attach(0) as worker:
+        assert worker.cores.takers == 3
+        os.kill(_server_of(store), signal.SIGKILL)
+        _until(lambda: worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))}) is None and not store.arena.is_served())
+        worker.try_turn()
+        assert worker.cores.takers == 2
+        assert worker.cores.spins == cores.spins(2, len(os.sched_getaffinity(0)))
+
+
+def test_a_server_that_rests_for_long_sleeps() -> None:
+    """It yields the core before it sleeps, where it shares one: for a millisecond at most, and not again after a long rest."""
+    with _store("asp", os.cpu_count() or 1) as store, store.attach(0) as worker:
+        server = psutil.Process(_server_of(store))
+        for _ in range(20):
+            worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))})
+        before_s = sum(server.cpu_times()[:2])
+        time.sleep(1.0)
+        assert sum(server.cpu_times()[:2]) - before_s < 0.3
 
 
 def test_the_turn_of_a_server_that_dies_in_a_fold_is_broken() -> None:
