@@ -62,14 +62,18 @@ class Server:
                     self._look(now_ns)
                 if self._is_over():
                     return
-                if not (self._cores.yields and self._is_called_soon(called, now_ns)):
-                    self.lane.await_call(called, self._cores.spins, self._rest_ns(now_ns))
+                rest_ns = self._rest_ns(now_ns)
+                if rest_ns < config.SLICE_NS or not self._cores.yields or not self._is_called_soon(called, now_ns):
+                    self.lane.await_call(called, self._cores.spins, rest_ns)
                 self._cores.waited(self._clock.now_ns() - now_ns)
         finally:
             self._peers.close()
 
     def _is_called_soon(self, called: int, began_ns: int) -> bool:
-        """A short rest without sleep: others have the core until the next call has come, or it lasts too long."""
+        """A short rest without sleep: others have the core until the next call has come, or it lasts too long.
+
+        Not where there is something to be in time for: who yields may be away for as long as the others compute.
+        """
         while not self.lane.await_call_awake(called, config.LOOKS_AWAKE):
             if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
                 return False

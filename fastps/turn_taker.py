@@ -121,7 +121,7 @@ class TurnTaker:
         Returns when that was over.
         """
         began_ns = self._clock.now_ns()
-        if self.cores.yields:
+        if self.cores.yields and self.lane.due_ns() < 0:  # who yields may be away for long, and late for a timer
             self._wait_awake(granted, done, shards, began_ns)
         spins = self.cores.spins
         while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or (
