@@ -341,7 +341,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _loss_scaling(self) -> tuple[float, bool]:
         """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
-        left = self.__dict__.get  # it sets the attributes for one step, and they must not be there before
+        left = self.__dict__.get  # a GradScaler's attributes are here for its steps only
         found_inf, grad_scale = left("found_inf"), left("grad_scale")
         return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
 
