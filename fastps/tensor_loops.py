@@ -27,9 +27,18 @@ INSTALLED = torch.__version__.partition("+")[0]
 
 
 class TensorLoops(Protocol):
-    """Loops over a list of tensors that stays as it is. Lists that they are given have a value a tensor, else ValueError."""
+    """Loops over a list of tensors that stays as it is; what they give them is prepared once."""
 
-    def show(self, values: list[torch.Tensor]) -> None:
+    def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
+        """These tensors, a value a tensor, as the other loops take them; they stay as they are.
+
+        memory: the one object that all of them are views of, if there is one. Values of the same memory are shown faster: a
+        tensor keeps one storage then, whose pointer moves, and so whatever else shares it (`detach()`) shows the same.
+        Raises ValueError where there are not as many values as tensors.
+        """
+        ...
+
+    def show(self, values: Any) -> None:
         """Let `data` of each tensor be that of its of `values`: no copy, and no write as version counters count them."""
         ...
 
@@ -41,7 +50,7 @@ class TensorLoops(Protocol):
         """The index of the first tensor that was written to since `remember`, or -1."""
         ...
 
-    def set_gradients(self, gradients: list[torch.Tensor]) -> None:
+    def set_gradients(self, gradients: Any) -> None:
         """Let `grad` of each tensor be its of `gradients`."""
         ...
 
@@ -49,7 +58,7 @@ class TensorLoops(Protocol):
         """Let `grad` of each tensor be None."""
         ...
 
-    def other_gradient(self, gradients: list[torch.Tensor]) -> int:
+    def other_gradient(self, gradients: Any) -> int:
         """The index of the first tensor whose `grad` is not the very one of `gradients`, or -1."""
         ...
 
@@ -63,6 +72,12 @@ class PlainLoops:
         self._grad = Attribute("grad", tensors)
         self._counters = Attribute("_version", tensors)
         self.remember()
+
+    def prepare(self, values: list[torch.Tensor], memory: object = None) -> list[torch.Tensor]:
+        """See TensorLoops."""
+        if len(values) != len(self._tensors):
+            raise ValueError(f"expected {len(self._tensors)} tensors, found {len(values)}")
+        return list(values)
 
     def show(self, values: list[torch.Tensor]) -> None:
         """See TensorLoops."""
@@ -112,7 +127,7 @@ def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
 
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
     >>> loops = tensor_loops([parameter])
-    >>> loops.show([torch.ones(2)])
+    >>> loops.show(loops.prepare([torch.ones(2)]))
     >>> parameter.tolist(), loops.changed()
     ([1.0, 1.0], -1)
     """

@@ -36,6 +36,7 @@ class Gradients:
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
         self._loops = tensor_loops(tensors)
+        self._prepared = [self._loops.prepare(views) for views in slots]
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
         """For the hook: autograd has just accumulated into `p.grad`; put it into the slot, and let p.grad be the slot.
@@ -78,17 +79,17 @@ class Gradients:
 
     def expose(self, slot: int) -> None:
         """Let every p.grad be the slot, with whatever was left there."""
-        views = self.slots[slot]
+        views = self._prepared[slot]
         if self._loops.other_gradient(views) >= 0:
             self._loops.set_gradients(views)
 
     def adopt(self, slot: int) -> None:
         """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
-        views = self.slots[slot]
-        if self._loops.other_gradient(views) < 0:
+        if self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return
         self.present = set()
+        views = self.slots[slot]
         for index, tensor in enumerate(self.tensors):
             gradient = tensor.grad
             if gradient is None:

@@ -23,6 +23,7 @@ class Weights:
         self._store = store
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
+        self._prepared: dict[tuple[int, int], Any] = {}  # the same, as the loops take them
         parameters = store.layout.parameters
         self._of_shard = [
             [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
@@ -34,8 +35,12 @@ class Weights:
 
     def show(self, pulled: list[int]) -> None:
         """Let every parameter be what is in its shard's pulled buffer: no copy."""
-        for shard, buffer in enumerate(pulled):
-            self._shard_loops[shard].show(self.of(shard, buffer))
+        for place in enumerate(pulled):
+            loops = self._shard_loops[place[0]]
+            values = self._prepared.get(place)
+            if values is None:
+                values = self._prepared[place] = loops.prepare(self.of(*place), self._store.memory)
+            loops.show(values)
 
     def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""
@@ -61,3 +66,5 @@ class Weights:
     def leave(self) -> None:
         """Keep no tensor of the store's memory: it is about to go."""
         self._made.clear()
+        self._prepared.clear()
+        self._shard_loops.clear()

@@ -32,14 +32,72 @@ static inline bool fps_alike(const c10::TensorImpl *one, const c10::TensorImpl *
     return fps_equal(one->sizes(), other->sizes()) && one->dtype() == other->dtype() && one->device() == other->device();
 }
 
-/* tensor.data = values: the same shape and strides over other memory. The version counter stays as it is. */
-static inline bool fps_show(PyObject *tensor, PyObject *values) {
+/* What a loop needs of one of its values, gathered once. */
+struct fps_value {
+    c10::TensorImpl *impl = nullptr;  /* null: not plain, and so given by the attribute */
+    void *data = nullptr;             /* where its storage begins; null: only the attribute can show it */
+    size_t nbytes = 0;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    at::DimVector form;               /* sizes, then strides */
+
+    fps_value() = default;
+    explicit fps_value(PyObject *object) : impl(fps_impl(object)) {
+        if (!fps_plain(object) || impl->storage_offset() || !impl->device().is_cpu()) return;
+        c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
+        data = storage->mutable_data();
+        nbytes = storage->nbytes();
+        dtype = c10::typeMetaToScalarType(impl->dtype());
+        form.append(impl->sizes().begin(), impl->sizes().end());
+        form.append(impl->strides().begin(), impl->strides().end());
+    }
+
+    bool has_form_of(const c10::TensorImpl *other) const {
+        size_t dimensions = form.size() / 2;
+        return fps_equal(other->sizes(), {form.data(), dimensions}) && !other->storage_offset() &&
+               fps_equal(other->strides(), {form.data() + dimensions, dimensions}) && other->dtype() == dtype;
+    }
+};
+
+/* One tensor's own storage, whose data pointer goes from value to value. */
+struct fps_home {
+    c10::Storage storage;  /* null: it has none yet */
+    void *data = nullptr;  /* where it was pointed last */
+};
+
+/* How the context of a home's data pointer is freed: a storage that keeps the memory of all values mapped. */
+static void fps_let_go(void *kept) { delete static_cast<c10::Storage *>(kept); }
+
+/* tensor.data = value, for a tensor that lives in its home: one pointer is written, and whatever shares the storage follows. */
+static inline bool fps_point(PyObject *tensor, fps_home &home, const fps_value &value) {
+    c10::TensorImpl *impl = fps_impl(tensor);
+    if (!impl || !home.storage || !value.data) return false;
+    c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    if (storage != home.storage.unsafeGetStorageImpl() || !value.has_form_of(impl)) return false;
+    at::DataPtr &own = storage->_mutable_data_ptr_no_checks();
+    if (own.get() != home.data || own.get_deleter() != fps_let_go || storage->nbytes() != value.nbytes) return false;
+    own = at::DataPtr(value.data, own.release_context(), fps_let_go, own.device());
+    home.data = value.data;
+    return true;
+}
+
+/* tensor.data = values: the same shape and strides over other memory, in a new home where the CPU has it. The version counter
+ * stays as it is. */
+static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_home &home, const fps_value &value) {
+    home = fps_home();
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
     if (!shown || !from || !fps_alike(shown, from)) return false;
     if (!shown->allow_tensor_metadata_change() || shown->key_set() != from->key_set() ||
         !fps_equal(shown->strides(), from->strides()) || shown->storage_offset() != from->storage_offset())
         return false;
-    shown->set_storage_keep_dtype(from->storage());
+    const c10::Storage &memory = from->unsafe_storage();
+    if (!value.data) {
+        shown->set_storage_keep_dtype(memory);
+        return true;
+    }
+    at::DataPtr own(value.data, new c10::Storage(memory), fps_let_go, memory.device());
+    home.storage = c10::Storage(c10::Storage::use_byte_size_t(), value.nbytes, std::move(own), nullptr, false);
+    home.data = value.data;
+    shown->set_storage_keep_dtype(home.storage);
     return true;
 }
 
@@ -51,11 +109,11 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
     return true;
 }
 
-/* tensor.grad is gradient. */
-static inline bool fps_grad_is(PyObject *tensor, PyObject *gradient, int *same) {
-    c10::TensorImpl *impl = fps_impl(tensor), *other = fps_impl(gradient);
-    if (!impl || !other) return false;
-    *same = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl() == other;
+/* tensor.grad is value. */
+static inline bool fps_grad_is(PyObject *tensor, const fps_value &value, int *same) {
+    c10::TensorImpl *impl = fps_impl(tensor);
+    if (!impl || !value.impl) return false;
+    *same = static_cast<const c10::TensorImpl *>(impl)->grad().unsafeGetTensorImpl() == value.impl;
     return true;
 }
 

@@ -10,13 +10,35 @@ from libcpp.vector cimport vector
 
 cdef extern from "torch_tensors.hpp":
     const char *TORCH_VERSION
-    bint fps_show(object tensor, object values) except +
+    cppclass fps_value:
+        fps_value()
+        fps_value(object tensor) except +
+
+    cppclass fps_home:
+        pass
+
+    bint fps_point(object tensor, fps_home &home, const fps_value &value) except +
+    bint fps_settle(object tensor, object values, fps_home &home, const fps_value &value) except +
     bint fps_version(object tensor, int64_t *version) except +
-    bint fps_grad_is(object tensor, object gradient, bint *same) except +
+    bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
     bint fps_set_grad(object tensor, object gradient) except +
     bint fps_drop_grad(object tensor) except +
 
 BUILT_FOR = TORCH_VERSION.decode()  # without what torch adds for a kind of build: "2.13.0", not "2.13.0+cpu"
+
+
+cdef class Values:
+    """What a loop gives its tensors: a tensor for each, and what is to be known of it. Made by `CompiledLoops.prepare`."""
+
+    cdef list tensors
+    cdef object memory
+    cdef vector[fps_value] known
+
+    def __cinit__(self, list tensors not None, memory):
+        self.tensors = tensors
+        self.memory = memory
+        for tensor in tensors:
+            self.known.push_back(fps_value(tensor))
 
 
 cdef class CompiledLoops:
@@ -24,29 +46,51 @@ cdef class CompiledLoops:
 
     >>> import torch
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
-    >>> CompiledLoops([parameter]).show([torch.ones(2)])
+    >>> loops = CompiledLoops([parameter])
+    >>> loops.show(loops.prepare([torch.ones(2)]))
     >>> parameter.data
     tensor([1., 1.])
     """
 
     cdef list tensors
     cdef vector[int64_t] remembered
+    cdef vector[fps_home] homes
+    cdef object memory              # that the homes point into
 
     def __init__(self, list tensors not None):
         self.tensors = tensors
+        self.homes.resize(len(tensors))
         self.remember()
 
-    cdef Py_ssize_t _count(self, list values) except -1:
+    def prepare(self, list values not None, memory=None):
+        """These tensors, a value a tensor, as the other loops take them. `memory`: what all of them are views of."""
         if len(values) != len(self.tensors):
             raise ValueError(f"expected {len(self.tensors)} tensors, found {len(values)}")
-        return len(values)
+        return Values(values, memory)
 
-    def show(self, list values not None):
+    cdef int _check(self, Values values) except -1:
+        if values.known.size() != self.homes.size():
+            raise ValueError(f"expected {self.homes.size()} tensors, found {values.known.size()}")
+        return 0
+
+    def show(self, Values values not None):
         """`data` of each tensor is that of its of `values`: no copy, and no write as the version counter counts them."""
         cdef Py_ssize_t i
-        for i in range(self._count(values)):
-            if not fps_show(self.tensors[i], values[i]):
-                self.tensors[i].data = values[i]
+        self._check(values)
+        if values.memory is None or values.memory is not self.memory:
+            self._leave_homes()
+            self.memory = values.memory
+        for i in range(len(self.tensors)):
+            if fps_point(self.tensors[i], self.homes[i], values.known[i]):
+                continue
+            if not fps_settle(self.tensors[i], values.tensors[i], self.homes[i], values.known[i]):
+                self.tensors[i].data = values.tensors[i]
+
+    cdef void _leave_homes(self):
+        """No home may be pointed elsewhere: each keeps the memory mapped that it was made in, and no other."""
+        cdef size_t count = self.homes.size()
+        self.homes.clear()
+        self.homes.resize(count)
 
     cdef int64_t _version(self, Py_ssize_t i) except -1:
         cdef int64_t version = 0
@@ -69,12 +113,13 @@ cdef class CompiledLoops:
                 return i
         return -1
 
-    def set_gradients(self, list gradients not None):
+    def set_gradients(self, Values gradients not None):
         """`grad` of each tensor is its of `gradients`."""
         cdef Py_ssize_t i
-        for i in range(self._count(gradients)):
-            if not fps_set_grad(self.tensors[i], gradients[i]):
-                self.tensors[i].grad = gradients[i]
+        self._check(gradients)
+        for i in range(len(self.tensors)):
+            if not fps_set_grad(self.tensors[i], gradients.tensors[i]):
+                self.tensors[i].grad = gradients.tensors[i]
 
     def drop_gradients(self):
         """`grad` of each tensor is None."""
@@ -83,13 +128,14 @@ cdef class CompiledLoops:
             if not fps_drop_grad(self.tensors[i]):
                 self.tensors[i].grad = None
 
-    def other_gradient(self, list gradients not None):
+    def other_gradient(self, Values gradients not None):
         """The index of the first tensor whose `grad` is not the very one of `gradients`, or -1."""
         cdef Py_ssize_t i
         cdef bint same = False
-        for i in range(self._count(gradients)):
-            if not fps_grad_is(self.tensors[i], gradients[i], &same):
-                same = self.tensors[i].grad is gradients[i]
+        self._check(gradients)
+        for i in range(len(self.tensors)):
+            if not fps_grad_is(self.tensors[i], gradients.known[i], &same):
+                same = self.tensors[i].grad is gradients.tensors[i]
             if not same:
                 return i
         return -1

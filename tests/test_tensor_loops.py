@@ -42,7 +42,7 @@ def test_this_installation_has_the_compiled_loops() -> None:
 def test_tensors_show_other_values_without_a_copy_or_a_write(kind: Callable[[list[Any]], TensorLoops]) -> None:
     parameters, values = _parameters(), _values()
     loops = kind(parameters)
-    loops.show(values)
+    loops.show(loops.prepare(values))
     assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values]
     assert loops.changed() == -1, "pointing elsewhere is no write"
     assert all(each.is_leaf and each.requires_grad for each in parameters)
@@ -54,11 +54,11 @@ def test_tensors_show_other_values_without_a_copy_or_a_write(kind: Callable[[lis
 def test_a_backward_between_two_shows_sees_one_of_them(kind: Callable[[list[Any]], TensorLoops]) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     loops = kind([parameter])
-    loops.show([torch.full((3,), 2.0)])
+    loops.show(loops.prepare([torch.full((3,), 2.0)]))
     loss = (parameter * parameter).sum()  # saves the weights
     loss.backward()
     assert parameter.grad is not None and parameter.grad.tolist() == [4.0] * 3
-    loops.show([torch.full((3,), 5.0)])
+    loops.show(loops.prepare([torch.full((3,), 5.0)]))
     (parameter * parameter).sum().backward()
     assert parameter.grad.tolist() == [14.0] * 3
 
@@ -67,14 +67,44 @@ def test_a_backward_between_two_shows_sees_one_of_them(kind: Callable[[list[Any]
 def test_memory_that_nothing_shows_any_more_is_let_go(kind: Callable[[list[Any]], TensorLoops]) -> None:
     parameters, values = _parameters(), _values()
     loops = kind(parameters)
-    loops.show(values)
-    loops.set_gradients(values)
+    loops.show(loops.prepare(values))
+    loops.set_gradients(loops.prepare(values))
     seen = weakref.ref(values[0])
-    loops.show(_values())
+    loops.show(loops.prepare(_values()))
+    loops.set_gradients(loops.prepare(_values()))
     loops.drop_gradients()
     del values
     gc.collect()
     assert seen() is None
+
+
+def test_what_shares_a_tensors_storage_follows_values_of_the_same_memory() -> None:
+    parameters = _parameters()
+    loops = torch_tensors.CompiledLoops(parameters)
+    memory = torch.arange(36.0)
+    values = [list(memory[offset : offset + 18].view(3, 2, 3)) for offset in (0, 18)]
+    values = [[torch.from_numpy(each.numpy()) for each in row] for row in values]  # each with a storage of its own
+    first, second = (loops.prepare(row, memory) for row in values)
+    loops.show(first)
+    alias = parameters[1].detach()
+    loops.show(second)
+    assert alias.data_ptr() == parameters[1].data_ptr() == values[1][1].data_ptr()
+    loops.show(loops.prepare(_values(), "another memory"))
+    assert alias.data_ptr() == values[1][1].data_ptr(), "it keeps its own memory, and no other"
+
+
+def test_a_storage_that_others_have_touched_is_left_to_them() -> None:
+    parameters, values = _parameters(), [_values(), _values()]
+    loops = torch_tensors.CompiledLoops(parameters)
+    first, second = (loops.prepare(row, "memory") for row in values)
+    loops.show(first)
+    moved = parameters[1].detach()
+    moved.untyped_storage().share_memory_()  # copied to elsewhere, under the same storage
+    loops.show(second)
+    assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values[1]]
+    assert moved.tolist() == values[0][1].tolist()
+    loops.show(first)
+    assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values[0]]
 
 
 @both
@@ -87,7 +117,8 @@ def test_values_of_another_form_are_shown_as_they_are(
     kind: Callable[[list[Any]], TensorLoops], make: Callable[[], torch.Tensor]
 ) -> None:
     parameter, values = torch.nn.Parameter(torch.ones(2, 3)), make()
-    kind([parameter]).show([values])
+    loops = kind([parameter])
+    loops.show(loops.prepare([values]))
     assert parameter.shape == values.shape and parameter.stride() == values.stride()
     assert parameter.data_ptr() == values.data_ptr()
 
@@ -97,7 +128,7 @@ def test_a_parameter_that_was_given_other_data_shows_the_next_values_again(kind:
     parameters, values = _parameters(), _values()
     loops = kind(parameters)
     parameters[0].data = torch.zeros(5)
-    loops.show(values)
+    loops.show(loops.prepare(values))
     assert parameters[0].tolist() == values[0].tolist()
 
 
@@ -130,14 +161,16 @@ def test_whatever_happened_in_between_the_next_values_are_shown(
     sets = [[torch.full((2, 3), 10.0 * row + index) for index in range(3)] for row in range(3)]
     sets.append([torch.full((3, 2), 40.0).t(), torch.zeros(4), torch.full((2, 3), 42.0)])  # two of other forms
     expected = [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets]
+    memories = ["one", "one", "another", None]
+    prepared = [loops.prepare(values, memory) for values, memory in zip(sets, memories, strict=True)]
     for what, index in [*happened, ("show", 0), ("show", 1)]:
         if what == "show":
-            loops.show(sets[index])
+            loops.show(prepared[index])
             assert [(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in parameters] == expected[index]
         elif what == "fail":
             refused = [1 if index == place else each for place, each in enumerate(sets[0])]
             with pytest.raises(TypeError, match="data"):
-                loops.show(refused)  # type: ignore[arg-type]
+                loops.show(loops.prepare(refused, memories[index]))  # type: ignore[arg-type]
         else:
             DISTURBANCES[what](parameters[index])
     assert [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets] == expected
@@ -159,12 +192,12 @@ def test_the_first_tensor_that_was_written_to_is_found(kind: Callable[[list[Any]
 def test_the_first_gradient_that_is_another_is_found(kind: Callable[[list[Any]], TensorLoops]) -> None:
     parameters, gradients = _parameters(), _values()
     loops = kind(parameters)
-    assert loops.other_gradient(gradients) == 0
-    loops.set_gradients(gradients)
-    assert loops.other_gradient(gradients) == -1
+    assert loops.other_gradient(loops.prepare(gradients)) == 0
+    loops.set_gradients(loops.prepare(gradients))
+    assert loops.other_gradient(loops.prepare(gradients)) == -1
     assert all(each.grad is gradient for each, gradient in zip(parameters, gradients, strict=True))
     parameters[1].grad = gradients[1].clone()  # equal, and not the same
-    assert loops.other_gradient(gradients) == 1
+    assert loops.other_gradient(loops.prepare(gradients)) == 1
     loops.drop_gradients()
     assert [each.grad for each in parameters] == [None] * 3
     loops.drop_gradients()
@@ -175,25 +208,25 @@ def test_what_the_attributes_refuse_is_refused(kind: Callable[[list[Any]], Tenso
     parameters = _parameters()
     loops = kind(parameters)
     with pytest.raises(TypeError, match="data"):
-        loops.show([1, 2, 3])  # type: ignore[list-item]
+        loops.show(loops.prepare([1, 2, 3]))  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="size"):
-        loops.set_gradients([torch.zeros(5)] * 3)
+        loops.set_gradients(loops.prepare([torch.zeros(5)] * 3))
     with pytest.raises(RuntimeError, match="own grad"):
-        loops.set_gradients(parameters)
+        loops.set_gradients(loops.prepare(parameters))
     with pytest.raises(ValueError, match=r"expected 3 .*, found 1"):
-        loops.show([torch.zeros(2, 3)])
+        loops.show(loops.prepare([torch.zeros(2, 3)]))
     with pytest.raises(ValueError, match=r"expected 3 .*, found 0"):
-        loops.other_gradient([])
+        loops.other_gradient(loops.prepare([]))
 
 
 @both
 def test_subclasses_are_asked_by_their_attributes(kind: Callable[[list[Any]], TensorLoops]) -> None:
     tensor = torch.zeros(2, 3).as_subclass(Renamed)
     loops, values = kind([tensor]), torch.ones(2, 3)
-    loops.show([values])
+    loops.show(loops.prepare([values]))
     assert tensor.tolist() == values.tolist()
-    loops.set_gradients([values])
-    assert loops.other_gradient([values]) == -1
+    loops.set_gradients(loops.prepare([values]))
+    assert loops.other_gradient(loops.prepare([values])) == -1
     loops.drop_gradients()
     assert tensor.grad is None
     tensor.add_(1.0)

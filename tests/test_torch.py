@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.tensor_loops import why_not_compiled
 from tests import processes
 
 STEPS = 200
@@ -201,6 +202,16 @@ def test_after_close_the_parameters_are_private_copies() -> None:
         next(model.parameters()).add_(1.0)
     with pytest.raises(fastps.UsageError, match="closed"):
         optimizer.step()
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes they go stale: docs/architecture.md")
+def test_what_shares_a_parameters_memory_follows_it_as_in_torch() -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        aliases = [parameter.detach() for parameter in model.parameters()]
+        _train(model, optimizer, _batches(5, BATCH))
+        assert all(torch.equal(alias, parameter) for alias, parameter in zip(aliases, model.parameters(), strict=True))
+
+    _both(run)
 
 
 # -- behaves as torch ------------------------------------------------------------------------------
@@ -511,6 +522,19 @@ def test_a_data_loader_with_forked_workers_does_no_harm() -> None:
         for _ in range(2):
             _train(model, optimizer, list(loader))
         assert optimizer.version == 8
+
+
+@pytest.mark.slow  # torch's compiler takes a C++ compiler's time
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_trains_as_without_the_wrapper(mode: str) -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        compiled = torch.compile(model, mode=mode)
+        for inputs, labels in _batches(5, BATCH):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(compiled(inputs), labels).backward()
+            optimizer.step()
+
+    _both(run)
 
 
 def test_tied_weights_and_lstms_train() -> None:
