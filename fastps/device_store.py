@@ -16,7 +16,8 @@ import numpy as np
 from fastps.device import Device, DeviceError
 from fastps.device_arena import PRESENT, DeviceArena
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
-from fastps.kernels import turn
+from fastps.kernels.turn import Lane
+from fastps.kernels.worker_lane import WorkerLane
 from fastps.peers import Peers
 from fastps.rendezvous import Answerer
 from fastps.rules import Hyper
@@ -31,6 +32,8 @@ _PAUSE_NS = 2_000_000
 
 class DeviceWorker(Worker):
     """A worker of a DeviceStore. Gradients and weights are the device's arrays."""
+
+    _turns_are_plain = False
 
     def __init__(self, store: Store, rank: int, answerer: Answerer, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
@@ -171,7 +174,7 @@ class DeviceWorker(Worker):
 class ServedDeviceWorker(ServedWorker, DeviceWorker):
     """A worker of a DeviceStore whose memory is a server's: it maps it, and never folds."""
 
-    def _make_lane(self) -> turn.Lane:
+    def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()
         if not self.is_served:
             raise self._without_server()
@@ -204,7 +207,7 @@ class DeviceStore(Store):
         self.device = device
         return self
 
-    def own_memory(self, lane: turn.Lane) -> None:
+    def own_memory(self, lane: Lane) -> None:
         """Be the server's side of it: this process, which serves on `lane`, makes all memory and folds all shards.
 
         Before it serves, for it holds no turn while it shows what it has.

@@ -61,7 +61,7 @@ class Membership:
         for lane, state in enumerate(arena.lane_states()[: layout.lanes]):
             if lane == worker.rank or (lane >= layout.workers and state == LANE_FREE):
                 continue  # nobody is expected in a lane beyond those of the workers
-            if state in _WAITED_FOR and (arena.clock(lane) < worker.steps or state == LANE_FREE):
+            if state in _WAITED_FOR and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE):
                 found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]})")
         return found
 

@@ -5,7 +5,7 @@ a job without one. Refuses to find out about that by itself: membership.py looks
 """
 
 from fastps import config
-from fastps.kernels import turn
+from fastps.kernels.worker_lane import WorkerLane
 from fastps.worker import Worker
 
 
@@ -17,8 +17,9 @@ class ServedWorker(Worker):
     """
 
     is_served: bool
+    _turns_are_plain = False
 
-    def _make_lane(self) -> turn.Lane:
+    def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()
         self.is_served = self.store.arena.is_served()
         lane.hand_over(self.is_served)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from fastps import config
 from fastps.cores import Cores
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
-from fastps.kernels import turn
 from fastps.kernels.turn import AWAITING, LOST
+from fastps.kernels.worker_lane import WorkerLane
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership, Owner
 
@@ -29,11 +29,9 @@ class TurnTaker:
 
     Attributes:
         rank: this worker's lane.
-        steps: steps pushed so far.
         forked: whether this is a child of the process that attached, which may only read.
     """
 
-    steps: int
     _membership: Membership
 
     def __init__(self, store: "Store", rank: int) -> None:
@@ -50,9 +48,9 @@ class TurnTaker:
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self._turn_lock = threading.RLock()
 
-    def _make_lane(self) -> turn.Lane:
+    def _make_lane(self) -> WorkerLane:
         try:
-            lane = turn.Lane(self.store.arena, self.rank)
+            lane = WorkerLane(self.store.arena, self.rank)
         except ValueError as error:
             raise damaged(f"the policy of a shard ({error})") from error
         lane.set_user_rule(self.store.layout.rule.address)
@@ -69,9 +67,12 @@ class TurnTaker:
         if self.forked:
             raise self._forked_error()
         with self._turn_lock:
-            outcome = self.lane.try_turn(self._clock.now_ns())
-            if outcome == AWAITING:
-                outcome = self._end_turn()
+            self._settle(self.lane.try_turn(self._clock.now_ns()))
+
+    def _settle(self, outcome: int) -> None:
+        """What is to be done about a turn that ended so: go on with one that waits for its helpers, or raise ProtocolError."""
+        if outcome == AWAITING:
+            outcome = self._end_turn()
         if outcome < 0 or outcome == LOST:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
@@ -187,7 +188,7 @@ class TurnTaker:
     def _timeout_text(self) -> str:
         others = ", ".join(self._membership.waited_for()) or "a grant"
         return (
-            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.steps} under {self._policy.spec}"
+            f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s at step {self.lane.steps} under {self._policy.spec}"
             f" for {others}; raise FASTPS_TIMEOUT if they are only slow"
         )
 

@@ -1,4 +1,4 @@
-"""A worker: posts pushes, waits for grants, pulls weights. The Python half of kernels/turn.pyx's Lane.
+"""A worker: pushes, waits for grants, pulls weights. The Python half of kernels/worker_lane.pyx.
 
 Refuses to know torch, what is done while it waits (turn_taker.py), and to decide: the scheduler does.
 """
@@ -19,7 +19,8 @@ from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
 from fastps.errors import ProtocolError, UsageError, damaged
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
-from fastps.kernels.turn import KIND_LEAVE, KIND_NULL, KIND_PUSH
+from fastps.kernels.turn import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
+from fastps.kernels.worker_lane import FULL
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership
 from fastps.rules import Hyper
@@ -54,32 +55,31 @@ class Worker(TurnTaker):
         injected_transfer_ns: what `transfer_ms` was told.
     """
 
+    _turns_are_plain = True  # whether try_turn is TurnTaker's own
+
     def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
         super().__init__(store, rank)
+        lane = self.lane
         self.earlier_steps = 0
-        self.slot = 0
         self.generation = generation
         self.buffers = [0] * self._shards
-        self.stale_blocks = 0
         counted = store.arena.counters(rank)  # of the lane's workers before
-        self._steps_before, self.samples = counted["steps"], counted["samples"]
-        self.wait_ns, self.compute_ns = counted["wait_ns"], counted["compute_ns"]
-        self.loss = math.nan
+        self._steps_before, lane.samples = counted["steps"], counted["samples"]
+        lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
         self.closed = False
         self._left = False
         self._answerer = answerer
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
-        self._granted_ns = self._clock.now_ns()
+        self._pushes_itself = self._turns_are_plain and not policy.overlap
+        lane.granted_ns = self._clock.now_ns()
         slots = store.layout.slots
-        self._slot_free_at = [0] * slots  # descriptors that must be done with before the slot may be written again
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
         # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
         self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
         self._is_partial = self._needed_shards < self._shards
         self.delays: tuple[float, float, int] | None = None
-        self.posts = self.lane.posted()
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
@@ -89,9 +89,10 @@ class Worker(TurnTaker):
         self._membership = Membership(self, generation)
         if generation:
             self._membership.join()
-        self.steps = self.begun_at = self.lane.granted() - 1
-        if self.steps < 0:
-            raise damaged(f"worker {rank}'s grant ({self.steps + 1} steps)")
+        lane.steps = self.begun_at = lane.granted() - 1
+        if lane.steps < 0:
+            raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
+        lane.earlier_steps = self._steps_before - self.begun_at
         _live.add(self)
         self.pull()
         self.recorder = recording.recorder_for(self)
@@ -129,30 +130,42 @@ class Worker(TurnTaker):
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
         now_ns = self._clock.now_ns()
-        if self.recorder is not None:
-            self.recorder.computed(now_ns, self.posts, self.steps, self.lane.version, samples, null)
-        self.compute_ns += now_ns - self._granted_ns
-        self.samples += samples
         if not null:
             self._write_slot_header(hypers, self._everything if presence is None else presence)
-        kind = KIND_NULL if null else KIND_PUSH
-        step, slot, version = self.steps, self.slot, self.lane.version
-        self.steps += 1
-        self.posts += 1
-        if not null:
-            self._slot_free_at[slot] = self.posts
-            self.slot = (slot + 1) % len(self._slot_free_at)
-        if self._background is None:
-            self._deliver(kind, step, slot, version, scale, self.loss, samples)
+        if self._pushes_itself and self.recorder is None and not self._has_transfers:
+            self._push_at_once(now_ns, scale, samples, null)
         else:
-            self._background.send(partial(self._deliver, kind, step, slot, version, scale, self.loss, samples))
+            self._push_on_its_way(now_ns, scale, samples, null)
         if self.delays is not None:
-            self._responses.draw(self.steps)
+            self._responses.draw(self.lane.steps)
         self._look_if_due(now_ns)
+
+    def _push_at_once(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
+        """Post, and run the turn if it is free."""
+        while (outcome := self.lane.push(now_ns, scale, samples, null)) == FULL:
+            self._wait_for_room()
+            waited_ns = self._clock.now_ns() - now_ns
+            self.lane.wait_ns += waited_ns
+            self.lane.granted_ns += waited_ns
+            now_ns += waited_ns
+        if outcome != DONE and outcome != BUSY:
+            self._settle(outcome)
+
+    def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
+        """The same where a transfer takes time, another thread delivers, a server is called, or the step is recorded."""
+        recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
+        step, slot, version = self.lane.begin_push(now_ns, samples, null)
+        if recorder is not None:
+            recorder.computed(now_ns, posts, step, version, samples, null)
+        kind = KIND_NULL if null else KIND_PUSH
+        if self._background is None:
+            self._deliver(kind, step, slot, version, scale, loss, samples)
+        else:
+            self._background.send(partial(self._deliver, kind, step, slot, version, scale, loss, samples))
         if self._background is not None or self._has_transfers:
-            self.wait_ns += self._clock.now_ns() - now_ns
-        if self.recorder is not None:
-            self.recorder.pushed(self._clock.now_ns())
+            self.lane.wait_ns += self._clock.now_ns() - now_ns
+        if recorder is not None:
+            recorder.pushed(self._clock.now_ns())
 
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Send one push on its way and run the turn if it is free."""
@@ -166,28 +179,27 @@ class Worker(TurnTaker):
     def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Post one descriptor, once there is room for it."""
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
-            posted = self.lane.posted()
-            if self.lane.done() > posted:  # or there would never be room
-                raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
-            self._wait(0, posted - config.RING_SIZE + 1)
+            self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        posted = self.lane.posted()
+        if self.lane.done() > posted:  # or there would never be room
+            raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
+        self._wait(0, posted - config.RING_SIZE + 1)
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
         if self.forked:
             raise self._forked_error()
-        granted = 0 if self._goes_on_at_once else self.steps + 1
-        done = self._slot_free_at[self.slot]
-        began_ns = self._granted_ns = self._clock.now_ns()
-        if not self.lane.reached(granted, done) or self._responses.late:
-            self._granted_ns = self._wait(granted, done, self._needed_shards)
+        if not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once) or self._responses.late:
+            granted = 0 if self._goes_on_at_once else self.lane.steps + 1
+            granted_ns = self._wait(granted, self.lane.slot_free_at, self._needed_shards)
             if self._is_partial:
-                self._granted_ns = self._wait_for_more(granted)
-            self.wait_ns += self._granted_ns - began_ns
+                granted_ns = self._wait_for_more(granted)
+            self.lane.advance_late(granted_ns)
         if self.recorder is not None:
-            self.recorder.granted(self._granted_ns)
+            self.recorder.granted(self.lane.granted_ns)
         self._membership.report_rejections()
-        steps = self.earlier_steps + self._steps_before + self.own_steps
-        self.lane.count(steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
 
     def pull(self) -> list[int]:
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
@@ -213,8 +225,9 @@ class Worker(TurnTaker):
         if self._has_transfers and self.store.arena.version != self.lane.version:
             began_ns = self._clock.now_ns()
             transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
-            self.wait_ns += self._clock.now_ns() - began_ns
-            self._granted_ns = self._clock.now_ns()
+            now_ns = self._clock.now_ns()
+            self.lane.wait_ns += now_ns - began_ns
+            self.lane.granted_ns = now_ns
         if self._is_partial:
             self._pull_fresh()
         elif (shard := self.lane.pull_all(self.buffers)) >= 0:
@@ -223,8 +236,8 @@ class Worker(TurnTaker):
 
     def _pull_fresh(self) -> None:
         for shard in range(self._shards):
-            if not self._is_fresh(shard, self.steps + 1):
-                self.stale_blocks += 1
+            if not self._is_fresh(shard, self.lane.steps + 1):
+                self.lane.stale_blocks += 1
             elif (buffer := self.lane.pull(shard)) >= 0:
                 self.buffers[shard] = buffer
             else:
@@ -240,12 +253,14 @@ class Worker(TurnTaker):
     def carry_on(self, before: "Worker") -> None:
         """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
         self.earlier_steps = before.earlier_steps + before.own_steps
-        self.samples, self.wait_ns, self.compute_ns = before.samples, before.wait_ns, before.compute_ns
-        self.stale_blocks, self.loss = before.stale_blocks, before.loss
+        lane, earlier = self.lane, before.lane
+        lane.earlier_steps += self.earlier_steps
+        lane.samples, lane.wait_ns, lane.compute_ns = earlier.samples, earlier.wait_ns, earlier.compute_ns
+        lane.stale_blocks, lane.loss = earlier.stale_blocks, earlier.loss
         self.transfer_ms(before.injected_transfer_ns / 1e6)
         if before.delays is not None:
             self.delay_responses(*before.delays)
-        self.lane.count(self.earlier_steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        lane.publish()
 
     def _start_background(self) -> None:
         """The first step begins the threads, so that a transfer time set before counts for them."""
@@ -257,10 +272,41 @@ class Worker(TurnTaker):
         self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
 
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps pushed so far."""
+        return self.lane.steps
+
     @property
     def own_steps(self) -> int:
         """Steps that this worker itself has pushed."""
-        return self.steps - self.begun_at
+        return self.lane.steps - self.begun_at
+
+    @property
+    def slot(self) -> int:
+        """The slot of the next push."""
+        return self.lane.slot
+
+    @property
+    def posts(self) -> int:
+        """Pushes and null pushes so far."""
+        return self.lane.posts
+
+    @property
+    def loss(self) -> float:
+        """What others shall see of the training; travels with the next push."""
+        return self.lane.loss
+
+    @loss.setter
+    def loss(self, loss: float) -> None:
+        self.lane.loss = loss
+
+    @property
+    def stale_blocks(self) -> int:
+        """Shards that were not fresh when a step began."""
+        return self.lane.stale_blocks
 
     @property
     def batch_size(self) -> int:
@@ -303,15 +349,15 @@ class Worker(TurnTaker):
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
     def _write_slot_header(self, hypers: list[Hyper], presence: bytes) -> None:
-        """Versions, hyper-parameters and presence travel in the slot; what lies there already is not written again."""
-        self.lane.set_versions(self.slot)
-        if self._sent_hypers[self.slot] != hypers:
+        """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        slot = self.lane.slot
+        if self._sent_hypers[slot] != hypers:
             for group, hyper in enumerate(hypers):
-                self.lane.set_hyper(self.slot, group, *hyper)
-            self._sent_hypers[self.slot] = list(hypers)
-        if self._sent_presence[self.slot] != presence:
-            self.lane.set_presence(self.slot, presence)
-            self._sent_presence[self.slot] = presence
+                self.lane.set_hyper(slot, group, *hyper)
+            self._sent_hypers[slot] = list(hypers)
+        if self._sent_presence[slot] != presence:
+            self.lane.set_presence(slot, presence)
+            self._sent_presence[slot] = presence
 
     # -- beginning and ending together ---------------------------------------------------------------
 
@@ -320,7 +366,7 @@ class Worker(TurnTaker):
         self._check_not_forked()
         arena, workers = self.store.arena, self.store.layout.workers
         self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self._timeout_text)
-        self._granted_ns = self._clock.now_ns()
+        self.lane.granted_ns = self._clock.now_ns()
         if self.recorder is not None:
             self.recorder.pulled(0)
 
@@ -413,7 +459,7 @@ class Worker(TurnTaker):
             self._background.wait_until_delivered()
         self._end_background()
         self._left = True
-        self._post(KIND_LEAVE, self.steps, 0, self.lane.version, 1.0, math.nan, 0)
+        self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
         self.store.arena.leave(self.rank)
         self.try_turn()
 

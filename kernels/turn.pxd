@@ -20,6 +20,9 @@ cdef class Lane:
     cdef uint64_t versions[64]          # of each shard, as pulled
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
+    cdef uint64_t _newest(self) noexcept nogil
+    cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
+                     int64_t stale_blocks) noexcept nogil
     cdef bint _post(self, const fps_descriptor *descriptor) noexcept nogil
     cdef uint64_t _done(self) noexcept nogil
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil

@@ -465,6 +465,9 @@ cdef class Lane:
     @property
     def version(self):
         """The newest version of any shard that was pulled last: the timestamp of the next push."""
+        return self._newest()
+
+    cdef uint64_t _newest(self) noexcept nogil:
         cdef uint64_t newest = 0
         cdef uint32_t shard
         for shard in range(self.n_shards):
@@ -480,6 +483,10 @@ cdef class Lane:
 
     def count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss, int64_t stale_blocks=0):
         """Publish this worker's counters to whoever looks."""
+        self._count(steps, wait_ns, compute_ns, samples, loss, stale_blocks)
+
+    cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
+                     int64_t stale_blocks) noexcept nogil:
         cdef int64_t loss_bits
         memcpy(&loss_bits, &loss, sizeof(loss_bits))
         fps_counter_set(&self.words.steps, steps)
