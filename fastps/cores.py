@@ -16,9 +16,10 @@ class Cores:
     """Of one attached lane of `arena`: says which are its process' own, and tells the lane what follows from all of them.
 
     `takers`: how many processes take turns, or wait for them. `spins` is how often a wait looks before it sleeps.
+    `last_wait_ns`: how long the owner's last wait took, which it says; the next is taken to be as long.
     """
 
-    _last_wait_ns = 0
+    last_wait_ns = 0
 
     def __init__(self, arena: Arena, lane: Lane, layout: Layout, takers: int) -> None:
         self._arena, self._lane, self._layout, self.takers = arena, lane, layout, takers
@@ -33,11 +34,7 @@ class Cores:
 
         To sleep and be woken costs more than some steps take. Where others compute for long, sleep leaves them alone.
         """
-        return not self.spins and self._last_wait_ns < config.SHORT_WAIT_NS
-
-    def waited(self, duration_ns: int) -> None:
-        """Say how long a wait took: the next is taken to be as long."""
-        self._last_wait_ns = duration_ns
+        return not self.spins and self.last_wait_ns < config.SHORT_WAIT_NS
 
     def share_among(self, takers: int) -> None:
         """Say that `takers` are now so many."""

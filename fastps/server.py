@@ -65,7 +65,7 @@ class Server:
                 rest_ns = self._rest_ns(now_ns)
                 if rest_ns < config.SLICE_NS or not self._cores.yields or not self._is_called_soon(called, now_ns):
                     self.lane.await_call(called, self._cores.spins, rest_ns)
-                self._cores.waited(self._clock.now_ns() - now_ns)
+                self._cores.last_wait_ns = self._clock.now_ns() - now_ns
         finally:
             self._peers.close()
 

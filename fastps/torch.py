@@ -264,11 +264,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it accumulated into a parameter's `p.grad`."""
-        return lambda tensor: self._gradients.put(index, self._worker.slot, tensor)
+        return lambda tensor: self._gradients.put(index, self._worker.lane.slot, tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does; with set_to_none=False those that there are become zeros."""
-        self._gradients.zero(self._worker.slot, set_to_none)
+        self._gradients.zero(self._worker.lane.slot, set_to_none)
 
     def expose_gradients(self) -> None:
         """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
@@ -276,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
         where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
         """
-        self._gradients.expose(self._worker.slot)
+        self._gradients.expose(self._worker.lane.slot)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -314,16 +314,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
         worker.check_usable()
-        self._check_unchanged()
-        gradients.adopt(worker.slot)
-        scale, skipped = self._loss_scaling()
+        if (changed := self._weights.changed()) >= 0:
+            self._refuse_write(changed)
+        presence = gradients.adopt(worker.lane.slot)
+        scale, skipped = 1.0, False
+        if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
+            scale, skipped = self._loss_scaling()
         if worker.generation:
             skipped = skipped or self._begins_void()
         if self._clip:
             scale *= self._clip_factor(scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
-        worker.push(self._hypers(), presence=gradients.presence(), scale=scale, null=skipped, samples=self._samples)
+        hypers = self._hypers_read.of(self.param_groups)
+        worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
         if not skipped:
             gradients.release()
         worker.advance()
@@ -341,7 +345,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _loss_scaling(self) -> tuple[float, bool]:
         """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
-        left = self.__dict__.get  # a GradScaler's attributes are here for its steps only
+        left = self.__dict__.get  # they are here for its steps only
         found_inf, grad_scale = left("found_inf"), left("grad_scale")
         return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
 
@@ -364,13 +368,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._weights.remember()  # what was written before the first step was allowed
         self._has_begun = self._total_steps > 0
 
-    def _check_unchanged(self) -> None:
+    def _refuse_write(self, changed: int) -> None:
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.
 
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         """
-        changed = self._weights.changed()
-        if changed < 0 or self._total_steps == 0:
+        if self._total_steps == 0:
             return
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"

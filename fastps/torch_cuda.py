@@ -57,10 +57,11 @@ class StagedGradients(HalfGradients):
         self._put[index] = gradient, gradient._version
         self.present.add(index)
 
-    def adopt(self, slot: int) -> None:
+    def adopt(self, slot: int) -> bytes | None:
         """Queue what was changed or set since the hook; then wait for all of it, for the push names it."""
-        super().adopt(slot)
+        presence = super().adopt(slot)
         synchronize(self.tensors)
+        return presence
 
     def expose(self, slot: int) -> None:
         """Refused: the slot is memory of the host, and p.grad is not."""
@@ -123,13 +124,11 @@ class StagedOptimizer(DistributedOptimizer):
             for tensor, weights in zip(self._weights.by_shard[shard], self._weights.of(shard, buffer), strict=True):
                 tensor.data.copy_(weights, non_blocking=True)
 
-    def _check_unchanged(self) -> None:
-        changed = self._weights.changed()
-        if changed >= 0:
-            raise ParameterChangedError(
-                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
-                " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
-            )
+    def _refuse_write(self, changed: int) -> None:
+        raise ParameterChangedError(
+            f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
+            " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
+        )
 
     def close(self, failure: str | None = None) -> None:
         """See DistributedOptimizer."""

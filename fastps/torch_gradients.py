@@ -83,11 +83,14 @@ class Gradients:
         if self._loops.other_gradient(views) >= 0:
             self._loops.set_gradients(views)
 
-    def adopt(self, slot: int) -> None:
-        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them."""
+    def adopt(self, slot: int) -> bytes | None:
+        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them.
+
+        Returns the bitmap of the parameters that have a gradient; None: all.
+        """
         if self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
-            return
+            return None
         self.present = set()
         views = self.slots[slot]
         for index, tensor in enumerate(self.tensors):
@@ -97,9 +100,9 @@ class Gradients:
             if gradient is not views[index]:
                 views[index].copy_(gradient)
             self.present.add(index)
+        return self._presence()
 
-    def presence(self) -> bytes | None:
-        """The bitmap of the parameters that have a gradient; None: all."""
+    def _presence(self) -> bytes | None:
         if len(self.present) == len(self.tensors):
             return None
         present = frozenset(self.present)
@@ -176,7 +179,7 @@ class HalfGradients(Gradients):
         """Refused: p.grad cannot be a slot in half precision."""
         raise UsageError("expose_gradients() needs gradients that are pushed in single precision: leave push_dtype out")
 
-    def adopt(self, slot: int) -> None:
+    def adopt(self, slot: int) -> bytes | None:
         """Put what was changed or set since the hook; what has no gradient now is not pushed."""
         for index, tensor in enumerate(self.tensors):
             gradient, put = tensor.grad, self._put[index]
@@ -184,6 +187,7 @@ class HalfGradients(Gradients):
                 self.present.discard(index)
             elif index not in self.present or put is None or put[0] is not gradient or put[1] != gradient._version:
                 self._put_into(slot, index, gradient)
+        return self._presence()
 
     def release(self) -> None:
         """The next push begins with nothing in its slot."""

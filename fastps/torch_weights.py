@@ -32,6 +32,8 @@ class Weights:
         self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
         self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
         self._loops = tensor_loops(tensors)
+        self.remember = self._loops.remember  # what was written to the parameters up to now is allowed
+        self.changed = self._loops.changed  # the index of the first that was written to since then, or -1
 
     def show(self, pulled: list[int]) -> None:
         """Let every parameter be what is in its shard's pulled buffer: no copy."""
@@ -54,14 +56,6 @@ class Weights:
         """Let every parameter be a copy of its own of what it is."""
         for tensor in self.tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
-
-    def remember(self) -> None:
-        """What was written to the parameters up to now is allowed."""
-        self._loops.remember()
-
-    def changed(self) -> int:
-        """The index of the first parameter that was written to since `remember`, or -1."""
-        return self._loops.changed()
 
     def leave(self) -> None:
         """Keep no tensor of the store's memory: it is about to go."""

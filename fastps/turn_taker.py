@@ -121,11 +121,10 @@ class TurnTaker:
 
         Returns when that was over.
         """
-        began_ns = self._clock.now_ns()
-        if self.cores.yields and self.lane.due_ns() < 0:  # who yields may be away for long, and late for a timer
+        began_ns, cores = self._clock.now_ns(), self.cores
+        if cores.yields and self.lane.due_ns() < 0:  # who yields may be away for long, and late for a timer
             self._wait_awake(granted, done, shards, began_ns)
-        spins = self.cores.spins
-        while not self.lane.wait(granted, done, spins, self._slice_ns(), shards) or (
+        while not self.lane.wait(granted, done, cores.spins, self._slice_ns(), shards) or (
             self._responses.late and not self._responded(granted, shards)
         ):
             self.try_turn()
@@ -134,7 +133,7 @@ class TurnTaker:
             if now_ns >= began_ns + self._timeout_ns:
                 raise TimeoutExceededError(self._timeout_text())
         ended_ns = self._clock.now_ns()
-        self.cores.waited(ended_ns - began_ns)
+        cores.last_wait_ns = ended_ns - began_ns
         return ended_ns
 
     def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
@@ -148,9 +147,12 @@ class TurnTaker:
 
     def _look_if_due(self, now_ns: int) -> None:
         if now_ns - self._looked_ns > config.LIVENESS_NS:
-            self._looked_ns = now_ns
-            self.cores.look()
-            self._membership.look(now_ns)
+            self._look(now_ns)
+
+    def _look(self, now_ns: int) -> None:
+        self._looked_ns = now_ns
+        self.cores.look()
+        self._membership.look(now_ns)
 
     def _slice_ns(self) -> int:
         """How long to sleep at most: until the next timer is due, for whoever waits fires it."""

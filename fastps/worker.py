@@ -129,27 +129,33 @@ class Worker(TurnTaker):
                 f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"
                 " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
             )
-        now_ns = self._clock.now_ns()
+        now_ns, lane = self._clock.now_ns(), self.lane
         if not null:
-            self._write_slot_header(hypers, self._everything if presence is None else presence)
+            slot, present = lane.slot, self._everything if presence is None else presence
+            if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
+                self._write_slot_header(slot, hypers, present)
         if self._pushes_itself and self.recorder is None and not self._has_transfers:
-            self._push_at_once(now_ns, scale, samples, null)
+            outcome = lane.push(now_ns, scale, samples, null)
+            if outcome != DONE and outcome != BUSY:
+                self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
         else:
             self._push_on_its_way(now_ns, scale, samples, null)
         if self.delays is not None:
-            self._responses.draw(self.lane.steps)
-        self._look_if_due(now_ns)
+            self._responses.draw(lane.steps)
+        if now_ns - self._looked_ns > config.LIVENESS_NS:
+            self._look(now_ns)
 
-    def _push_at_once(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
-        """Post, and run the turn if it is free."""
-        while (outcome := self.lane.push(now_ns, scale, samples, null)) == FULL:
+    def _push_once_there_is_room(self, scale: float, samples: int, null: bool) -> int:
+        """Push where the ring was full: that was time waited, not computed."""
+        outcome, began_ns = FULL, self._clock.now_ns()
+        while outcome == FULL:
             self._wait_for_room()
-            waited_ns = self._clock.now_ns() - now_ns
-            self.lane.wait_ns += waited_ns
-            self.lane.granted_ns += waited_ns
-            now_ns += waited_ns
-        if outcome != DONE and outcome != BUSY:
-            self._settle(outcome)
+            now_ns = self._clock.now_ns()
+            self.lane.wait_ns += now_ns - began_ns
+            self.lane.granted_ns += now_ns - began_ns
+            began_ns = now_ns
+            outcome = self.lane.push(now_ns, scale, samples, null)
+        return outcome
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
         """The same where a transfer takes time, another thread delivers, a server is called, or the step is recorded."""
@@ -208,30 +214,28 @@ class Worker(TurnTaker):
         """
         if self.forked:
             raise self._forked_error()
-        transfer_ns = 0
+        transfer_ns = self._make_transfer() if self._has_transfers and self._background is None else 0
         if self._background is not None:
             newest = self._background.newest()
             if newest is not None:
                 self.buffers[0] = newest
-        else:
-            transfer_ns = self._pull_all()
+        elif self._is_partial:
+            self._pull_fresh()
+        elif (shard := self.lane.pull_all(self.buffers)) >= 0:
+            raise damaged(f"the commit word of shard {shard}")
         if self.recorder is not None:
             self.recorder.pulled(transfer_ns)
         return self.buffers
 
-    def _pull_all(self) -> int:
-        """Pin every shard that is fresh; returns the time that an injected transfer took, in ns."""
-        transfer_ns = 0
-        if self._has_transfers and self.store.arena.version != self.lane.version:
-            began_ns = self._clock.now_ns()
-            transfer_ns = self._transfers.make()  # Rudra, section 3.2: a pull is skipped when the version has not changed
-            now_ns = self._clock.now_ns()
-            self.lane.wait_ns += now_ns - began_ns
-            self.lane.granted_ns = now_ns
-        if self._is_partial:
-            self._pull_fresh()
-        elif (shard := self.lane.pull_all(self.buffers)) >= 0:
-            raise damaged(f"the commit word of shard {shard}")
+    def _make_transfer(self) -> int:
+        """The injected time of a pull, in ns; none where the version has not changed (Rudra, section 3.2)."""
+        if self.store.arena.version == self.lane.version:
+            return 0
+        began_ns = self._clock.now_ns()
+        transfer_ns = self._transfers.make()
+        now_ns = self._clock.now_ns()
+        self.lane.wait_ns += now_ns - began_ns
+        self.lane.granted_ns = now_ns
         return transfer_ns
 
     def _pull_fresh(self) -> None:
@@ -348,9 +352,8 @@ class Worker(TurnTaker):
         pairs = zip(self.store.layout.parameters, views, strict=True)
         return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
 
-    def _write_slot_header(self, hypers: list[Hyper], presence: bytes) -> None:
+    def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
         """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
-        slot = self.lane.slot
         if self._sent_hypers[slot] != hypers:
             for group, hyper in enumerate(hypers):
                 self.lane.set_hyper(slot, group, *hyper)

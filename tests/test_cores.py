@@ -50,9 +50,9 @@ def test_who_outnumbers_the_cores_stays_awake_for_short_waits_only() -> None:
     with _job() as store, _attach(store, 0, {min(_OWN)}) as first, _attach(store, 1, {min(_OWN)}):
         first.cores.look()
         assert first.cores.yields
-        first.cores.waited(config.SHORT_WAIT_NS)
+        first.cores.last_wait_ns = config.SHORT_WAIT_NS
         assert not first.cores.yields
-        first.cores.waited(config.SHORT_WAIT_NS - 1)
+        first.cores.last_wait_ns = config.SHORT_WAIT_NS - 1
         assert first.cores.yields
 
 
