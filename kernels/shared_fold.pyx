@@ -66,7 +66,7 @@ cdef extern from *:
     """
     #ifndef FASTPS_HOOKS
     /* In floats that a fold reads and writes: at about 10 a nanosecond and core. */
-    #define SHARED_LEAST (1LL << 17) /* a shorter fold is over before a helper's core has the ticket */
+    #define SHARED_LEAST (1LL << 12) /* a shorter fold is over before a helper has the ticket */
     #define CHUNK_LEAST (1LL << 16)
     #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
     /* Looks at the helpers before the caller is told to look whether they live. */
@@ -233,7 +233,7 @@ cdef class SharedFold:
         cdef int64_t chunks
         if self.helpers == 0 or moved < SHARED_LEAST:
             return 1
-        chunks = min(moved // CHUNK_LEAST, <int64_t> FPS_MAX_CHUNKS)
+        chunks = min(max(moved // CHUNK_LEAST, <int64_t> 2), <int64_t> FPS_MAX_CHUNKS)
         fps_plain_store()
         self.chunk_floats = self.work.chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE
         return (floats + self.chunk_floats - 1) // self.chunk_floats
