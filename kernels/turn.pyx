@@ -293,14 +293,6 @@ cdef class Lane:
             fresh += fps_grant_acquire(&self.arena.seat(self.index, shard).granted) >= granted
         return fresh
 
-    def fresh(self, int64_t granted):
-        """How many shards have granted so many steps."""
-        return self._fresh(granted)
-
-    def reached(self, int64_t granted, uint64_t done):
-        """Whether every shard has granted so many steps, and is done with so many descriptors."""
-        return self._reached(granted, done, self.n_shards)
-
     def batch(self):
         """The batch that the last grant carried; 0: the worker's own choice."""
         return fps_counter_get(&self.arena.seat(self.index, 0).batch)
@@ -481,12 +473,9 @@ cdef class Lane:
             fps_pin_exchange(&self.arena.seat(self.index, shard).pin, 0)
             fps_pin_exchange(&self.arena.seat(self.index, shard).next, 0)
 
-    def count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss, int64_t stale_blocks=0):
-        """Publish this worker's counters to whoever looks."""
-        self._count(steps, wait_ns, compute_ns, samples, loss, stale_blocks)
-
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks) noexcept nogil:
+        """Publish a worker's counters to whoever looks."""
         cdef int64_t loss_bits
         memcpy(&loss_bits, &loss, sizeof(loss_bits))
         fps_counter_set(&self.words.steps, steps)

@@ -25,6 +25,7 @@ from fastps.kernels.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
 from fastps.kernels.arena_format import format_memory  # noqa: E402
 from fastps.kernels.arena_plan import plan  # noqa: E402
 from fastps.kernels.turn import Lane  # noqa: E402
+from fastps.kernels.worker_lane import WorkerLane  # noqa: E402
 
 SHARD_FLOATS = 96
 SHARDS = 2
@@ -86,7 +87,7 @@ class Job:
         segments = [(first, SHARD_FLOATS, 0) for first, _ in places]
         format_memory(self.memory, header, segments, shards=places, **case.policy)
         self.arena = Arena(self.memory)
-        self.lanes = [Lane(self.arena, index) for index in range(3)]
+        self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
         for lane in self.lanes:
             lane.set_user_rule(own_rule.address)
             lane.share_folds(1)  # chunks, tickets and all, although nobody helps
@@ -101,7 +102,14 @@ class Job:
         return np.frombuffer(self.memory, np.float32, SHARDS * SHARD_FLOATS, offset)
 
     def push(self, index: int, now_ns: int) -> None:
-        """Pull, write the slot as a step would, and post it; the turn is not tried."""
+        """Write a slot and post it; the turn is not tried."""
+        lane, step, slot = self.lanes[index], self.posts[index], self.write_slot(index)
+        lane.set_versions(slot)
+        assert lane.post(turn.KIND_PUSH, step, slot, lane.version, now_ns, CLIPPED, samples=8)
+        self.posts[index] += 1
+
+    def write_slot(self, index: int) -> int:
+        """Pull, and write the slot as a step would; returns which."""
         lane, step = self.lanes[index], self.posts[index]
         slot = step % self.case.slots
         for shard in range(SHARDS):
@@ -110,9 +118,7 @@ class Job:
         self.floats(self.arena.gradient_offset(index, slot))[:] = gradient
         lane.set_hyper(slot, 0, *self.case.hyper)
         lane.set_presence(slot, ((1 << SHARDS) - 1).to_bytes(8, "little"))
-        lane.set_versions(slot)
-        assert lane.post(turn.KIND_PUSH, step, slot, lane.version, now_ns, CLIPPED, samples=8)
-        self.posts[index] += 1
+        return slot
 
     def leave(self, index: int, now_ns: int) -> None:
         assert self.lanes[index].post(turn.KIND_LEAVE, self.posts[index], 0, 0, now_ns)
@@ -126,13 +132,15 @@ class Job:
     def live(self, pushes: int = PUSHES, leaves: bool = True) -> None:
         """The victim's life: all of it, or so many pushes of it."""
         lane = self.lanes[VICTIM]
+        assert isinstance(lane, WorkerLane)
         assert self.arena.claim(VICTIM, os.getpid()) == 0
         for step in range(pushes):
-            self.push(VICTIM, 30 + 10 * step)
-            assert lane.try_turn(30 + 10 * step) == turn.DONE
+            assert self.write_slot(VICTIM) == lane.slot
+            assert lane.push(30 + 10 * step, CLIPPED, 8, False) == turn.DONE
+            self.posts[VICTIM] += 1
             lane.wait(0, 0, 0, 1)
             lane.wait(1 << 40, 0, 0, 1)  # sleeps, for 1 ns
-            lane.count(step + 1, 0, 0, 8, 0.5)
+            lane.advance_late(35 + 10 * step)
         if leaves:
             self.leave(VICTIM, 60)
             assert lane.try_turn(60) == turn.DONE

@@ -93,13 +93,11 @@ def test_asp_folds_each_push_and_grants_at_once() -> None:
     assert (job.arena.version, job.current(), job.lanes[0].granted(), job.lanes[0].done()) == (1, 0.75, 2, 1)
 
 
-def test_a_worker_sees_its_grant_and_its_folded_push_and_pulls_what_came_of_it() -> None:
+def test_a_worker_pulls_what_came_of_its_push() -> None:
     job = Job(2, **ASP)
     lane, buffers = job.lanes[0], [-1]
-    assert lane.reached(1, 0) and not lane.reached(2, 0) and not lane.reached(1, 1)
     job.post(0, 0.25, 10)
     assert lane.try_turn() == turn.DONE
-    assert lane.reached(2, 1) and not lane.reached(3, 1) and not lane.reached(2, 2)
     assert lane.pull_all(buffers) == -1 and lane.version == 1
     assert job.weights(buffers[0])[0] == job.current() == 0.75
     with pytest.raises(ValueError, match="expected a list of 1 buffers, found 2"):
