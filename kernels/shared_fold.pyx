@@ -67,6 +67,7 @@ cdef extern from *:
     #ifndef FASTPS_HOOKS
     /* In floats that a fold reads and writes: at about 10 a nanosecond and core. */
     #define SHARED_LEAST (1LL << 12) /* a shorter fold is over before a helper has the ticket */
+    #define SHARD_SHARED_LEAST (1LL << 17) /* the same of one of several shards, where workers fold beside each other anyway */
     #define CHUNK_LEAST (1LL << 16)
     #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
     /* Looks at the helpers before the caller is told to look whether they live. */
@@ -74,6 +75,7 @@ cdef extern from *:
     #define YIELDS 1000
     #else /* a test's small fold is shared, too */
     #define SHARED_LEAST fps_hooks.shared_least
+    #define SHARD_SHARED_LEAST fps_hooks.shared_least
     #define CHUNK_LEAST 64
     #define ROUSED_LEAST 64
     #define SPINS 2
@@ -81,6 +83,7 @@ cdef extern from *:
     #endif
     """
     const int64_t SHARED_LEAST
+    const int64_t SHARD_SHARED_LEAST
     const int64_t CHUNK_LEAST
     const int64_t ROUSED_LEAST
     const int SPINS
@@ -231,7 +234,7 @@ cdef class SharedFold:
         cdef int64_t floats = self.last - self.first
         cdef int64_t moved = floats * (self.job.n_pushes + 2 * (1 + self.job.state_planes))
         cdef int64_t chunks
-        if self.helpers == 0 or moved < SHARED_LEAST:
+        if self.helpers == 0 or moved < (SHARED_LEAST if self.arena.header.n_shards == 1 else SHARD_SHARED_LEAST):
             return 1
         chunks = min(max(moved // CHUNK_LEAST, <int64_t> 2), <int64_t> FPS_MAX_CHUNKS)
         fps_plain_store()
