@@ -24,7 +24,6 @@ from fastps.kernels.lane cimport (
     FPS_LEAVE,
     FPS_NULL,
     FPS_PUSH,
-    fps_descriptor,
 )
 from fastps.kernels.turn cimport Lane
 from fastps.kernels.witness cimport MAX_STEPS, SHARD_FLOATS, Witness
@@ -205,21 +204,15 @@ cdef class Workers:
 
     cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil:
         cdef life_t *me = &self.lives[index]
-        cdef fps_descriptor descriptor
+        cdef uint64_t read_version = 0
         cdef int32_t shard
-        memset(&descriptor, 0, sizeof(descriptor))
-        descriptor.kind = kind
-        descriptor.step = me.steps
-        descriptor.slot = me.slot
         for shard in range(self.n_shards):
-            descriptor.read_version = max(descriptor.read_version, me.versions[shard])
-        descriptor.scale = 1.0
-        descriptor.samples = 1
+            read_version = max(read_version, me.versions[shard])
         self.witness.kinds[index][me.posts] = kind
         self.witness.posted[index] = me.posts + 1
         while True:
-            descriptor.post_ns = self.machine.clock(index)
-            if (<Lane> self._lanes[index])._post(&descriptor):
+            if (<Lane> self._lanes[index])._post(
+                    kind, me.steps, me.slot, read_version, self.machine.clock(index), 1.0, 0.0, 1):
                 break
             self._wait(index, 0, me.posts + 1 - self.arena.header.ring_size, 0)
         me.posts += 1

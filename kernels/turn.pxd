@@ -4,7 +4,7 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.arena cimport Arena
-from fastps.kernels.lane cimport fps_descriptor, fps_lane
+from fastps.kernels.lane cimport fps_lane
 from fastps.kernels.shared_fold cimport SharedFold
 
 cdef class Lane:
@@ -23,7 +23,8 @@ cdef class Lane:
     cdef uint64_t _newest(self) noexcept nogil
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks) noexcept nogil
-    cdef bint _post(self, const fps_descriptor *descriptor) noexcept nogil
+    cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
+                    double loss, uint32_t samples) noexcept nogil
     cdef uint64_t _done(self) noexcept nogil
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil
     cdef int64_t _due_ns(self) noexcept nogil

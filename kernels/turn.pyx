@@ -251,6 +251,10 @@ cdef class Lane:
     def post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale=1.0,
              double loss=NAN, uint32_t samples=0):
         """Post one descriptor; False when the ring is full. The slot must stay as it is until `done` has passed it."""
+        return self._post(kind, step, slot, read_version, post_ns, scale, loss, samples)
+
+    cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
+                    double loss, uint32_t samples) noexcept nogil:
         cdef fps_descriptor descriptor
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.kind = kind
@@ -261,10 +265,7 @@ cdef class Lane:
         descriptor.scale = scale
         descriptor.loss = loss
         descriptor.samples = samples
-        return self._post(&descriptor)
-
-    cdef bint _post(self, const fps_descriptor *descriptor) noexcept nogil:
-        return lane_post(self.words, self.arena.header.ring_size, self._done(), descriptor) == 0
+        return lane_post(self.words, self.arena.header.ring_size, self._done(), &descriptor) == 0
 
     def posted(self):
         """Descriptors posted so far."""

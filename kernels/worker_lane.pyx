@@ -7,10 +7,9 @@ fastps/worker.py's. Refuses to know clocks (times are arguments), and to wait.
 from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
 
 from fastps.kernels.arena cimport Arena
-from fastps.kernels.lane cimport FPS_NULL, FPS_PUSH, fps_descriptor
+from fastps.kernels.lane cimport FPS_NULL, FPS_PUSH
 from fastps.kernels.turn cimport Lane
 
 cdef enum:
@@ -72,19 +71,10 @@ cdef class WorkerLane(Lane):
         return outcome
 
     cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil:
-        cdef fps_descriptor descriptor
-        memset(&descriptor, 0, sizeof(descriptor))
-        descriptor.kind = FPS_NULL if null else FPS_PUSH
-        descriptor.step = self.steps
-        descriptor.slot = self.slot
-        descriptor.read_version = self._newest()
-        descriptor.post_ns = now_ns
-        descriptor.scale = scale
-        descriptor.loss = self.loss
-        descriptor.samples = samples
+        cdef int kind = FPS_NULL if null else FPS_PUSH
         if not null:
             self._set_versions(self.slot)
-        if not self._post(&descriptor):
+        if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
             return PUSH_FULL
         self._count_push(now_ns, samples, null)
         return self._try_turns(now_ns)
