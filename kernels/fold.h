@@ -29,9 +29,11 @@
 #define FPS_MAX_USER_PLANES 8
 #ifndef FASTPS_HOOKS
 #define FPS_TILE 1024 /* floats: what a fold has in hand at a time stays in the first-level cache */
+#define FPS_LONG_TILE 8192 /* of a tile that passes once: nothing of it has to stay */
 #define FPS_STREAMED_TILE 256 /* of a tile that is streamed: its stores overlap with the loads of the next */
 #else
 #define FPS_TILE 32 /* so that a test's small fold has many tiles, and as many places to die at */
+#define FPS_LONG_TILE 32
 #define FPS_STREAMED_TILE 16
 #endif
 

@@ -19,9 +19,10 @@ typedef struct {
 /* A tile's weights, then its planes. */
 typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] FPS_ON_LINE;
 
-/* Streamed tiles are shorter: while one is written, the loads of the next are on their way. */
-static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, int64_t last) {
-    int64_t most = job->streaming ? FPS_STREAMED_TILE : FPS_TILE;
+/* Streamed tiles are shorter: while one is written, the loads of the next are on their way. Those that pass once, through one loop,
+ * are longer: to begin with each has its price. */
+static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, int64_t last, int passes_once) {
+    int64_t most = job->streaming ? FPS_STREAMED_TILE : passes_once ? FPS_LONG_TILE : FPS_TILE;
     return last - first < most ? last - first : most;
 }
 

@@ -239,6 +239,12 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
 /* How many gradients the rule's loop sums by itself. */
 static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
 
+/* Whether `count` gradients pass once through the rule's one loop, which reads `at_once` of them: neither they nor what it writes is
+ * looked at again, so none of it has to stay in the cache. */
+static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
+    return count <= at_once && fps_summed_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
+}
+
 /* Whether what a rule that does not look wrote is finite: Inf and NaN of a gradient reach the weights, or stay in a sum of squares
  * whose root divides it, so these are looked at while they are in the cache. */
 static int fps_is_sound(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
@@ -298,7 +304,7 @@ static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, i
 static void fps_carry_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
     fps_stage stage;
     for (int64_t length; first < last; first += length) {
-        length = fps_tile_length(job, first, last);
+        length = fps_tile_length(job, first, last, 0);
         fps_place place = fps_begin_tile(job, stage, first, length, 0);
         fps_carry(tile, job, length, &place);
         fps_end_tile(tile, job, stage, first, length, &place);
@@ -350,8 +356,9 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     fps_stage stage;
     int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
     int streams = fps_streams_itself(job, &sum->by, first);
+    int passes_once = in_loop && fps_passes_once(job, count, fps_summed_at_once(job->rule));
     for (int64_t length; first < last; first += length) {
-        length = fps_tile_length(job, first, last);
+        length = fps_tile_length(job, first, last, passes_once);
         const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length, streams);
         if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
@@ -374,7 +381,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
     fps_stage stage;
     const fps_push *pushes = job->pushes;
     for (int64_t length; first < last; first += length) {
-        length = fps_tile_length(job, first, last);
+        length = fps_tile_length(job, first, last, 0);
         fps_place place = fps_begin_tile(job, stage, first, length, 0);
         for (int push = 0, applied = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter)) {
@@ -402,8 +409,9 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
                           const fps_coefficients *by, int64_t first, int64_t last) {
     float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
+    int passes_once = fps_passes_once(job, count, fps_applied_at_once(job->rule, by, count));
     for (int64_t length; first < last; first += length) {
-        length = fps_tile_length(job, first, last);
+        length = fps_tile_length(job, first, last, passes_once);
         int at_once = fps_applied_at_once(job->rule, by, count), streams = fps_streams_itself(job, &by[count - 1], first);
         fps_place place = fps_begin_tile(job, stage, first, length, streams && at_once == count);
         for (int push = 0; push < count; push += at_once) {

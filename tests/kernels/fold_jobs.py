@@ -32,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
 Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
 
-SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 3000)
+SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 8209)  # a tile is 1,024 floats, or 8,192, and a vector 16
 MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
 ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
 GAP = 16  # floats between segments, as an arena's alignment leaves them
