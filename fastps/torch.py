@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fastps import config, environment, exits, torch_state
+from fastps import environment, exits, torch_join, torch_state
 from fastps.allocator import keep_freed_memory
 from fastps.auto_sync import WarmUp, move, room_bytes
-from fastps.checkpoint import Array, Checkpoint, PinnedVersion, load
-from fastps.checkpoint_torch import described_group, restore_buffers, restore_group
+from fastps.checkpoint import Array, PinnedVersion
+from fastps.checkpoint_torch import described_group
 from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
+from fastps.errors import ParameterChangedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.layout import GradientType, Layout, Parameter, place
 from fastps.model_buffers import ModelBuffers
@@ -32,10 +32,10 @@ from fastps.rules import Hyper
 from fastps.server_process import chosen_server
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
-from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients
+from fastps.torch_join import Joining
 from fastps.torch_rules import Hypers, rows_of, rule_of
-from fastps.torch_weights import Weights
+from fastps.torch_weights import Weights, shown
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
-_JOIN_S = 10.0  # how long the replacement of a lost worker looks for those who go on without it
-_PUSH_TYPES: dict[torch.dtype, GradientType] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -125,12 +119,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise UnsupportedError(
-                "the model is wrapped by DistributedDataParallel, which averages gradients itself: pass the bare module"
-            )
-        if push_dtype not in _PUSH_TYPES:
-            raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
+        torch_join.check_model(model)
+        pushed = torch_join.gradient_type(push_dtype)
         self._inner = optimizer
         self._rule = rule_of(optimizer)
         self._hypers_read = Hypers(self._rule)
@@ -144,17 +134,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._push_dtype = push_dtype
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = chosen_server(server)
-        layout = self._layout(model, policy, faults, _PUSH_TYPES[push_dtype])
+        layout = self._layout(model, policy, faults, pushed)
         wanted = Checkpointing.wanted(checkpoint, every)
-        resumed = self._resumed(layout, model, resume if resume is not None else os.environ.get("FASTPS_RESUME"))
-        if policy.warm_up and (wanted or resumed or faults.continues):
-            raise UsageError(
-                'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
-                ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
-            )
+        resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
+        resumed = torch_join.resumed_from(resume, layout, model, self.param_groups)
+        if policy.warm_up:
+            torch_join.check_may_move(wanted is not None or resumed is not None, faults)
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
-        self._use(self._join(layout, resumed, environment.job_name(next(_instances)), timeout_s, clock))
+        to = Joining(environment.job_name(next(_instances)), resumed, timeout_s, clock)
+        self._use(self._join(layout, to))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(index))
@@ -170,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if wanted is not None:
             pin = partial(self.pin_whole_version, {})
             self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
-        _limit_threads(layout.workers)
+        torch_join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
 
     # -- joining -----------------------------------------------------------------------------------
@@ -207,40 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rest = extra_bytes, faults, pushed
         return Layout(parameters, len(self.param_groups), self._rule, policy, workers, *rest, server=self._server)
 
-    def _resumed(self, layout: Layout, model: torch.nn.Module | None, path: str | os.PathLike[str] | None) -> Checkpoint | None:
-        """The checkpoint to go on from; every worker takes the options of its param_groups and the model's buffers."""
-        if not path:
-            return None
-        found = load(path)
-        found.check_layout(layout)
-        if model is not None:
-            restore_buffers(model, found)
-        for group, described in zip(self.param_groups, found.description["param_groups"], strict=True):
-            restore_group(group, described)
-        return found
-
-    def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
-        """Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does who replaces it."""
-        hypers = self._hypers()
-        rank = environment.rank()
-        if environment.joins():
-            patience_s = min(_JOIN_S, config.timeout_s(timeout_s))  # the others are there, or have come to their end
-            store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=clock).with_timeout(timeout_s)
-        elif rank == 0:
-            first = self._write_first
-            store = Store.create_for(layout, first, hypers, resume=resumed, job=job, timeout_s=timeout_s, clock=clock)
-        else:
-            store = Store.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
-        try:
-            return store.attach(rank)
-        except BaseException:
-            store.close()
-            raise
-
-    def _write_first(self, views: list[Any]) -> None:
-        """This worker's weights, flat, as version 0."""
-        for view, tensor in zip(views, self._tensors, strict=True):
-            view[:] = _flat(tensor.detach()).cpu().numpy()
+    def _join(self, layout: Layout, to: Joining) -> Worker:
+        return torch_join.join(layout, self._tensors, self._hypers(), to)
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
@@ -475,18 +432,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._store.layout.policy.ema:
             yield
             return
-        averages = torch_state.averages(self._worker, self._tensor_views)
-        kept = [tensor.data for tensor in self._tensors]
-        try:
-            self._show(averages)
+        with shown(self._tensors, torch_state.averages(self._worker, self._tensor_views)):
             yield
-        finally:
-            self._show(kept)
-
-    def _show(self, weights: list[torch.Tensor]) -> None:
-        """Let the parameters be these tensors, which are nobody else's, on their device."""
-        for tensor, values in zip(self._tensors, weights, strict=True):
-            tensor.data = values.to(tensor.device)
 
     @property
     def batch_size(self) -> int:
@@ -550,15 +497,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _name(self, index: int) -> str:
         parameter: Parameter = self._store.layout.parameters[index]
         return parameter.name
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in the order of its memory."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
-
-
-def _limit_threads(workers: int) -> None:
-    """cores // workers threads for torch, unless the user set a number: more would fight over the cores."""
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // workers)))

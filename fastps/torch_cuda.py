@@ -17,8 +17,6 @@ import torch
 import torch.utils.dlpack
 
 from fastps import environment, exits
-from fastps.checkpoint import Checkpoint
-from fastps.clock import Clock
 from fastps.device import Device
 from fastps.device_arena import board_bytes
 from fastps.device_store import DeviceStore
@@ -29,6 +27,7 @@ from fastps.placement import placement
 from fastps.policy import Policy
 from fastps.torch import DistributedOptimizer
 from fastps.torch_gradients import Gradients, HalfGradients
+from fastps.torch_join import Joining, writer_of
 from fastps.worker import Worker
 
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
@@ -163,18 +162,19 @@ class DeviceOptimizer(DistributedOptimizer):
         home = layout.lanes if layout.has_server else 0
         return replace(layout, homes=(home,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
 
-    def _join(self, layout: Layout, resumed: Checkpoint | None, job: str, timeout_s: float | None, clock: Clock) -> Worker:
-        if resumed is not None:
+    def _join(self, layout: Layout, to: Joining) -> Worker:
+        if to.resumed is not None:
             raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
         hypers, rank = self._hypers(), environment.rank()
         device = self.make_device()
         if rank == 0:
-            first, served_by = self._write_first, self.server_device() if layout.has_server else None
+            served_by = self.server_device() if layout.has_server else None
+            first = writer_of(self._tensors)
             store = DeviceStore.create_for(
-                layout, first, hypers, job=job, timeout_s=timeout_s, clock=clock, server_device=served_by
+                layout, first, hypers, job=to.job, server_device=served_by, timeout_s=to.timeout_s, clock=to.clock
             )
         else:
-            store = DeviceStore.connect(job, layout, hypers, timeout_s=timeout_s, clock=clock)
+            store = DeviceStore.connect(to.job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
         assert isinstance(store, DeviceStore)
         try:
             worker = store.use(device).attach(rank)

@@ -4,7 +4,8 @@
 whether what it pulled is new.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,3 +63,16 @@ class Weights:
         self._made.clear()
         self._prepared.clear()
         self._shard_loops.clear()
+
+
+@contextlib.contextmanager
+def shown(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, these parameters are `values`, which are nobody else's, on the parameters' device; then what they were before."""
+    kept = [tensor.data for tensor in tensors]
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data = value.to(tensor.device)
+        yield
+    finally:
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.data = value

@@ -1,0 +1,121 @@
+"""How an optimizer comes into its job: what it refuses beforehand, what it goes on from, the arena made or joined.
+
+Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does a lost worker's replacement.
+Refuses to know what a step is.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastps import config, environment
+from fastps.checkpoint import Checkpoint, load
+from fastps.checkpoint_torch import restore_buffers, restore_group
+from fastps.clock import Clock
+from fastps.errors import UnsupportedError, UsageError
+from fastps.faults import FaultPolicy
+from fastps.layout import GradientType, Layout
+from fastps.rules import Hyper
+from fastps.store import Store
+from fastps.worker import Worker
+
+Groups = Sequence[dict[str, Any]]
+
+_JOIN_S = 10.0  # how long the replacement of a lost worker looks for those who go on without it
+_PUSH_TYPES: dict[torch.dtype, GradientType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def gradient_type(push_dtype: torch.dtype) -> GradientType:
+    """The layout's name for what pushes are made of. Raises UsageError for what they cannot be."""
+    found = _PUSH_TYPES.get(push_dtype)
+    if found is None:
+        raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
+    return found
+
+
+def check_model(model: torch.nn.Module | None) -> None:
+    """Raises UnsupportedError for a model that averages gradients by itself."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "the model is wrapped by DistributedDataParallel, which averages gradients itself: pass the bare module"
+        )
+
+
+def check_may_move(has_checkpoints: bool, faults: FaultPolicy) -> None:
+    """Raises UsageError where the arena has to stay, which with sync="auto" it does not."""
+    if has_checkpoints or faults.continues:
+        raise UsageError(
+            'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
+            ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'
+        )
+
+
+def resumed_from(
+    path: str | os.PathLike[str] | None, layout: Layout, model: torch.nn.Module | None, groups: Groups
+) -> Checkpoint | None:
+    """The checkpoint to go on from, if any: every worker takes the options of its param_groups and the model's buffers.
+
+    Raises CheckpointError, LayoutError.
+    """
+    if not path:
+        return None
+    found = load(path)
+    found.check_layout(layout)
+    if model is not None:
+        restore_buffers(model, found)
+    for group, described in zip(groups, found.description["param_groups"], strict=True):
+        restore_group(group, described)
+    return found
+
+
+def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
+    """What writes these parameters into flat views, one each, in the order of their memory: the weights of version 0."""
+
+    def write(views: list[Any]) -> None:
+        for view, tensor in zip(views, tensors, strict=True):
+            view[:] = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).cpu().numpy()
+
+    return write
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Which job a worker comes into, what the job goes on from, and how long the worker waits for others, then and later."""
+
+    job: str
+    resumed: Checkpoint | None
+    timeout_s: float | None
+    clock: Clock
+
+
+def join(layout: Layout, tensors: list[torch.Tensor], hypers: list[Hyper], to: Joining) -> Worker:
+    """This process' worker, attached to the job's arena, which worker 0 makes. Raises ArenaError, AttachError, LayoutError."""
+    rank = environment.rank()
+    if environment.joins():
+        patience_s = min(_JOIN_S, config.timeout_s(to.timeout_s))  # the others are there, or have come to their end
+        store = Store.connect(to.job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
+    elif rank == 0:
+        store = Store.create_for(
+            layout, writer_of(tensors), hypers, resume=to.resumed, job=to.job, timeout_s=to.timeout_s, clock=to.clock
+        )
+    else:
+        store = Store.connect(to.job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+    try:
+        return store.attach(rank)
+    except BaseException:
+        store.close()
+        raise
+
+
+def limit_threads(workers: int) -> None:
+    """cores // workers threads for torch, unless the user set a number: more would fight over the cores."""
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // workers)))
