@@ -3,24 +3,19 @@
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.arena cimport Arena
 from fastps.kernels.lane cimport fps_lane
+from fastps.kernels.reader cimport Reader
 from fastps.kernels.shared_fold cimport SharedFold
 
-cdef class Lane:
-    cdef readonly Arena arena
-    cdef readonly uint32_t index
+cdef class Lane(Reader):
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
     cdef readonly tuple holders         # one a shard
     cdef PyObject *_holders[64]         # the same, FPS_MAX_SHARDS of them
     cdef fps_lane *words
-    cdef uint32_t n_shards
     cdef SharedFold helper              # turns from shard to shard
     cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
-    cdef uint64_t versions[64]          # of each shard, as pulled
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
-    cdef uint64_t _newest(self) noexcept nogil
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks) noexcept nogil
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
@@ -33,8 +28,5 @@ cdef class Lane:
     cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards) noexcept nogil
     cdef bint _is_offered(self) noexcept nogil
     cdef bint _help(self) noexcept nogil
-    cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
-    cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
-    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
     cdef int _try_turns(self, int64_t now_ns) noexcept nogil
     cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
