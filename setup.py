@@ -24,7 +24,7 @@ STAGE = Path("build/cimport")
 JOBS = len(os.sched_getaffinity(0))  # compilers at a time
 HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has
 # and those that have nothing to hook
-NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator")
+NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator", "virtual_shards")
 
 
 def stage_cimports() -> str:

@@ -1,10 +1,9 @@
 """The simulator: N workers and K shards in virtual time, decided by the scheduler's own compiled functions.
 
-Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
-the store's holder calls; nothing is decided here. What is played here is what surrounds them: computing (compute_time.pyx),
-messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop (fastps/worker.py): which step it
-waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides a run, bit by bit. What it refuses to
-know: gradients, disciplines' names, clocks.
+Nothing is decided here: that is the shards' part (virtual_shards.pyx). What is played here is what surrounds them: computing
+(compute_time.pyx), messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop
+(fastps/worker.py): which step it waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides a
+run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
 
 A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
 or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
@@ -21,10 +20,7 @@ from fastps.kernels.ledger cimport (
     LINE_BEGIN,
     LINE_COMPUTED,
     LINE_GRANT,
-    LINE_LEAVE,
     LINE_PULL,
-    LINE_RECEIVE,
-    LINE_TIMER,
     begin_ledger,
     server_t,
 )
@@ -46,30 +42,14 @@ from fastps.kernels.network cimport (
     message_t,
 )
 from fastps.kernels.policy_words cimport policy_from_values
-from fastps.kernels.roster cimport (
-    GRANT_AT_ONCE,
-    NEVER_NS,
-    roster_begin,
-    roster_touched,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
-from fastps.kernels.scheduler cimport (
-    ACTION_FOLD_ALL,
-    ACTION_FOLD_LIST,
-    scheduler_close,
-    scheduler_due,
-    scheduler_fire,
-    scheduler_leave,
-    scheduler_push,
-)
+from fastps.kernels.roster cimport GRANT_AT_ONCE, roster_workers, worker_t
 from fastps.kernels.service cimport Service
+from fastps.kernels.virtual_shards cimport VirtualShards
 
 LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
 
 
-cdef class Simulator:
+cdef class Simulator(VirtualShards):
     """A simulation, ready to run.
 
     values: the policy's, as Policy.values gives them. compute, network: who computes how long, and the links; link_of:
@@ -158,11 +138,6 @@ cdef class Simulator:
         """Whether all steps are done."""
         return self._is_over()
 
-    cdef bint _is_over(self) noexcept nogil:
-        if self.leave:
-            return self.begun and self.queue.length == 0 and self.received == self.n_workers * self.steps * self.n_shards
-        return self.received >= self.n_workers * self.steps * self.n_shards
-
     cdef void _run(self, int64_t events) noexcept nogil:
         cdef int32_t worker
         cdef int64_t last = self.events + events
@@ -202,10 +177,6 @@ cdef class Simulator:
             self._drain(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
-
-    cdef void _check(self, int outcome) noexcept nogil:
-        if outcome < 0:
-            self.no_memory = True
 
     # -- a worker's own loop -----------------------------------------------------------------------
 
@@ -402,70 +373,15 @@ cdef class Simulator:
             self._fetch(self.idle[i])
         self.n_idle = 0
 
-    # -- a shard's events, each one call of the scheduler ---------------------------------------------
+    # -- what a shard does to its workers (virtual_shards.pyx) ----------------------------------------
 
-    cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
-                       int64_t samples) noexcept nogil:
-        cdef server_t *server = &self.ledger.servers[shard]
-        cdef int64_t version
-        cdef int action
-        cdef bint relayed
-        self._fire_due(shard)
-        version = server.state.version
-        roster_begin(server.state)
-        action = self._decide(worker, shard, timestamp, read_version, samples)
-        relayed = self._keep(shard, worker, read_version, action)
-        self._follow(shard, action)
-        if relayed and self.service.takes_time:
-            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
-        self._leave(worker, shard)
-        self._arm(shard)
-        if self.overlap:
-            self._go_on(worker, server.state.version != version)
-
-    cdef void _drain(self, int32_t shard) noexcept nogil:
-        """The pushes that were posted are one commit, as they are the holder's: each is decided, then their sum is closed."""
-        cdef server_t *server = &self.ledger.servers[shard]
-        cdef int32_t first = server.posted.first, index = first
-        cdef int64_t version
-        cdef int action
-        cdef message_t message  # by value: an answer may move the messages
-        server.posted.first = server.posted.last = -1
-        self._fire_due(shard)
-        version = server.state.version
-        roster_begin(server.state)
-        while index >= 0 and not self._is_over():
-            message = self.network.messages[index]
-            action = self._decide(message.worker, shard, message.version, message.read_version, message.samples)
-            self._keep(shard, message.worker, message.read_version, action)
-            if action == ACTION_FOLD_ALL:  # as many as one sum takes
-                self._follow(shard, action)
-                roster_begin(server.state)
-            index = message.next
-        self._follow(shard, scheduler_close(server.state))
-        index = first
-        while index >= 0:
-            message = self.network.messages[index]
-            self.network.release(index)
-            self._leave(message.worker, shard)
-            if self.overlap:
-                self._go_on(message.worker, server.state.version != version)
-            index = message.next
-        self._arm(shard)
-
-    cdef int _decide(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
-                     int64_t samples) noexcept nogil:
-        """A push is an event of the commit that has begun."""
-        cdef server_t *server = &self.ledger.servers[shard]
-        roster_workers(server.state)[worker].consumed += 1
-        self.received += 1
-        self.samples += samples if shard == 0 else 0
-        self.ended_ns = self.now_ns
-        if self.ledger.tracing:
-            self.ledger.line(LINE_RECEIVE, worker, shard, timestamp, samples)
+    cdef void _take(self, int32_t worker) noexcept nogil:
         if self.overlap:
             self.players[worker].sending -= 1
-        return scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
+
+    cdef void _unblock(self, int32_t worker) noexcept nogil:
+        if self.players[worker].blocked:
+            self._try_begin(worker)
 
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
         """Overlap: the worker's push was delivered; `is_new`: it has made a version."""
@@ -476,78 +392,6 @@ cdef class Simulator:
             player.holding = 0
             self._push(worker)
         self._try_begin(worker)
-
-    cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
-        """If the worker has done its steps, it leaves the shard."""
-        cdef server_t *server = &self.ledger.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
-        cdef int action
-        if not self.leave or w.clock != self.steps or not w.live:
-            return
-        roster_begin(server.state)
-        if self.ledger.tracing:
-            self.ledger.line(LINE_LEAVE, worker, shard, server.state.version, 0)
-        action = scheduler_leave(server.state, worker, self.now_ns)
-        self.ledger.relay(shard, worker)
-        self._follow(shard, action)
-
-    cdef void _fire_due(self, int32_t shard) noexcept nogil:
-        """Every timer that is due by now, each stamped with its own deadline."""
-        cdef server_t *server = &self.ledger.servers[shard]
-        while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
-            roster_begin(server.state)
-            self.ended_ns = self.now_ns
-            if self.ledger.tracing:
-                self.ledger.line(LINE_TIMER, -1, shard, server.state.version, 0)
-            self._follow(shard, scheduler_fire(server.state))
-            server.due_ns = scheduler_due(server.state)
-
-    cdef void _arm(self, int32_t shard) noexcept nogil:
-        """After a shard's event: its timer's event comes in time."""
-        cdef server_t *server = &self.ledger.servers[shard]
-        server.due_ns = scheduler_due(server.state)
-        if server.due_ns == NEVER_NS or (0 <= server.armed_ns <= server.due_ns):
-            return
-        server.armed_ns = server.due_ns
-        self._check(fps_queue_push(&self.queue, server.due_ns, EVENT_TIMER, shard))
-
-    # -- what was decided ----------------------------------------------------------------------------
-
-    cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Write down where the push that was received now is; True if its leaf has passed it on."""
-        cdef bint relayed
-        self.ledger.keep(shard, worker, read_version, action)
-        relayed = self.ledger.relay(shard, worker)
-        if self.players[worker].blocked:
-            self._try_begin(worker)  # a slot of it may be free now
-        return relayed
-
-    cdef void _follow(self, int32_t shard, int action) noexcept nogil:
-        """Count what an event has folded, and answer everyone whom it has granted a step."""
-        cdef scheduler_t *state = self.ledger.servers[shard].state
-        cdef int32_t i, worker
-        if action == ACTION_FOLD_ALL:
-            self._fold_sum(shard)
-        elif action == ACTION_FOLD_LIST:
-            self.ledger.fold_list(shard)
-        if self.service.takes_time:
-            self.service.update(self.now_ns, shard, state.version)
-        for i in range(state.n_touched_workers):
-            worker = roster_touched(state)[i]
-            if roster_workers(state)[worker].granted_at == state.sequence:
-                self._answer(worker, shard)
-
-    cdef void _fold_sum(self, int32_t shard) noexcept nogil:
-        """All pushes of the sum; then whoever waited for one of these slots may go on."""
-        cdef int32_t node = self.ledger.servers[shard].sum.first
-        cdef int32_t worker
-        self.ledger.fold_sum(shard)
-        while node >= 0:
-            worker = self.ledger.pool.kept[node].worker
-            if self.players[worker].blocked:
-                self._try_begin(worker)
-            node = self.ledger.pool.kept[node].next
-        self.ledger.forget_sum(shard)
 
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
