@@ -1,9 +1,14 @@
 /* Where one tile of a fold is read and written: the buffers themselves, or a stage in the cache that is then streamed to them.
  *
- * What it refuses to be: a place for arithmetic (fold_tile.h), or for the order of tiles (fold_run.h, which includes this after
- * the tile functions are known). */
+ * What it refuses to be: a place for arithmetic (fold_tile.h), or for the order of tiles (fold_run.h). */
 #ifndef FPS_FOLD_PLACE_H
 #define FPS_FOLD_PLACE_H
+
+#include <string.h>
+
+#include "fold.h"
+#include "fold_isa.h"
+#include "hooks.h"
 
 /* One tile's addresses. */
 typedef struct {
