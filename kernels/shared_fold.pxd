@@ -49,6 +49,8 @@ cdef class SharedFold:
     cdef int finish(self) noexcept nogil
     cdef bint help(self) noexcept nogil
     cdef bint is_helped(self) noexcept nogil
+    cdef uint32_t _helpers_now(self) noexcept nogil
+    cdef bint _has_enough(self) noexcept nogil
     cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil
     cdef void close(self) noexcept nogil
 

@@ -70,6 +70,8 @@ cdef extern from *:
     #define SHARD_SHARED_LEAST (1LL << 17) /* the same of one of several shards, where workers fold beside each other anyway */
     #define CHUNK_LEAST (1LL << 16)
     #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
+    /* A longer one outlasts a core's time slice: lanes beyond the cores would take turns on it in the middle of chunks. */
+    #define ONE_A_CORE_LEAST (1LL << 26)
     /* Looks at the helpers before the caller is told to look whether they live. */
     #define SPINS 4000
     #define YIELDS 1000
@@ -78,6 +80,7 @@ cdef extern from *:
     #define SHARD_SHARED_LEAST fps_hooks.shared_least
     #define CHUNK_LEAST 64
     #define ROUSED_LEAST 64
+    #define ONE_A_CORE_LEAST (2 * fps_hooks.shared_least)
     #define SPINS 2
     #define YIELDS 1
     #endif
@@ -86,6 +89,7 @@ cdef extern from *:
     const int64_t SHARD_SHARED_LEAST
     const int64_t CHUNK_LEAST
     const int64_t ROUSED_LEAST
+    const int64_t ONE_A_CORE_LEAST
     const int SPINS
     const int YIELDS
 
@@ -214,11 +218,14 @@ cdef class SharedFold:
 
     cdef bint is_helped(self) noexcept nogil:
         """Whether a chunk may be in another lane's hands. Only once the ticket is exhausted a False lasts."""
-        cdef uint32_t index
+        return self._helpers_now() > 0
+
+    cdef uint32_t _helpers_now(self) noexcept nogil:
+        """How many other lanes may have a chunk in hand."""
+        cdef uint32_t index, count = 0
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1:
-                return True
-        return False
+            count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1
+        return count
 
     cdef void close(self) noexcept nogil:
         """Let nobody claim another chunk."""
@@ -262,7 +269,7 @@ cdef class SharedFold:
         cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
         cdef uint64_t chunk
         cdef bint is_read = False, helped = False
-        if _is_exhausted(ticket):
+        if _is_exhausted(ticket) or self._has_enough():
             return False
         fps_help_set(&mine.helping, fps_member_pack(fps_member_generation(mine.state), self.shard + 1))
         while True:
@@ -283,6 +290,11 @@ cdef class SharedFold:
                 self.helped += 1
         fps_help_set(&mine.helping, 0)
         return helped
+
+    cdef bint _has_enough(self) noexcept nogil:
+        """Whether a fold that is long whoever pushes has a helper for every core beside the holder's."""
+        cdef int64_t moved = (self.last - self.first) * (1 + 2 * (1 + <int64_t> self.arena.header.state_planes))
+        return moved >= ONE_A_CORE_LEAST and self._helpers_now() >= self.helpers
 
     # -- both --------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from fastps.kernels.arena import Arena
 from fastps.kernels.arena_format import format_memory
 from fastps.kernels.arena_plan import plan
 from fastps.kernels.turn import Lane
+from tests.fuzz.places import header_of
 
 from .. import processes
 
 FLOATS = 1 << 22
+LONG = 14 << 20  # floats of which a fold is longer than a core's time slice
 SLICE_NS = 1_000_000
 
 
@@ -35,19 +38,19 @@ class Job:
         measures = {"lanes": lanes, "slots": slots, "ring_size": 8, "groups": 1, "parameters": 1, "buffer_floats": floats}
         header, size = plan(**measures, rule=rule, state_planes=1, extra_bytes=0, buffers=4)
         self.slots, self.floats = slots, floats
-        self.memory = mmap.mmap(-1, size)
+        self.header, self.memory = header_of(bytes(header)), mmap.mmap(-1, size)
         format_memory(self.memory, header, [(0, floats, 0)], fold="each", grant="at-once")
         self.arena = Arena(self.memory)
         self.lanes = [Lane(self.arena, index) for index in range(lanes)]
         for lane in self.lanes:
             lane.share_folds(1)
-        self.gradients = np.random.default_rng(0).standard_normal((4, floats)).astype(np.float32)
+        self.gradients = np.random.default_rng(0).standard_normal((4, min(floats, FLOATS))).astype(np.float32)
 
     def post(self, lane: int, step: int) -> None:
         """The step's gradient: one of four, in turn."""
         slot = step % self.slots
         gradient = np.frombuffer(self.memory, np.float32, self.floats, self.arena.gradient_offset(lane, slot))
-        gradient[:] = self.gradients[step % 4]
+        gradient[:] = np.resize(self.gradients[step % 4], self.floats)
         self.lanes[lane].set_hyper(slot, 0, 0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
         self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
         self.lanes[lane].set_versions(slot)
@@ -162,6 +165,30 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
         assert job.push(0, step) == turn.DONE
     _end(child)
     assert job.arena.version == 5
+
+
+@pytest.mark.parametrize("floats", [FLOATS, LONG], ids=["short", "long"])
+def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: int) -> None:
+    job = Job(lanes=3, floats=floats)  # with a core for one helper
+
+    def help_until_the_end() -> int:
+        while job.arena.version < 8:
+            job.lanes[2].wait(1 << 40, 0, 2_000, SLICE_NS)
+        return job.lanes[2].helped
+
+    child = processes.start(help_until_the_end)
+    for step in range(8):
+        job.post(0, step)
+        helping = job.header.lanes_offset + job.header.lane_bytes + 132
+        struct.pack_into("<I", job.memory, helping, 1)  # so lane 1 says that it helps with this fold of shard 0
+        outcome = job.lanes[0].try_turn()
+        assert outcome == turn.AWAITING, "lane 1 was not seen to help"
+        while outcome == turn.AWAITING:
+            outcome = _resolved(job, outcome)
+        assert outcome == turn.DONE
+    processes.finish([child], 30)
+    assert child.exit_code == 0
+    assert (child.outcome == 0) == (floats == LONG)
 
 
 def _resolved(job: Job, outcome: int) -> int:
