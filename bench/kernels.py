@@ -112,6 +112,20 @@ class Case:
         self.outputs["torch-fused"] = weights.detach().numpy().copy(), aligned(0, self.size)
         return run
 
+    def checked_sides(self) -> dict[str, Side]:
+        """All sides by name, after one run of each, whose results were compared."""
+        sides = {
+            "fold": self.fold("fold", streaming=False),
+            "fold-streaming": self.fold("fold-streaming", streaming=True),
+            "limit": self.loop("limit", streaming=False),
+            "limit-streaming": self.loop("limit-streaming", streaming=True),
+            "torch-fused": self.torch_fused(),
+        }
+        for side in sides.values():
+            side(1)
+        self.check()
+        return sides
+
     def check(self) -> None:
         """All sides must have computed the fold's weights, to within what contracting products may change."""
         for name, (weights, _) in self.outputs.items():
@@ -133,16 +147,7 @@ def measure(options: BenchOptions) -> list[Row]:
 
 def _case_rows(kernel: Kernel, size: int, options: BenchOptions) -> list[Row]:
     case = Case(kernel, size)
-    sides = {
-        "fold": case.fold("fold", streaming=False),
-        "fold-streaming": case.fold("fold-streaming", streaming=True),
-        "limit": case.loop("limit", streaming=False),
-        "limit-streaming": case.loop("limit-streaming", streaming=True),
-        "torch-fused": case.torch_fused(),
-    }
-    for side in sides.values():
-        side(1)
-    case.check()
+    sides = case.checked_sides()
     spreads = interleaved({name: repeated(side, options.repeat_s) for name, side in sides.items()}, options.repeats)
     limit_s = min(spreads["limit"].median, spreads["limit-streaming"].median)
     return [

@@ -52,6 +52,16 @@ def _checked_document(command: str, *arguments: str, target: Path) -> tuple[dict
     return document, outcome.stdout
 
 
+def test_the_benchmarks_of_single_kernels_run() -> None:
+    """pytest-benchmark's, each once: timing is switched off."""
+    folder = Path(__file__).parent
+    options = ["-p", "pytest_benchmark.plugin", "--benchmark-disable", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(folder / "kernels/benchmark_kernels.py")]
+    outcome = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=100, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "45 passed" in outcome.stdout
+
+
 def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
     document, text = _checked_document("all", target=tmp_path / "rows.json")
     rows = document["rows"]
