@@ -99,14 +99,14 @@ cdef class World:
         return lanes
 
     cdef void _end(self, int32_t n_workers) noexcept:
-        """Tell the witness who is dead, and of whom nobody noticed it."""
+        """Tell the witness who is dead, and of whom nobody saw it and lived to see to it."""
         cdef int32_t index
         cdef uint32_t dead = 0, unnoticed = 0
         for index in range(n_workers):
             if self.machine.processes[index].state == DEAD:
                 dead |= (<uint32_t> 1) << index
                 self.witness.posted[index] = self.arena.lane(index).tail  # not what it was about to post
-                if not self.machine.processes[index].noticed:
+                if not self.machine.processes[index].settled:
                     unnoticed |= (<uint32_t> 1) << index
         if self.witness.message[0] == 0:
             self.witness.end(dead, unnoticed)

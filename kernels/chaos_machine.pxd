@@ -45,6 +45,7 @@ cdef struct process_t:
     uint32_t weight         # how often it is chosen
     int64_t died_ns
     bint noticed            # by a survivor
+    bint settled            # somebody saw it, broke its turns and buried it
     uint32_t generation     # how many had this place before
 
 ctypedef void (*what_a_process_does)(int index) noexcept nogil

@@ -217,7 +217,7 @@ cdef class Machine:
         """The process that runs is dead from now on; another may take its place later."""
         me.state = DEAD
         me.died_ns = self.now_ns
-        me.noticed = False
+        me.noticed = me.settled = False
         if self.restarts_left > 0 and me.generation < MOST_LIVES - 1 and self.draw() % 2:
             self.restarts_left -= 1
             me.state = RESTARTS

@@ -276,6 +276,8 @@ cdef class Workers:
                     self.machine.notice(dead)
                 (<Lane> self._lanes[index])._break_turns(dead, generation, self.machine.clock(index))
                 self.arena._bury(dead, generation)
+                if generation == self.machine.processes[dead].generation:
+                    self.machine.processes[dead].settled = True
                 me.buried[dead] = generation + 1
                 self._try_turn(index)
 

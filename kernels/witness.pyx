@@ -269,8 +269,9 @@ cdef class Witness:
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil:
         """Everyone has ended. Nothing is held, and the ledger is even: what the arena counts, too.
 
-        `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to; they may
-        hold a turn for ever, what they posted last may lie there, and the dead may still be counted.
+        `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to, or died
+        while they saw to it; they may hold a turn for ever, what they posted last may lie there, and the dead may still be
+        counted.
         """
         cdef int32_t shard, index
         cdef scheduler_t *state
