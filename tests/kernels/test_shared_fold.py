@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +70,12 @@ class Job:
         """A helper's life: it waits for what never comes."""
         while True:
             self.lanes[1].wait(1 << 40, 0, 1_000_000, SLICE_NS)
+
+    def help_until(self, lane: int, version: int) -> int:
+        """A helper's life until that version is there; returns how many chunks it has folded."""
+        while self.arena.version < version:
+            self.lanes[lane].wait(1 << 40, 0, 2_000, SLICE_NS)
+        return self.lanes[lane].helped
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +148,7 @@ def test_where_workers_change_cores_a_lane_begins_with_the_part_of_its_core() ->
 
 
 def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[bytes]) -> None:
-    def help_until_the_end() -> int:
-        while job.arena.version < 30:
-            job.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
-        return job.lanes[1].helped
-
-    child = processes.start(help_until_the_end)
+    child = processes.start(partial(job.help_until, 1, 30))
     for step in range(30):
         outcome = job.push(0, step)
         while outcome == turn.AWAITING:  # on a busy machine a helper may be away for long
@@ -170,13 +172,7 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
 @pytest.mark.parametrize("floats", [FLOATS, LONG], ids=["short", "long"])
 def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: int) -> None:
     job = Job(lanes=3, floats=floats)  # with a core for one helper
-
-    def help_until_the_end() -> int:
-        while job.arena.version < 8:
-            job.lanes[2].wait(1 << 40, 0, 2_000, SLICE_NS)
-        return job.lanes[2].helped
-
-    child = processes.start(help_until_the_end)
+    child = processes.start(partial(job.help_until, 2, 8))
     for step in range(8):
         job.post(0, step)
         helping = job.header.lanes_offset + job.header.lane_bytes + 132
