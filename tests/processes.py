@@ -1,12 +1,14 @@
 """Helpers for tests with real processes: fork workers of a store, collect what they return or how they ended."""
 
+import contextlib
 import os
 import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -62,6 +64,41 @@ def finish(children: list[Child], timeout_s: float) -> None:
                 os.kill(child.process_id, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.002)
+
+
+def stop(process_id: int) -> None:
+    """Stop a process, and wait until none of its threads runs any more: a signal is on its way when `os.kill` returns."""
+    os.kill(process_id, signal.SIGSTOP)
+    await_stop(process_id)
+
+
+def await_stop(process_id: int) -> None:
+    """Wait until none of its threads runs any more, which is a while after whoever sent the signal has gone on."""
+    while not is_stopped(process_id):
+        time.sleep(0.0005)
+
+
+def is_stopped(process_id: int) -> bool:
+    """Whether all its threads are stopped. ProcessLookupError if it has ended."""
+    threads = Path(f"/proc/{process_id}/task").iterdir()
+    states = {(thread / "stat").read_text().rpartition(") ")[2][:1] for thread in threads}
+    if states <= {"Z", "X"}:
+        raise ProcessLookupError(f"process {process_id} has ended")
+    return states == {"T"}
+
+
+@contextlib.contextmanager
+def stopped(process_id: int, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Within the block that process does nothing; where it is stopped at a moment that `unless` is true of, later."""
+    try:
+        stop(process_id)
+        while unless():
+            os.kill(process_id, signal.SIGCONT)
+            time.sleep(0.0005)
+            stop(process_id)
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
 
 
 def kill_one(children: list[Child], victim: int, where: str = "") -> None:

@@ -21,6 +21,7 @@ from fastps.bench.measure import BenchOptions, Spread, WrongResultError, check, 
 from fastps.bench.peers import Job
 from fastps.bench.scheduler import SPECS
 from fastps.errors import UsageError
+from tests import processes
 
 SECONDS = {"seconds_median", "seconds_min", "seconds_max", "repeats"}
 KEYS = {
@@ -146,8 +147,8 @@ def test_a_paused_crew_uses_no_processor_between_orders() -> None:
     with ForkedCrew(2, begin, paused=True) as crew:
         assert len(crew.call("look")) == 2
         children = psutil.Process().children()
-        while {child.status() for child in children} != {psutil.STATUS_STOPPED}:
-            time.sleep(0.001)
+        for child in children:
+            processes.await_stop(child.pid)
         before = [sum(child.cpu_times()[:2]) for child in children]
         time.sleep(0.3)
         assert [sum(child.cpu_times()[:2]) for child in children] == before

@@ -4,14 +4,13 @@ Deaths and joins of every scheme are in test_membership.py, checkpoints in test_
 kernels/test_answer.py. The cases that need several nodes (7 to 10, 12) are not here.
 """
 
-import contextlib
 import mmap
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,15 +60,6 @@ def _kill(child: processes.Child) -> None:
 def _weights(store: fastps.Store) -> list[float]:
     weights: list[float] = store.weight_views(store.committed()[0])[0].tolist()
     return weights
-
-
-@contextlib.contextmanager
-def _stopped(process_id: int) -> Iterator[None]:
-    os.kill(process_id, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(process_id, signal.SIGCONT)
 
 
 def test_case_01_a_worker_killed_while_idle_is_seen_within_100_ms() -> None:
@@ -131,8 +121,10 @@ def test_case_03_a_push_that_was_posted_before_a_death_is_folded_once_and_the_ne
 
 @pytest.mark.parametrize("sync", ["asp", "ssp:2"])
 def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: str) -> None:
+    enough = mmap.mmap(-1, 1)
+
     def steady(other: fastps.Worker) -> int:
-        while other.steps < 40:
+        while not enough[0]:
             other.step({"w": np.zeros(12)})
             time.sleep(0.001)
         return other.store.arena.generation(1)
@@ -140,7 +132,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
     with _store(2, sync) as store, store.attach(0) as worker:
         other = _attached(store, 1, steady)
         _wait_until(lambda: worker.step({"w": np.zeros(12)}) is None and store.arena.counters(1)["posted"] >= 2)
-        with _stopped(other.process_id):
+        with processes.stopped(other.process_id, unless=lambda: worker.lane.owner() == 1):  # that is case 25
             if store.arena.version and sync == "asp":
                 before = worker.steps
                 until = time.monotonic() + 0.3
@@ -150,6 +142,7 @@ def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: st
             else:
                 time.sleep(0.3)
             assert store.arena.lane_state(1) == LANE_LIVE, "stopped is not dead"
+            enough[0] = 1
         while store.arena.lane_state(1) == LANE_LIVE:
             worker.step({"w": np.zeros(12)})
         processes.finish([other], 10)
@@ -446,7 +439,7 @@ def test_case_25_a_wait_for_a_stopped_holder_sleeps_and_says_who_waits_for_whom(
     with _store(2, "bsp", timeout_s=1.0) as store, store.attach(0) as worker:
         other = _attached(store, 1, lambda other: other.lane.hold() and time.sleep(60))
         _wait_until(lambda: worker.lane.owner() == 1)
-        with _stopped(other.process_id):
+        with processes.stopped(other.process_id):
             began_cpu, began = time.process_time(), time.monotonic()
             with pytest.raises(
                 fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at step 0"

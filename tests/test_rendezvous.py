@@ -97,12 +97,6 @@ def _spawned(job: str, seconds_held: float = 0.0) -> Iterator["subprocess.Popen[
             process.kill()
 
 
-def _stop(process: "subprocess.Popen[str]") -> None:
-    """Stop a process, and wait until none of its threads runs any more."""
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-
-
 # -- what an answer brings -----------------------------------------------------------------------------------------------
 
 
@@ -430,7 +424,7 @@ def test_a_forked_child_holds_none_of_its_parents_sockets(job: str, memory: int)
 
 def test_a_process_killed_while_it_is_asked_is_absent_and_not_silent(job: str) -> None:
     with _spawned(job) as process:
-        _stop(process)
+        processes.stop(process.pid)
 
         def kill_soon() -> None:
             time.sleep(0.3)
@@ -444,7 +438,7 @@ def test_a_process_killed_while_it_is_asked_is_absent_and_not_silent(job: str) -
 
 def test_a_stopped_process_is_silent_until_it_goes_on(job: str) -> None:
     with _spawned(job) as process:
-        _stop(process)
+        processes.stop(process.pid)
         began = time.monotonic()
         with pytest.raises(rendezvous.Silent, match=r"within 0\.3 s, found a process that listens but does not answer"):
             _ask(job, timeout_s=0.3)

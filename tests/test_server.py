@@ -160,8 +160,7 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
         for _ in range(3):
             worker.step(_constant(0, 0))
         _until(lambda: store.version == 3)
-        os.kill(_server_of(store), signal.SIGSTOP)
-        try:
+        with processes.stopped(_server_of(store)):
             worker.push(store.hypers)
             for _ in range(20):
                 worker.try_turn()
@@ -170,20 +169,15 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
             observer = fastps.observe(store.job)
             assert [row.rank for row in observer.look().workers] == [0]
             observer.close()
-        finally:
-            os.kill(_server_of(store), signal.SIGCONT)
         _until(lambda: store.version == 4)
 
 
 def test_a_wait_for_a_stopped_server_says_who_takes_the_turns() -> None:
     with _store("bsp", 1, timeout_s=0.5) as store, store.attach(0) as worker:
-        os.kill(_server_of(store), signal.SIGSTOP)
-        try:
+        with processes.stopped(_server_of(store)):
             worker.push(store.hypers)
             with pytest.raises(fastps.TimeoutExceededError, match=f"process {_server_of(store)}, the job's server"):
                 worker.advance()
-        finally:
-            os.kill(_server_of(store), signal.SIGCONT)
         worker.advance()
 
 

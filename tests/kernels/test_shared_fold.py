@@ -62,6 +62,10 @@ class Job:
         self.post(lane, step)
         return self.lanes[lane].try_turn()
 
+    def helping_offset(self, lane: int) -> int:
+        """Where that lane says whose fold it helps with; 0 if it helps with none."""
+        return self.header.lanes_offset + lane * self.header.lane_bytes + 132
+
     def weights(self) -> npt.NDArray[np.float32]:
         _, buffer, _ = self.arena.committed()
         return np.frombuffer(self.memory, np.float32, FLOATS, self.arena.weights_offset(buffer))
@@ -175,8 +179,7 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
     child = processes.start(partial(job.help_until, 2, 8))
     for step in range(8):
         job.post(0, step)
-        helping = job.header.lanes_offset + job.header.lane_bytes + 132
-        struct.pack_into("<I", job.memory, helping, 1)  # so lane 1 says that it helps with this fold of shard 0
+        struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # so lane 1 says that it helps with this fold of shard 0
         outcome = job.lanes[0].try_turn()
         assert outcome == turn.AWAITING, "lane 1 was not seen to help"
         while outcome == turn.AWAITING:
@@ -221,7 +224,8 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
             job.post(0, step)
             with Soon(child, signal.SIGSTOP, rng):
                 outcome = job.lanes[0].try_turn()
-            if outcome == turn.AWAITING:
+            processes.await_stop(child.process_id)
+            if outcome == turn.AWAITING and struct.unpack_from("<I", job.memory, job.helping_offset(1))[0]:
                 awaited += 1
                 assert job.lanes[0].try_turn() == turn.AWAITING, "a helper that lives may still write"
                 assert job.arena.version == step
