@@ -296,7 +296,11 @@ def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself()
             job.post(lane, step)
     children = [processes.start(lambda lane=lane: push_for_ever(lane)) for lane in range(1, 4)]
     try:
-        ran = [versions for step in range(2, 102) if (versions := push_when_a_slot_is_free(0, step))]
+        ran: list[int] = []
+        for step in itertools.count(2):  # on a busy machine this lane may be late for every turn of a while
+            ran += [versions] if (versions := push_when_a_slot_is_free(0, step)) else []
+            if step > 100 and ran:
+                break
     finally:
         for child in children:
             _end(child)
