@@ -55,9 +55,12 @@ def map_shared(descriptor: int, *, writable: bool = True) -> mmap.mmap:
     size = os.fstat(descriptor).st_size
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        return mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
+        memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
     except (OSError, ValueError) as error:
         raise ArenaError(f"the arena of {_shown(size)} cannot be mapped: {error}") from error
+    # A process that crashes is known to have ended only once its core is written: not with all of the arena in it.
+    memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 def available_bytes() -> tuple[int, str]:
