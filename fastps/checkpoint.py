@@ -22,7 +22,7 @@ import numpy.typing as npt
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-from fastps.errors import CheckpointError
+from fastps.errors import CheckpointError, ProtocolError
 from fastps.layout import Layout, Parameter
 from fastps.version import __version__
 
@@ -168,22 +168,29 @@ def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[n
 # -- a version of a running job -----------------------------------------------------------------------
 
 
+class VersionInUseError(Exception):
+    """Another worker copies a version just now."""
+
+
 class PinnedVersion:
     """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
 
-    Made by a worker between two steps. Under schemes where all are level the shards have one version; elsewhere each has its
+    Made by a worker between two steps. One worker at a time has one: with `waits` this one waits for the other, else
+    VersionInUseError is raised. Under schemes where all are level the shards have one version; elsewhere each has its
     own, as it has for who pulls.
     """
 
-    def __init__(self, worker: "Worker", param_groups: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
+    def __init__(
+        self, worker: "Worker", param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+    ) -> None:
         self._store = store = worker.store
-        self._rank = worker.rank
+        self._owner = worker.rank, worker.generation
         self._shards = 0
         arena = store.arena
         pinned = []
         try:
             for shard in range(arena.shards):
-                pinned.append(worker.pin_version(shard))
+                pinned.append(_pin(worker, shard, waits))
                 self._shards += 1
         except BaseException:
             self.close()
@@ -224,13 +231,33 @@ class PinnedVersion:
         """Let the buffers be used again. May be called twice."""
         while self._shards:
             self._shards -= 1
-            self._store.arena.unpin_version(self._rank, self._shards)
+            rank, generation = self._owner
+            self._store.arena.unpin_version(rank, self._shards, generation)
 
     def __enter__(self) -> "PinnedVersion":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _pin(worker: "Worker", shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+    """Keep a shard's published weights and rule state: (version, weights buffer, state buffer, clocks)."""
+
+    def pinned() -> tuple[int, int, int, list[int]] | None:
+        try:
+            return worker.store.arena.pin_version(worker.rank, shard)
+        except ValueError as error:
+            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
+
+    worker.check_usable()
+    if waits:
+        text = f"worker {worker.rank} waited to copy version {worker.version}, for another copies it"
+        return worker.wait_until(pinned, 1_000_000, lambda: text)
+    found = pinned()
+    if found is None:
+        raise VersionInUseError
+    return found
 
 
 def save(source: Any, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, keep: int = KEPT) -> Path:

@@ -1,7 +1,8 @@
 """Checkpoints every so many updates, written by a thread while the workers go on.
 
 The lowest worker that is there pins the version between two of its steps and hands it to the thread; when the one before is not
-written yet, this one is left out. A checkpoint that cannot be written (a full disk) is told and counted, and training goes on.
+written yet, by this worker or another, this one is left out. A checkpoint that cannot be written (a full disk) is told and
+counted, and training goes on.
 Refuses to know the files: checkpoint.py does.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastps.checkpoint import Array, PinnedVersion, write
+from fastps.checkpoint import Array, PinnedVersion, VersionInUseError, write
 from fastps.errors import CheckpointError, UsageError
 from fastps.kernels.arena import LANE_LIVE
 from fastps.worker import Worker
@@ -72,9 +73,14 @@ class Checkpointing:
         if self._thread is not None and self._thread.is_alive():
             logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return
+        try:
+            pinned = self._pin()
+        except VersionInUseError:
+            logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
+            return
         self._next = (version // self._every + 1) * self._every
         buffers = {name: array.copy() for name, array in self._buffers().items()}
-        self._thread = threading.Thread(target=self._write, args=(self._pin(), buffers), name="fastps-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
         self._thread.start()
 
     def _write(self, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:

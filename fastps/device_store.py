@@ -163,7 +163,7 @@ class DeviceWorker(Worker):
 
     def _wait_until_closed(self) -> None:
         """Wait until no other lane has this one's memory mapped, or one of them has died."""
-        peers = Peers(self.store.arena, self.store.job, self.rank)
+        peers = Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)
         try:
             while any(state in PRESENT for state in self.store.arena.lane_states()) and peers.dead() is None:
                 self._clock.sleep_ns(_PAUSE_NS)

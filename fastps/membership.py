@@ -28,7 +28,7 @@ class Membership:
         self._worker = worker
         self._store = worker.store
         self._faults = worker.store.layout.faults
-        self._peers = Peers(worker.store.arena, worker.store.job, worker.rank)
+        self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
         self._told_foreign = False
         self._rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
@@ -70,6 +70,7 @@ class Membership:
 
         Raises WorkerDiedError under on_worker_loss="stop", LayoutError; what `report_rejections` raises.
         """
+        self._worker.break_stale_turns(now_ns)
         while (dead := self._peers.dead()) is not None:
             if dead[0] == self._store.arena.server_lane:
                 self._lose_server(dead, now_ns)

@@ -11,7 +11,7 @@ import select
 
 from fastps import rendezvous
 from fastps.errors import WorkerDiedError
-from fastps.kernels.arena import ABI, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, LANE_SERVING, Arena
+from fastps.kernels.arena import ABI, LANE_DEAD, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, LANE_SERVING, Arena
 
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = (
@@ -24,10 +24,11 @@ Owner = tuple[int, int]
 
 
 class Peers:
-    """The other workers of `job`, seen from the worker of lane `own`."""
+    """The other workers of `job`, whose arena `descriptor` is of, seen from the worker of lane `own`."""
 
-    def __init__(self, arena: Arena, job: str, own: int) -> None:
+    def __init__(self, arena: Arena, descriptor: int, job: str, own: int) -> None:
         self._arena = arena
+        self._descriptor = descriptor
         self._job = job
         self._own = own
         self._poll = select.poll()
@@ -54,9 +55,9 @@ class Peers:
         for pidfd, _ in self._poll.poll(0):
             owner = self._owner_of[pidfd]
             # The state is read again: its worker may have left in good order just before its process ended. Where another
-            # owns the lane already, the dead one's turn may still have to be broken.
+            # owns the lane already, or has buried its owner to do so, the dead one's turn may still have to be broken.
             generation, state = self._arena.members()[owner[0]]
-            if generation != owner[1] or state in (*_PRESENT, LANE_FAILED):
+            if generation != owner[1] or state in (*_PRESENT, LANE_FAILED, LANE_DEAD):
                 return owner
             self.forget(owner)
         # Last, for a worker that fails because another died says so itself, and the first cause is the better answer.
@@ -121,22 +122,30 @@ class Peers:
 
         Should the next owner have answered already, then it finds out about this one's death itself, before it joins.
         """
-        lane, generation = owner
+        lane = owner[0]
         place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
         try:
             answer = rendezvous.ask(
                 self._job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Absent:
-            now_generation, state = self._arena.members()[lane]
-            return now_generation != generation or state not in _PRESENT
+            return self._has_changed(owner)
         except rendezvous.Silent:
             # Alive enough to accept: a stopped process is slow, not dead; or it is about to end, and will be absent soon.
             self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
             self._looks_to_skip[owner] = self._silences[owner] - 1
             return True
+        is_ours = os.path.sameopenfile(answer.memfd, self._descriptor)
         os.close(answer.memfd)
+        if not is_ours:  # a job that was begun again has the name now, so whoever had it here has ended
+            os.close(answer.pidfd)
+            return self._has_changed(owner)
         self._known.add(owner)
         self._owner_of[answer.pidfd] = owner
         self._poll.register(answer.pidfd, select.POLLIN)
         return True
+
+    def _has_changed(self, owner: Owner) -> bool:
+        """Whether the lane is no more that owner's, or its owner is not there any more by its own word."""
+        generation, state = self._arena.members()[owner[0]]
+        return generation != owner[1] or state not in _PRESENT

@@ -36,6 +36,8 @@ class ServedWorker(Worker):
         if self.is_served:
             self._check_not_forked()
             self.lane.call_server()
+            with self._turn_lock:  # one that it took of a dead worker, and could not let go of at once
+                self._settle(self.lane.try_turn(self._clock.now_ns()))
         else:
             super().try_turn()
 

@@ -41,7 +41,7 @@ class Server:
         self._arena = store.arena
         self._clock = store.clock
         layout, own = store.layout, store.arena.server_lane
-        self._peers = Peers(store.arena, store.job, own)
+        self._peers = Peers(store.arena, store.descriptor, store.job, own)
         self.lane = turn.Lane(store.arena, own)
         self.lane.set_user_rule(layout.rule.address)
         self._cores = Cores(store.arena, self.lane, layout, takers=layout.workers + 1)
@@ -100,6 +100,7 @@ class Server:
 
     def _look(self, now_ns: int) -> None:
         """Break the turns of workers that have died, and count them no more where the job goes on without."""
+        self.lane.break_stale_turns(now_ns)
         while (dead := self._peers.dead()) is not None:
             self.lane.break_turn(dead[0], now_ns, dead[1])
             if self._store.layout.faults.continues:

@@ -32,7 +32,7 @@ from fastps.rules import Hyper
 from fastps.server_process import chosen_server
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
-from fastps.torch_gradients import Gradients, HalfGradients
+from fastps.torch_gradients import Gradients, HalfGradients, loss_scaling
 from fastps.torch_join import Joining
 from fastps.torch_rules import Hypers, rows_of, rule_of
 from fastps.torch_weights import Weights, shown
@@ -142,6 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch_join.check_may_move(wanted is not None or resumed is not None, faults)
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
+        self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
         to = Joining(environment.job_name(next(_instances)), resumed, timeout_s, clock)
         self._use(self._join(layout, to))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
@@ -157,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._take_weights()
         self._checkpointing = None
         if wanted is not None:
-            pin = partial(self.pin_whole_version, {})
+            pin = partial(self.pin_whole_version, {}, waits=False)
             self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
         torch_join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
@@ -169,6 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker, self._store = worker, worker.store
         self._clip = self.policy.clip
         self._weights = Weights(self._tensors, self._store, self._tensor_views)
+        self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
         exits.register(worker, self.close)
@@ -233,6 +235,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
         where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
         """
+        if self._worker.lane.awaits:
+            self._worker.advance()
         self._gradients.expose(self._worker.lane.slot)
 
     @contextlib.contextmanager
@@ -253,7 +257,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Push this worker's gradients, wait for the grant, take the newest weights. Returns the closure's loss, if any.
 
         Parameters without a gradient are left alone, as in torch. Raises WorkerDiedError, TimeoutExceededError,
-        ParameterChangedError, UsageError.
+        ParameterChangedError, UsageError. Where its wait ended by an error or Ctrl-C, the next call waits on before it pushes.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
             return self._hooked_step(closure)
@@ -271,23 +275,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
         worker.check_usable()
+        if worker.lane.awaits:
+            worker.advance()  # the step before, whose wait was left by an error
         if (changed := self._weights.changed()) >= 0:
             self._refuse_write(changed)
         presence = gradients.adopt(worker.lane.slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
-            scale, skipped = self._loss_scaling()
-        if worker.generation:
+            scale, skipped = loss_scaling(self.__dict__)  # they are there for a GradScaler's steps only
+        if self._is_late:
             skipped = skipped or self._begins_void()
         if self._clip:
-            scale *= self._clip_factor(scale)
+            scale *= gradients.clip_factor(worker.lane.slot, self._clip, scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
         hypers = self._hypers_read.of(self.param_groups)
-        worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
-        if not skipped:
-            gradients.release()
-        worker.advance()
+        try:
+            worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
+            if not skipped:
+                gradients.release()
+            worker.advance()
+        except BaseException:
+            if worker.lane.awaits:
+                gradients.part()
+            raise
         self._take_weights()
         if warm_up is not None and worker.steps == warm_up.steps:
             self._take_advice(warm_up)
@@ -300,30 +311,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _hypers(self) -> list[Hyper]:
         return self._hypers_read.of(self.param_groups)
 
-    def _loss_scaling(self) -> tuple[float, bool]:
-        """What a GradScaler left here: the factor that undoes its scale, and whether it found infs (a null push then)."""
-        left = self.__dict__.get  # they are here for its steps only
-        found_inf, grad_scale = left("found_inf"), left("grad_scale")
-        return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)
-
-    def _clip_factor(self, scale: float) -> float:
-        """What this push's gradient is multiplied by so that its norm over all shards is at most `clip`, as torch clips.
-
-        Its norm travels as this factor, so that a fold clips each push without a pass of its own.
-        """
-        if not self._gradients.present:
-            return 1.0
-        return min(1.0, self._clip / (self._gradients.norm(self._worker.slot) * scale + 1e-6))
-
     def _take_weights(self) -> None:
         """Let every parameter be of the newest version."""
         self._weights.show(self._worker.pull())
         if self._has_begun:
             return
-        if self._worker.generation and self._total_steps == 0:
+        if self._total_steps == 0 and self._is_running():
+            self._is_late = True
             self._weights.show_copies()  # a script that loads weights now must not write into those of the others
         self._weights.remember()  # what was written before the first step was allowed
         self._has_begun = self._total_steps > 0
+
+    def _is_running(self) -> bool:
+        """Whether the others have begun without this worker: it replaces one, or its discipline lets nobody wait for it."""
+        pulled = [self._worker.lane.shard_version(shard) for shard in range(self._store.arena.shards)]
+        return self._is_late or pulled != (self._first_versions or [0] * len(pulled))
 
     def _refuse_write(self, changed: int) -> None:
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.
@@ -344,7 +346,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Its first gradient is not of the job's weights: a null push goes in its place.
         """
         worker = self._worker
-        if not worker.generation or worker.own_steps or self._weights.changed() < 0:
+        if not self._is_late or worker.own_steps or self._weights.changed() < 0:
             return False
         logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
         return True
@@ -410,10 +412,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._worker.loss = loss
         self._samples = samples or self._batch_size
 
-    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
-        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
         groups = [described_group(group) for group in self.param_groups]
-        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra})
+        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""

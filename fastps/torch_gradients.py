@@ -5,7 +5,8 @@ precision it stays the user's own, and the slot holds what it rounds to. Refuses
 is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class Gradients:
         self.slots = slots
         self.present: set[int] = set()  # replaced where it shrinks, for it may be `_everything` itself
         self._keeps = keeps
+        self._is_apart = False
         self._name = name
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
@@ -47,7 +49,7 @@ class Gradients:
         view = self.slots[slot][index]
         if gradient is view:
             self.present.add(index)
-        elif gradient is not None:
+        elif gradient is not None and not self._is_apart:
             self.check(index, gradient)
             view.copy_(gradient)
             tensor.grad = view
@@ -73,7 +75,9 @@ class Gradients:
             self._loops.drop_gradients()
             return
         for index, tensor in enumerate(self.tensors):
-            if tensor.grad is not None:
+            if tensor.grad is not None and self._is_apart:
+                tensor.grad.zero_()
+            elif tensor.grad is not None:
                 tensor.grad = self.slots[slot][index].zero_()
                 self.present.add(index)
 
@@ -88,6 +92,7 @@ class Gradients:
 
         Returns the bitmap of the parameters that have a gradient; None: all.
         """
+        self._is_apart = False
         if self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return None
@@ -117,10 +122,16 @@ class Gradients:
             self._loops.drop_gradients()
         self.present = set()
 
-    def norm(self, slot: int) -> float:
-        """The norm of all gradients together, as torch clips by it."""
+    def clip_factor(self, slot: int, most: float, scale: float) -> float:
+        """What the push's gradient, which goes with `scale`, is multiplied by for a norm of at most `most`, as torch clips.
+
+        The norm is over all shards, and travels as this factor, so that a fold clips each push without a pass of its own.
+        """
+        if not self.present:
+            return 1.0
         values = [self._values(slot, index) for index in sorted(self.present)]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))))
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))))
+        return min(1.0, most / (norm * scale + 1e-6))
 
     def _values(self, slot: int, index: int) -> torch.Tensor:
         return self.slots[slot][index]
@@ -128,6 +139,12 @@ class Gradients:
     def leave(self) -> None:
         """These slots are about to go, and with them every p.grad that is one."""
         self._loops.drop_gradients()
+
+    def part(self) -> None:
+        """The slot may still have to be read, and its worker goes on: p.grad is no slot any more until the next `adopt`."""
+        self.release()
+        self.keep()
+        self._is_apart = True
 
     def keep(self) -> None:
         """At the end: a p.grad that is a slot becomes a copy of its own."""
@@ -156,7 +173,7 @@ class HalfGradients(Gradients):
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
         """For the hook: autograd has just accumulated into `p.grad`; put what that rounds to into the slot."""
         gradient = tensor.grad
-        if gradient is not None:
+        if gradient is not None and not self._is_apart:
             self.check(index, gradient)
             self._put_into(slot, index, gradient)
 
@@ -181,6 +198,7 @@ class HalfGradients(Gradients):
 
     def adopt(self, slot: int) -> bytes | None:
         """Put what was changed or set since the hook; what has no gradient now is not pushed."""
+        self._is_apart = False
         for index, tensor in enumerate(self.tensors):
             gradient, put = tensor.grad, self._put[index]
             if gradient is None:
@@ -201,3 +219,9 @@ class HalfGradients(Gradients):
         gradient = self.tensors[index].grad
         assert gradient is not None
         return gradient
+
+
+def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:
+    """What a GradScaler left at an optimizer: the factor that undoes its scale, and whether it found infs: a null push."""
+    found_inf, grad_scale = left.get("found_inf"), left.get("grad_scale")
+    return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)

@@ -17,6 +17,7 @@ from fastps.kernels.turn import AWAITING, LOST
 from fastps.kernels.worker_lane import WorkerLane
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership, Owner
+from fastps.patience import Patience
 
 if TYPE_CHECKING:
     from fastps.store import Store
@@ -78,12 +79,15 @@ class TurnTaker:
 
     def _end_turn(self) -> int:
         """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        patience = Patience(self._clock.now_ns(), self._timeout_ns)
         while (outcome := self.lane.try_turn(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
-            if now_ns >= deadline_ns:
-                raise TimeoutExceededError(self._timeout_text())
+            if patience.is_over(now_ns):
+                raise TimeoutExceededError(
+                    f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for another worker's part of a fold: that one is"
+                    " stopped, or has no core; raise FASTPS_TIMEOUT if it is only slow"
+                )
         return outcome
 
     def take_over(self) -> None:
@@ -98,21 +102,35 @@ class TurnTaker:
         with self._turn_lock:
             self.lane.break_turn(owner[0], now_ns, owner[1])
 
+    def break_stale_turns(self, now_ns: int) -> None:
+        """The same of owners that whoever came after them knew to have ended, and did not live to say so."""
+        with self._turn_lock:
+            self.lane.break_stale_turns(now_ns)
+
     def hold_turns(self) -> None:
-        """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after."""
+        """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after.
+
+        Whoever is interrupted meanwhile holds none.
+        """
         self._check_not_forked()
         for shard in range(self._shards):
-            self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))
+            try:
+                self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))
+            except BaseException:
+                self._release(range(shard), False)
+                raise
 
     def _held_text(self, shard: int) -> str:
         return f"worker {self.rank} waited for the turn that worker {self.lane.owner(shard)} holds"
 
     def release_turns(self, publish: bool) -> None:
         """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
-        outcomes = [self.lane.release(publish, shard, self._clock.now_ns()) for shard in range(self._shards)]
-        for outcome in outcomes:
-            if outcome < 0 or outcome == LOST:
-                raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
+        self._release(range(self._shards), publish)
+
+    def _release(self, shards: range, publish: bool) -> None:
+        with self._turn_lock:
+            for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
+                self._settle(outcome)
 
     # -- waits ---------------------------------------------------------------------------------------
 
@@ -121,7 +139,7 @@ class TurnTaker:
 
         Returns when that was over.
         """
-        began_ns, cores = self._clock.now_ns(), self.cores
+        began_ns, cores, patience = self._clock.now_ns(), self.cores, None
         if cores.yields and self.lane.due_ns() < 0:  # who yields may be away for long, and late for a timer
             self._wait_awake(granted, done, shards, began_ns)
         while not self.lane.wait(granted, done, cores.spins, self._slice_ns(), shards) or (
@@ -130,7 +148,8 @@ class TurnTaker:
             self.try_turn()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
-            if now_ns >= began_ns + self._timeout_ns:
+            patience = patience or Patience(began_ns, self._timeout_ns)
+            if patience.is_over(now_ns):
                 raise TimeoutExceededError(self._timeout_text())
         ended_ns = self._clock.now_ns()
         cores.last_wait_ns = ended_ns - began_ns
@@ -199,11 +218,11 @@ class TurnTaker:
 
         Raises TimeoutExceededError with that text, and what `look_around` raises.
         """
-        deadline_ns = self._clock.now_ns() + self._timeout_ns
+        patience = Patience(self._clock.now_ns(), self._timeout_ns)
         while not (found := reached()):
             now_ns = self._clock.now_ns()
             self._membership.look(now_ns)
-            if now_ns >= deadline_ns:
+            if patience.is_over(now_ns):
                 raise TimeoutExceededError(timeout_text())
             self._clock.sleep_ns(pause_ns)
         return found

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
-from fastps.errors import ProtocolError, UsageError, damaged
+from fastps.errors import UsageError, damaged
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.kernels.turn import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.worker_lane import FULL
@@ -104,6 +104,8 @@ class Worker(TurnTaker):
 
         Raises WorkerDiedError, TimeoutExceededError, KeyError or ValueError for gradients of other names or shapes.
         """
+        if self.lane.awaits:
+            self.advance()  # the slot may still have to be read
         if gradients is not None:
             for name, view in self.gradients.items():
                 view[...] = np.asarray(gradients[name], np.float32).reshape(view.shape)
@@ -120,8 +122,13 @@ class Worker(TurnTaker):
         null: bool = False,
         samples: int = 0,
     ) -> None:
-        """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone."""
+        """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone.
+
+        Where the step before still waits to be granted, for its `advance` was left by an error, that comes first.
+        """
         self.check_usable()
+        if self.lane.awaits:
+            self.advance()
         if self._policy.overlap:
             self._start_background()
         if self._needs_samples and samples < 1:
@@ -212,8 +219,8 @@ class Worker(TurnTaker):
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
         """
-        if self.forked:
-            raise self._forked_error()
+        if self.forked or self.closed:
+            self._refuse()
         transfer_ns = self._make_transfer() if self._has_transfers and self._background is None else 0
         if self._background is not None:
             newest = self._background.newest()
@@ -394,27 +401,9 @@ class Worker(TurnTaker):
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def pin_version(self, shard: int) -> tuple[int, int, int, list[int]]:
-        """Keep a shard's published weights and rule state for a copy: (version, weights buffer, state buffer, clocks).
-
-        One worker at a time does; waits for its turn. End it by `store.arena.unpin_version(rank, shard)`.
-        """
-        self.check_usable()
-        return self.wait_until(
-            lambda: self._try_pin(shard),
-            1_000_000,
-            lambda: f"worker {self.rank} waited to copy version {self.version}, for another copies it",
-        )
-
-    def _try_pin(self, shard: int) -> tuple[int, int, int, list[int]] | None:
-        try:
-            return self.store.arena.pin_version(self.rank, shard)
-        except ValueError as error:
-            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
-
-    def pin_whole_version(self, extra: Mapping[str, Any]) -> PinnedVersion:
-        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it."""
-        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra)
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
+        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra, waits=waits)
 
     def model_buffers(self) -> Mapping[str, npt.NDArray[Any]]:
         """None: they are a torch module's."""
@@ -424,10 +413,13 @@ class Worker(TurnTaker):
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
+        if self.forked or self.closed or self._left:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
         if self.forked:
             raise self._forked_error()
-        if self.closed or self._left:
-            raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+        raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
@@ -441,18 +433,26 @@ class Worker(TurnTaker):
         try:
             if failure is None:
                 self._leave()
-        finally:
             self._end_background()
-            recorder = self.recorder
-            if recorder is not None:
-                recorder.finish(failure)
-            self.lane.unpin()  # first: once it has finished, the lane may have another owner
-            self.store.arena.finish(self.rank, failure)
-            self.store.stop_answering(self._answerer)
-            self._membership.close()
-            _live.discard(self)
+        except BaseException as error:  # the others may count on this worker still, or wait for a turn that it holds
+            failure = failure or f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            recorder = self.recorder  # it lets go of this worker when it has finished
+            try:
+                if recorder is not None:
+                    recorder.finish(failure)
+            finally:
+                self._give_lane_back(failure)
             if recorder is not None:
                 recorder.merge_if_last()
+
+    def _give_lane_back(self, failure: str | None) -> None:
+        self.lane.unpin()  # first: once it has finished, the lane may have another owner
+        self.store.arena.finish(self.rank, failure, self.generation)
+        self.store.stop_answering(self._answerer)
+        self._membership.close()
+        _live.discard(self)
 
     def _leave(self) -> None:
         """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
@@ -463,7 +463,7 @@ class Worker(TurnTaker):
         self._end_background()
         self._left = True
         self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
-        self.store.arena.leave(self.rank)
+        self.store.arena.leave(self.rank, self.generation)
         self.try_turn()
 
     def _end_background(self) -> None:

@@ -11,6 +11,7 @@ cdef class Arena(ArenaView):
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil
     cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil
+    cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
     cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil

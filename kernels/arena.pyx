@@ -47,7 +47,7 @@ from fastps.kernels.lane cimport (
     fps_seat,
     fps_tail_acquire,
 )
-from fastps.kernels.roster cimport roster_workers, worker_t
+from fastps.kernels.roster cimport roster_workers, scheduler_t, worker_t
 
 cdef extern from "atomics.h" nogil:
     uint32_t fps_state_acquire(const uint32_t *state)
@@ -210,20 +210,29 @@ cdef class Arena(ArenaView):
         """What a shard's last commit says of a lane. Only a hint, unless the turn is held."""
         return &roster_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain(shard).commit))))[lane]
 
-    def finish(self, uint32_t lane, str failure=None):
-        """The lane's worker has ended: in good order, or by the error that `failure` describes in one line."""
+    cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0:
+        """The one given; None: of the lane's present owner."""
+        return fps_member_generation(fps_state_acquire(&self.lane(lane).state)) if generation is None else generation
+
+    def finish(self, uint32_t lane, str failure=None, generation=None):
+        """The lane's worker has ended: in good order, or by the error that `failure` describes in one line.
+
+        Does nothing where another than `generation` owns the lane; None: whoever owns it.
+        """
         cdef bytes message
-        cdef uint32_t generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        cdef uint32_t owner = self._generation_of(lane, generation)
         cdef uint32_t state = FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED
+        if owner != fps_member_generation(fps_state_acquire(&self.lane(lane).state)):
+            return
         if failure is not None:
             message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
             fps_plain_store()
             strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
-        self._end(lane, generation, state)
+        self._end(lane, owner, state)
 
-    def leave(self, uint32_t lane):
-        """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns."""
-        self._move(lane, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+    def leave(self, uint32_t lane, generation=None):
+        """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns. As `finish` of `generation`."""
+        self._change(lane, self._generation_of(lane, generation), FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
     def bury(self, uint32_t lane, uint32_t generation):
         """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: another owns it.
@@ -277,9 +286,13 @@ cdef class Arena(ArenaView):
         cdef fps_domain *domain = self.domain(shard)
         cdef uint64_t commit, mine
         cdef uint32_t state_buffer, index
+        cdef scheduler_t *state
         cdef worker_t *worker
+        cdef int64_t sequence
         while True:
             commit = fps_commit_load(&domain.commit)
+            state = self.scheduler(shard, fps_commit_record(commit))
+            sequence = state.sequence
             _, state_buffer = self._buffers_of(commit, domain.records[fps_commit_record(commit)].state_buffer)
             mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
                                    fps_commit_buffer(commit))
@@ -287,17 +300,19 @@ cdef class Arena(ArenaView):
                 return None
             clocks = []
             for index in range(self.header.n_lanes):
-                worker = &roster_workers(self.scheduler(shard, fps_commit_record(commit)))[index]
+                worker = &roster_workers(state)[index]
                 clocks.append(worker.clock - (worker.consumed - worker.cursor) if worker.live else -1)
-            if fps_commit_load(&domain.commit) == commit:
+            # This exchange keeps the reads above before the looks below. Two commits without a fold give the same word again,
+            # and meanwhile this copy of the state was written over: its sequence tells.
+            fps_reader_change(&domain.reader, mine, mine)
+            if fps_commit_load(&domain.commit) == commit and state.sequence == sequence:
                 return fps_commit_version(commit), fps_commit_buffer(commit), state_buffer, clocks
             fps_reader_change(&domain.reader, mine, 0)
 
-    def unpin_version(self, uint32_t lane, uint32_t shard):
-        """End what `pin_version` of this lane began."""
+    def unpin_version(self, uint32_t lane, uint32_t shard, generation=None):
+        """End what `pin_version` of this lane began. As `finish` of `generation`."""
         cdef uint64_t reader = fps_reader_load(&self.domain(shard).reader)
-        cdef uint32_t generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
-        if fps_reader_owner(reader) == (<uint64_t> generation << 16 | (lane + 1)):
+        if fps_reader_owner(reader) == (<uint64_t> self._generation_of(lane, generation) << 16 | (lane + 1)):
             fps_reader_change(&self.domain(shard).reader, reader, 0)
 
     def draw(self, uint64_t samples):

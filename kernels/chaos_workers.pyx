@@ -269,6 +269,7 @@ cdef class Workers:
         cdef int32_t dead
         cdef uint32_t generation
         me.looked_ns = self.machine.clock(index)
+        (<Lane> self._lanes[index])._break_stale_turns(me.looked_ns)
         for dead in range(self.n_workers):
             while dead != index and me.buried[dead] < self.machine.deaths(dead):
                 generation = me.buried[dead]

@@ -32,6 +32,7 @@ cdef class Holder:
     cdef int try_turn(self, int64_t now_ns) noexcept nogil
     cdef bint take(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
+    cdef bint is_idle(self) noexcept nogil
     cdef bint is_offered(self) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
     cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil

@@ -152,6 +152,10 @@ cdef class Holder:
                 return False
             seen = fps_turn_load(word)
 
+    cdef bint is_idle(self) noexcept nogil:
+        """Whether this lane leaves the turn to others, and has none to end."""
+        return self.hands_over and self.awaiting == _NOBODY
+
     cdef bint is_offered(self) noexcept nogil:
         """Whether the turn is free although more is pending, and this lane may run it."""
         cdef uint64_t seen = fps_turn_load(&self.domain.turn)

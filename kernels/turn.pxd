@@ -30,3 +30,5 @@ cdef class Lane(Reader):
     cdef bint _help(self) noexcept nogil
     cdef int _try_turns(self, int64_t now_ns) noexcept nogil
     cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
+    cdef void _break_stale_turns(self, int64_t now_ns) noexcept nogil
+    cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil

@@ -13,6 +13,8 @@ from fastps.kernels.arena cimport Arena
 from fastps.kernels.arena_words cimport (
     FPS_MAX_CHUNKS,
     fps_member_generation,
+    fps_member_state,
+    fps_turn_generation,
     fps_turn_owner,
 )
 from fastps.kernels.commit cimport (
@@ -29,6 +31,8 @@ from fastps.kernels.commit cimport (
 from fastps.kernels.fold cimport fps_hyper, fps_user_rule
 from fastps.kernels.holder cimport Holder
 from fastps.kernels.lane cimport (
+    FPS_LANE_DEAD,
+    FPS_LANE_LEFT,
     FPS_LEAVE,
     FPS_NULL,
     FPS_PUSH,
@@ -404,7 +408,7 @@ cdef class Lane(Reader):
         cdef int outcome, worst = TURN_DONE
         for turned in range(self.n_shards):
             shard = (self.index + turned) % self.n_shards
-            if (<Holder> self._holders[shard]).hands_over:
+            if (<Holder> self._holders[shard]).is_idle():
                 continue
             outcome = (<Holder> self._holders[shard]).try_turn(now_ns)
             if outcome == TURN_BAD_DESCRIPTOR:
@@ -446,6 +450,34 @@ cdef class Lane(Reader):
             if outcome != TURN_BUSY:
                 found = outcome
         return found
+
+    def break_stale_turns(self, int64_t now_ns=0):
+        """As `break_turn`, of every owner that is known to have ended, by its lane's own word.
+
+        Whoever buries a lane breaks its turn first, but for who comes to own it: that one buries, claims, then breaks, and may
+        die or be stopped in between.
+        """
+        with nogil:
+            self._break_stale_turns(now_ns)
+
+    cdef void _break_stale_turns(self, int64_t now_ns) noexcept nogil:
+        cdef uint32_t shard, index, helping, lanes = self.arena.header.n_lanes + self.arena.header.n_servers
+        cdef uint64_t turn
+        for index in range(lanes):
+            helping = fps_help_load(&self.arena.lane(index).helping)
+            if helping and self._is_stale(index, fps_member_generation(helping), 0xffffff):
+                fps_help_end(&self.arena.lane(index).helping, helping)
+        for shard in range(self.n_shards):
+            turn = fps_turn_load(&self.arena.domain(shard).turn)
+            index = <uint32_t> fps_turn_owner(turn)
+            if 0 < index <= lanes and self._is_stale(index - 1, fps_turn_generation(turn), 0xffff):
+                (<Holder> self._holders[shard]).break_turn(index - 1, fps_turn_generation(turn), now_ns)
+
+    cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil:
+        """Whether an owner of a lane has ended; of its generation the bits `known` are given."""
+        cdef uint32_t member = fps_state_acquire(&self.arena.lane(lane).state)
+        cdef uint32_t state = fps_member_state(member)
+        return (fps_member_generation(member) & known) != generation or state == FPS_LANE_DEAD or state == FPS_LANE_LEFT
 
     # -- writing by hand: the start, and loading a checkpoint --------------------------------------
 

@@ -8,6 +8,7 @@ class WorkerLane(Lane):
     earlier_steps: int
     posts: int
     slot: int
+    awaits: bool
     granted_ns: int
     wait_ns: int
     compute_ns: int

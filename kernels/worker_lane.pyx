@@ -26,6 +26,7 @@ cdef class WorkerLane(Lane):
         earlier_steps: what is added to them in the tally.
         posts: pushes and null pushes so far; some may still be on their way.
         slot: the slot of the next push.
+        awaits: whether a push was begun since the last `advance` that came to its end.
         granted_ns: when the present step could begin, by its worker's clock.
         wait_ns, compute_ns: time waited, and between grants and pushes.
         samples, stale_blocks, loss: as the owner tells them.
@@ -35,6 +36,7 @@ cdef class WorkerLane(Lane):
     cdef public int64_t earlier_steps
     cdef readonly uint64_t posts
     cdef readonly uint32_t slot
+    cdef readonly bint awaits
     cdef public int64_t granted_ns
     cdef public int64_t wait_ns
     cdef public int64_t compute_ns
@@ -92,6 +94,7 @@ cdef class WorkerLane(Lane):
         self.samples += samples
         self.steps += 1
         self.posts += 1
+        self.awaits = True
         if not null:
             self.free_at[self.slot] = self.posts
             self.slot = (self.slot + 1) % self.n_slots
@@ -101,6 +104,7 @@ cdef class WorkerLane(Lane):
         self.granted_ns = now_ns
         if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
             return False
+        self.awaits = False
         self.publish()
         return True
 
@@ -108,6 +112,7 @@ cdef class WorkerLane(Lane):
         """Begin the next step after a wait for it."""
         self.wait_ns += now_ns - self.granted_ns
         self.granted_ns = now_ns
+        self.awaits = False
         self.publish()
 
     cpdef void publish(self) noexcept:
