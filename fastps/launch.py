@@ -27,6 +27,7 @@ from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
 from fastps.live_faults import FaultInjector, FaultReport
+from fastps.no_shows import NoShows
 from fastps.placement import gpu_variables
 from fastps.process_control import AdoptedProcess, adopting_orphans, die_with_parent
 from fastps.spare_process import DEFAULT_IMPORTS, SpareProcess
@@ -191,6 +192,7 @@ class Launcher:
         self._spare_worker: LaunchedWorker | None = None  # its process
         self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
+        self._no_shows = NoShows(self.job, clock)
         self._prefix = prefix
         self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
@@ -213,6 +215,7 @@ class Launcher:
                 self._enforce_deadline()
                 if self._injector is not None and not self._interrupts:
                     self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
+                self._no_shows.tick()
                 if on_tick is not None:
                     on_tick()
             self._end_spare()
@@ -350,6 +353,8 @@ class Launcher:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
         elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):
             self._replace(worker)
+        else:
+            self._no_shows.add(worker.rank)
 
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
         """Write whole lines on, each with its worker's number; keep the last of stderr for the report."""

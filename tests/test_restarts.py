@@ -65,6 +65,30 @@ def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path
     assert int(begun) >= 10
 
 
+NO_SHOW = """
+import os, sys, torch, fastps
+for phase in range(2):
+    if os.environ["RANK"] == "1" and phase == PHASE:
+        os.kill(os.getpid(), 9)
+    model = torch.nn.Linear(4, 1)
+    opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
+    for _ in range(5):
+        opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    opt.close()
+"""
+
+
+@pytest.mark.parametrize("phase", [0, 1], ids=["the first optimizer", "the second"])
+def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_replaced(tmp_path: Path, phase: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NO_SHOW.replace("PHASE", str(phase)))
+    launcher = Launcher([sys.executable, str(script)], 2, options=JobOptions(on_worker_loss="continue"))
+    outcome = launcher.run()
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert [worker.exit_code for worker in outcome.workers] == [0, -9]
+    assert outcome.seconds < 60
+
+
 LOSSES = """
 import os, pathlib, signal, sys, time
 import numpy
