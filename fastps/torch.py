@@ -143,7 +143,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
-        to = Joining(environment.job_name(next(_instances)), resumed, timeout_s, clock)
+        instance = next(_instances)
+        to = Joining(environment.job_name(instance), instance, resumed, timeout_s, clock)
         self._use(self._join(layout, to))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastps import config, environment
+from fastps import config, discovery, environment
 from fastps.checkpoint import Checkpoint, load
 from fastps.checkpoint_torch import restore_buffers, restore_group
 from fastps.clock import Clock
@@ -87,18 +87,27 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
 
 @dataclass(frozen=True)
 class Joining:
-    """Which job a worker comes into, what the job goes on from, and how long the worker waits for others, then and later."""
+    """Which job a worker comes into, what the job goes on from, and how long the worker waits for others, then and later.
+
+    A script's `instance`-th optimizer, from 0 on, has a job of its own.
+    """
 
     job: str
+    instance: int
     resumed: Checkpoint | None
     timeout_s: float | None
     clock: Clock
+
+    @property
+    def finds_others(self) -> bool:
+        """Whether the worker replaces a lost one, and the others are in this job already; to a later one it may come first."""
+        return environment.joins() and (self.instance == 0 or self.job in discovery.listening())
 
 
 def join(layout: Layout, tensors: list[torch.Tensor], hypers: list[Hyper], to: Joining) -> Worker:
     """This process' worker, attached to the job's arena, which worker 0 makes. Raises ArenaError, AttachError, LayoutError."""
     rank = environment.rank()
-    if environment.joins():
+    if to.finds_others:
         patience_s = min(_JOIN_S, config.timeout_s(to.timeout_s))  # the others are there, or have come to their end
         store = Store.connect(to.job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:

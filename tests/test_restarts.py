@@ -65,6 +65,33 @@ def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path
     assert int(begun) >= 10
 
 
+PHASES = """
+import os, sys, time, torch, fastps
+fresh = "FASTPS_JOINS" not in os.environ
+for phase in range(2):
+    model = torch.nn.Linear(4, 1)
+    opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp" if phase == 0 else "bsp")
+    if fresh:
+        opt.wait_for_start()
+    for step in range(5):
+        opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+        if fresh and fastps.rank() == 0 and phase == 0 and step == 3:
+            os.kill(os.getpid(), 9)
+    while fresh and fastps.rank() == 1 and phase == 0 and opt.worker.store.arena.generation(0) == 0:
+        opt.worker.look_around()  # until the replacement has come
+        time.sleep(0.01)
+    opt.close()
+"""
+
+
+def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PHASES)
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=1)).run()
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert sorted((worker.rank, worker.exit_code) for worker in outcome.workers) == [(0, -9), (0, 0), (1, 0)]
+
+
 NO_SHOW = """
 import os, sys, torch, fastps
 for phase in range(2):
