@@ -141,11 +141,11 @@ class DeviceWorker(Worker):
         """Name to array of the pulled weights, of the device's kind; nobody may write them."""
         return self._named(self.store.weight_views(tuple(self.buffers)))
 
-    def close(self, failure: str | None = None) -> None:
+    def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """See Worker.close. Waits for the others to leave, for they read this worker's memory; not after a failure."""
         arena, self._devices = self._devices, None
         if self.closed or self.forked or failure is not None or arena is None:
-            super().close(failure)
+            super().close(failure, stays=stays)
             return
         try:
             self._devices = arena

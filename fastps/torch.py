@@ -32,10 +32,11 @@ from fastps.rules import Hyper
 from fastps.server_process import chosen_server
 from fastps.specs import parse_policy
 from fastps.statistics import WorkerStatistics, statistics_of
+from fastps.store import Store
 from fastps.torch_gradients import Gradients, HalfGradients, loss_scaling
 from fastps.torch_join import Joining
 from fastps.torch_rules import Hypers, rows_of, rule_of
-from fastps.torch_weights import Weights, shown
+from fastps.torch_weights import Weights, shaped_tensors, shown
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, optimizer: torch.optim.Optimizer, *_arguments: Any, **_options: Any) -> "DistributedOptimizer":
         """For a model on a GPU the optimizer that knows where its memory is (torch_cuda.py)."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
+                f" {type(optimizer).__name__}"
+            )
         if cls is DistributedOptimizer and any(
             tensor.device.type == "cuda" for group in optimizer.param_groups for tensor in group["params"]
         ):
@@ -122,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         torch_join.check_model(model)
         pushed = torch_join.gradient_type(push_dtype)
         self._inner = optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its lr schedulers would miss the calls of its own step
         self._rule = rule_of(optimizer)
         self._hypers_read = Hypers(self._rule)
         self._wrapped = False
@@ -200,14 +207,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return Layout(parameters, len(self.param_groups), self._rule, policy, workers, *rest, server=self._server)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
-        return torch_join.join(layout, self._tensors, self._hypers(), to)
+        def write_state(store: Store) -> None:
+            """What the optimizer has when it is wrapped (loaded from a checkpoint, say) is what the job begins with."""
+            buffers = [0] * store.arena.shards
+            torch_state.write(store, buffers, partial(shaped_tensors, layout), self._rule, self._entries())
+
+        return torch_join.join(layout, self._tensors, self._hypers(), to, write_state)
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Each parameter's entry of the torch optimizer's state, empty where it has none."""
+        return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over the arena, each with a storage of its own exact size and the parameter's strides."""
-        return [
-            torch.from_numpy(view).as_strided(parameter.shape, parameter.stride)
-            for view, parameter in zip(views, self._store.layout.parameters, strict=True)
-        ]
+        return shaped_tensors(self._store.layout, views)
 
     def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
         """Tensors over a slot of this worker's lane."""
@@ -290,6 +302,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             scale *= gradients.clip_factor(worker.lane.slot, self._clip, scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
+        if self._inner.param_groups is not self.param_groups:
+            raise UsageError(
+                "load_state_dict() of the torch optimizer after it was wrapped changes nothing in the job: load it before, or"
+                " load into the DistributedOptimizer before the first step"
+            )
         hypers = self._hypers_read.of(self.param_groups)
         try:
             worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
@@ -382,9 +399,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
+        self._publish_state()
+
+    def _publish_state(self) -> None:
+        """Make worker 0's the job's."""
         if self._worker.rank == 0 and not self._worker.generation:
-            given = [self.state.get(tensor, {}) for tensor in self._tensors]
-            torch_state.publish(self._worker, self._tensor_views, self._rule, given)
+            torch_state.publish(self._worker, self._tensor_views, self._rule, self._entries())
             self._take_weights()
 
     # -- looking -----------------------------------------------------------------------------------
@@ -474,7 +494,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self, failure: str | None = None) -> None:
         """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
 
-        Called at exit if not before. With `failure` the others end with an error that says it.
+        Called at exit if not before. With `failure` the others end with an error that says it. Whoever is the last one there
+        stays, up to the timeout, until the workers of the start have come whom its scheme did not wait for. The state of the
+        wrapped torch optimizer stays as it was: call `state_dict()` before, to go on with it.
         """
         if self._worker.closed or self._worker.forked:
             return
@@ -486,7 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.keep()
         self._weights.leave()
         try:
-            self._worker.close(failure)
+            self._worker.close(failure, stays=True)
         finally:
             exits.forget(self._worker)
             self._store.close()

@@ -144,6 +144,11 @@ class DeviceOptimizer(DistributedOptimizer):
     close() waits for the other workers, for they read the memory of worker 0.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if any(self._entries()):  # what the wrapped optimizer had; the arena's part on the device is made when all are there
+            self._publish_state()
+
     def make_device(self) -> Device:
         """The device of this process: the GPU that the parameters are on."""
         from fastps.device_cuda import CudaDevice

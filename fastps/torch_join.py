@@ -104,15 +104,31 @@ class Joining:
         return environment.joins() and (self.instance == 0 or self.job in discovery.listening())
 
 
-def join(layout: Layout, tensors: list[torch.Tensor], hypers: list[Hyper], to: Joining) -> Worker:
-    """This process' worker, attached to the job's arena, which worker 0 makes. Raises ArenaError, AttachError, LayoutError."""
+def join(
+    layout: Layout,
+    tensors: list[torch.Tensor],
+    hypers: list[Hyper],
+    to: Joining,
+    finish: Callable[[Store], None] | None = None,
+) -> Worker:
+    """This process' worker, attached to the job's arena, which worker 0 makes, and finishes before anybody joins.
+
+    Raises ArenaError, AttachError, LayoutError.
+    """
     rank = environment.rank()
     if to.finds_others:
         patience_s = min(_JOIN_S, config.timeout_s(to.timeout_s))  # the others are there, or have come to their end
         store = Store.connect(to.job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
         store = Store.create_for(
-            layout, writer_of(tensors), hypers, resume=to.resumed, job=to.job, timeout_s=to.timeout_s, clock=to.clock
+            layout,
+            writer_of(tensors),
+            hypers,
+            resume=to.resumed,
+            job=to.job,
+            timeout_s=to.timeout_s,
+            clock=to.clock,
+            finish=finish if to.resumed is None else None,
         )
     else:
         store = Store.connect(to.job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastps.rules import Rule
+from fastps.store import Store
 from fastps.torch_rules import entry_of
 from fastps.worker import Worker
 
@@ -59,20 +60,27 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
         if store.layout.policy.ema:
             last = store.layout.planes - 1
             _copy(store.plane_views(active_state, last), store.plane_views(state_buffers, last))
-        steps = store.rule_steps(state_buffers)
-        for index, entry in enumerate(given):
-            has_state = any(entry.get(name) is not None for name in rule.planes)
-            steps[index][0] = int(entry.get("step", 1)) if has_state else 0
-        for plane, name in enumerate(rule.planes):
-            for values, entry in zip(tensors_of(store.plane_views(state_buffers, plane)), given, strict=True):
-                value = entry.get(name)
-                if value is None:
-                    values.fill_(rule.initial_value(plane))
-                else:
-                    values.copy_(value)
+        write(store, state_buffers, tensors_of, rule, given)
         published = True
     finally:
         worker.release_turns(published)
+
+
+def write(
+    store: Store, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write each parameter's entry of torch's state into its shard's state buffer; without one, what the rule begins with."""
+    steps = store.rule_steps(buffers)
+    for index, entry in enumerate(given):
+        has_state = any(entry.get(name) is not None for name in rule.planes)
+        steps[index][0] = int(entry.get("step", 1)) if has_state else 0
+    for plane, name in enumerate(rule.planes):
+        for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
+            value = entry.get(name)
+            if value is None:
+                values.fill_(rule.initial_value(plane))
+            else:
+                values.copy_(value)
 
 
 def _copy(sources: Sequence[Any], views: Sequence[Any]) -> None:

@@ -5,11 +5,12 @@ whether what it pulled is new.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from fastps.layout import Layout
 from fastps.store import Store
 from fastps.tensor_loops import tensor_loops
 
@@ -63,6 +64,14 @@ class Weights:
         self._made.clear()
         self._prepared.clear()
         self._shard_loops.clear()
+
+
+def shaped_tensors(layout: Layout, views: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors over flat views of the arena, each with a storage of its own exact size and the parameter's strides."""
+    return [
+        torch.from_numpy(view).as_strided(parameter.shape, parameter.stride)
+        for view, parameter in zip(views, layout.parameters, strict=True)
+    ]
 
 
 @contextlib.contextmanager

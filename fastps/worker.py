@@ -3,6 +3,7 @@
 Refuses to know torch, what is done while it waits (turn_taker.py), and to decide: the scheduler does.
 """
 
+import logging
 import math
 import os
 import weakref
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from fastps import config, recording, rendezvous
 from fastps.background import Background
 from fastps.checkpoint import PinnedVersion
-from fastps.errors import UsageError, damaged
+from fastps.errors import Error, UsageError, damaged
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.kernels.turn import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.worker_lane import FULL
@@ -29,6 +30,8 @@ from fastps.turn_taker import TurnTaker
 
 if TYPE_CHECKING:
     from fastps.store import Store
+
+logger = logging.getLogger("fastps.worker")
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
@@ -362,6 +365,11 @@ class Worker(TurnTaker):
     def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
         """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
         if self._sent_hypers[slot] != hypers:
+            if len(hypers) != self.store.layout.groups:
+                raise UsageError(
+                    f"expected hyper-parameters of {self.store.layout.groups} groups, as the job was made for, found"
+                    f" {len(hypers)}: add a group to the torch optimizer before it is wrapped"
+                )
             for group, hyper in enumerate(hypers):
                 self.lane.set_hyper(slot, group, *hyper)
             self._sent_hypers[slot] = list(hypers)
@@ -389,6 +397,24 @@ class Worker(TurnTaker):
         self._leave()
         self.wait_until(self._others_are_done, 5_000_000, self._timeout_text)
         self.pull()
+
+    def _stay_for_latecomers(self) -> None:
+        """Answer until every worker of the start has attached, or another is there whom it can ask.
+
+        Under schemes that wait for nobody one may be done before another has begun, which would then find no job. After the
+        timeout, or where a worker has died, the others are given up.
+        """
+        text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for workers of the start that never came"
+        try:
+            self.wait_until(self._nobody_needs_it, 5_000_000, lambda: text)
+        except Error as error:
+            logger.warning("%s", str(error))  # not its traceback, which holds the arena
+
+    def _nobody_needs_it(self) -> bool:
+        """Whether all have come, or one is there who stays: who leaves says so first, so that of two who leave one sees it."""
+        self.try_turn()
+        states = self.store.arena.lane_states()
+        return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
 
     def _others_are_done(self) -> bool:
         """Whether nobody else will push, and everything that was pushed is folded."""
@@ -421,8 +447,10 @@ class Worker(TurnTaker):
             raise self._forked_error()
         raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
-    def close(self, failure: str | None = None) -> None:
+    def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
+
+        With `stays` the last one there stays until the workers of the start have come.
 
         Everything posted before is folded or handed to whoever holds the turn. May be called twice, and does nothing in a
         forked child.
@@ -433,6 +461,8 @@ class Worker(TurnTaker):
         try:
             if failure is None:
                 self._leave()
+                if stays:
+                    self._stay_for_latecomers()
             self._end_background()
         except BaseException as error:  # the others may count on this worker still, or wait for a turn that it holds
             failure = failure or f"{type(error).__name__}: {error}"

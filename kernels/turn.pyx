@@ -102,6 +102,9 @@ cdef class Lane(Reader):
                   double learning_rate_decay, uint64_t flags):
         """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
         cdef fps_hyper *hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
+        if group >= self.arena.header.n_groups or slot >= self.arena.header.n_slots:
+            raise IndexError(f"expected group 0 to {self.arena.header.n_groups - 1} and slot 0 to "
+                             f"{self.arena.header.n_slots - 1}, found group {group} and slot {slot}")
         fps_plain_store()
         hyper.learning_rate = learning_rate
         hyper.momentum = momentum
