@@ -25,16 +25,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the loggers fastps.* say.")] = False,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Options of all commands."""
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))])
 

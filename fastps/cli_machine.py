@@ -54,7 +54,7 @@ def run(
     context: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
     workers: Workers = 1,
-    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " Default: what the script says, else bsp.")] = None,
+    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " For scripts that do not choose one. Default: bsp.")] = None,
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     trace: TraceFile = None,
@@ -78,13 +78,16 @@ def run(
     from fastps.launch import Launcher
     from fastps.report import chaos_text, failure_panel, write_json
 
-    policy = parse_policy(sync).spec if sync is not None else None
+    policy = parse_policy(sync) if sync is not None else None
+    if policy is not None and workers > 0:
+        policy.values(workers)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     if not module and not Path(arguments[0]).is_file():
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
-    outcome = Launcher(command, workers, sync=policy, options=job_options_of(context, seed), trace=trace).run()
+    spec = policy.spec if policy is not None else None
+    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), trace=trace).run()
     if outcome.faults is not None:
         Console(stderr=True).print(chaos_text(outcome.faults.row()))
     if outcome.first_failure is not None:

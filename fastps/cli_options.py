@@ -13,6 +13,14 @@ from fastps.live_faults import FaultPlan
 from fastps.specs import MODIFIERS
 from fastps.training_options import TrainingOptions
 
+
+def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
+    """Where a file is to be written, before anything is run for it."""
+    if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
+        raise UsageError(f"{option.opts[0]} {target}: expected a file in a folder that exists")
+    return target
+
+
 SYNC_HELP = (
     f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
     f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
@@ -40,11 +48,13 @@ PullDelay = Annotated[
     str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
 ]
 WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
-Save = Annotated[Path | None, typer.Option(help="Write the final weights into this file (.npz).")]
+Save = Annotated[Path | None, typer.Option(callback=_checked, help="Write the final weights into this file (.npz).")]
 TraceFile = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Record the run, for fastps trace and fastps advise.")
 ]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - for stdout.")]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")
+]
 Server = Annotated[
     str,
     typer.Option(

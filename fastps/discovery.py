@@ -26,6 +26,16 @@ def listening() -> dict[str, set[rendezvous.Place]]:
     return places_in(table)
 
 
+def arenas_of(job: str) -> list[str]:
+    """The names of a launched job's arenas that are there: its script's first optimizer has the job's name, the next JOB.1."""
+    found = []
+    for name in listening():
+        first, _, number = name.rpartition(".")
+        if name == job or (first == job and number.isdecimal()):
+            found.append(name)
+    return found
+
+
 def places_in(table: bytes) -> dict[str, set[rendezvous.Place]]:
     """The jobs and places in a text of the form of /proc/net/unix; lines that are not of ours are passed over.
 

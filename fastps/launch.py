@@ -26,16 +26,17 @@ from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
+from fastps.kernels.arena import MAX_LANES
 from fastps.live_faults import FaultInjector, FaultReport
 from fastps.no_shows import NoShows
 from fastps.placement import gpu_variables
 from fastps.process_control import AdoptedProcess, adopting_orphans, die_with_parent
 from fastps.spare_process import DEFAULT_IMPORTS, SpareProcess
+from fastps.worker_output import ErrorLines, Lines
 
 logger = logging.getLogger("fastps.launch")
 
 GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
-TAIL_LINES = 20
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
 _FAULT_TICK_S = 0.02  # how often injected faults look at the job
 NO_OPTIONS = JobOptions()
@@ -43,7 +44,7 @@ NO_OPTIONS = JobOptions()
 
 @dataclass
 class LaunchedWorker:
-    """One worker process: how it ended, and the last lines that it wrote to stderr.
+    """One worker process: how it ended, and what it writes to stderr.
 
     `restart` counts the processes that were lost before it in its place.
     """
@@ -53,7 +54,12 @@ class LaunchedWorker:
     restart: int = 0
     exit_code: int | None = None
     ended_ns: int = 0
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    errors: ErrorLines = field(default_factory=ErrorLines)
+
+    @property
+    def tail(self) -> deque[str]:
+        """The last lines that it wrote to stderr, as they were shown."""
+        return self.errors.tail
 
     @property
     def process_id(self) -> int:
@@ -160,6 +166,10 @@ class Launcher:
         imports: what a spare imports before it is needed.
         prefix: whether each line of output begins with its worker's number.
         trace: a file into which all workers record the run; it is written when the run has ended.
+        tracebacks: whether those of fastps' own errors are passed on, too; by default only where the program has --debug.
+
+    Raises:
+        UsageError: for a number of workers, or options, that no job can have.
     """
 
     def __init__(
@@ -173,10 +183,17 @@ class Launcher:
         imports: Sequence[str] = DEFAULT_IMPORTS,
         prefix: bool = True,
         trace: Path | None = None,
+        tracebacks: bool | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if workers < 1:
             raise UsageError(f"expected at least 1 worker, found {workers}: use -n 1 or more")
+        if workers > MAX_LANES:
+            raise UsageError(f"expected at most {MAX_LANES} workers, found {workers}: use a smaller -n")
+        if 0 < options.max_workers < workers:
+            raise UsageError(f"--max-workers: expected {workers} or more, the number of workers, found {options.max_workers}")
+        if trace is not None and not trace.resolve().parent.is_dir():
+            raise UsageError(f"--trace {trace}: expected a file in a folder that exists")
         self.job = job or secrets.token_hex(8)
         if trace is not None and options.restarts:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
@@ -198,7 +215,9 @@ class Launcher:
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
         self._selector = selectors.DefaultSelector()
-        self._partial: dict[int, bytes] = {}
+        self._lines: dict[int, Lines] = {}
+        self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
+        self._has_begun = False  # whether an arena was seen
         self._open_pipes = 0
         self._signals = [signal.SIGTERM, signal.SIGKILL]  # still to be sent, in order, once a deadline has passed
         self._deadline_ns: int | None = None
@@ -207,7 +226,8 @@ class Launcher:
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
         """Start all, and stay until all have ended. `on_tick` is called about every `tick_s` seconds meanwhile."""
         began_ns = self._clock.now_ns()
-        previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        ends = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self._on_interrupt) for number in ends]
         try:
             self._start()
             while any(worker.exit_code is None for worker in self._workers):
@@ -215,7 +235,7 @@ class Launcher:
                 self._enforce_deadline()
                 if self._injector is not None and not self._interrupts:
                     self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
-                self._no_shows.tick()
+                self._look_at_job()
                 if on_tick is not None:
                     on_tick()
             self._end_spare()
@@ -225,7 +245,8 @@ class Launcher:
                 self._injector.close()
             self._kill_all()
             self._adopting.close()
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in zip(ends, previous, strict=True):
+                signal.signal(number, handler)
             self._selector.close()
             if self._trace is not None:
                 trace_parts.finish(self._trace, self.job)
@@ -233,6 +254,11 @@ class Launcher:
         report = self._injector.report if self._injector is not None else None
         first_failure = None if self._interrupts else self._root_cause()
         return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
+
+    def _look_at_job(self) -> None:
+        if self._options.continues:
+            self._has_begun = self._has_begun or bool(discovery.arenas_of(self.job))
+            self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
         """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
@@ -272,7 +298,7 @@ class Launcher:
         return self._listen(LaunchedWorker(rank, process, restart))
 
     def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
-        process = worker.process
+        process, worker.errors = worker.process, ErrorLines(whole=self._tracebacks)
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
         for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             pipe = cast("IO[bytes]", stream)
@@ -351,28 +377,33 @@ class Launcher:
             )
         if self._interrupts or not self._options.continues:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
-        elif self._restarts_left and not any(other.exit_code == 0 for other in self._workers):
+        elif self._restarts_left and not self._is_over():
             self._replace(worker)
         else:
             self._no_shows.add(worker.rank)
 
+    def _is_over(self) -> bool:
+        """Whether the others are done with training: a replacement would find nobody to go on with."""
+        if any(other.exit_code == 0 for other in self._workers):
+            return True
+        return self._has_begun and not discovery.arenas_of(self.job)
+
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
-        """Write whole lines on, each with its worker's number; keep the last of stderr for the report."""
+        """Write whole lines on, each with its worker's number; the last of stderr are kept for the report."""
         data = os.read(key.fd, 65536)
-        lines = (self._partial.pop(key.fd, b"") + data).split(b"\n")
-        if data:
-            self._partial[key.fd] = lines.pop()
-        else:
+        cut = self._lines.setdefault(key.fd, Lines())
+        lines = cut.feed(data) if data else cut.rest()
+        if sink is sys.stderr:
+            lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
+        if not data:
+            del self._lines[key.fd]
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
-            if lines[-1] == b"":
-                lines.pop()
         for line in lines:
             text = line.decode("utf-8", "replace")
-            if sink is sys.stderr:
-                worker.tail.append(text)
-            sink.write(f"[{worker.rank}] {text}\n" if self._prefix else f"{text}\n")
+            end = "" if text.endswith(("\n", "\r")) else "\n"
+            sink.write(f"[{worker.rank}] {text}{end}" if self._prefix else f"{text}{end}")
         sink.flush()
 
     def _on_interrupt(self, number: int, frame: object) -> None:

@@ -39,12 +39,10 @@ class NoShows:
         if not self._ranks or now_ns - self._looked_ns < _LOOK_NS:
             return
         self._looked_ns = now_ns
-        for name in discovery.listening():
-            first, _, number = name.rpartition(".")
-            if name == self._job or (first == self._job and number.isdecimal()):  # a script's second optimizer, and so on
-                missing = self._ranks - self._told.get(name, set())
-                if missing and self._tell(name, missing):
-                    self._told[name] = set(self._ranks)
+        for name in discovery.arenas_of(self._job):
+            missing = self._ranks - self._told.get(name, set())
+            if missing and self._tell(name, missing):
+                self._told[name] = set(self._ranks)
 
     def _tell(self, name: str, ranks: set[int]) -> bool:
         """Count these out in one arena; False where it did not answer."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import fastps
+
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "train.py")
 
 
@@ -35,6 +37,15 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
         (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
         (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
         (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
+        (["run", "-n", "100000", EXAMPLE], "at most 1024 workers, found 100000"),
+        (["run", "-n", "2", "--sync", "backup:2", EXAMPLE], "backup:2: expected"),
+        (
+            ["run", "-n", "2", "--max-workers", "1", EXAMPLE],
+            "--max-workers: expected 2 or more, the number of workers",
+        ),
+        (["run", "--trace", "no-such-folder/x.trace", EXAMPLE], "--trace no-such-folder/x.trace: expected a file in a folder"),
+        (["run", "--json", "no-such-folder/x.json", EXAMPLE], "--json no-such-folder/x.json: expected a file in a folder"),
+        (["train", "--save", "no-such-folder/x.npz"], "--save no-such-folder/x.npz: expected a file in a folder that exists"),
         (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
         (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
         (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
@@ -154,3 +165,8 @@ def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
     assert [row["sync"] for row in json.loads(rows.read_text())["rows"]] == ["bsp", "dssp:1,4"]
     assert picture.stat().st_size > 1000
     assert "dssp:1,4" in outcome.stdout
+
+
+def test_the_version_is_printed_without_a_command() -> None:
+    outcome = _run("--version")
+    assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)

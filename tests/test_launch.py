@@ -50,6 +50,25 @@ def test_output_is_passed_on_with_its_workers_number(tmp_path: Path, capsys: pyt
     assert sorted(captured.err.splitlines()) == ["[0] no newline", "[1] no newline"]
 
 
+def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import sys, fastps\nprint('half', end='\\r')\nprint('whole')\nraise fastps.UsageError('too much')"
+    for tracebacks in (False, True):
+        Launcher(_script(tmp_path, text), 1, tracebacks=tracebacks).run()
+        captured = capsys.readouterr()
+        assert captured.out == "[0] half\r[0] whole\n"
+        assert captured.err.splitlines()[-1] == "[0] fastps.errors.UsageError: too much"
+        assert ("Traceback" in captured.err) == tracebacks
+
+
+def test_sigterm_ends_everything_as_ctrl_c_does(tmp_path: Path) -> None:
+    text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
+    outcome = Launcher(_script(tmp_path, text), 1).run()
+    assert (outcome.exit_code, outcome.workers[0].exit_code) == (130, -signal.SIGINT)
+    assert outcome.seconds < 10
+
+
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('the disk is full')\ntime.sleep(60)"
     began = time.monotonic()

@@ -116,6 +116,26 @@ def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_rep
     assert outcome.seconds < 60
 
 
+AFTERWARDS = """
+import os, sys, time, torch, fastps
+model = torch.nn.Linear(4, 1)
+opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
+for step in range(5):
+    opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    time.sleep(0.1)  # so that the job is seen
+opt.close()
+time.sleep(0.5 + fastps.rank())
+sys.exit(fastps.rank() == 0)
+"""
+
+
+def test_a_worker_that_fails_when_training_is_over_is_not_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AFTERWARDS)
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2)).run()
+    assert [(worker.rank, worker.exit_code) for worker in outcome.workers] == [(0, 1), (1, 0)]
+
+
 LOSSES = """
 import os, pathlib, signal, sys, time
 import numpy
