@@ -1,17 +1,21 @@
 """How a process ends: workers that were not closed leave at exit, in good order or with the exception that ended the program.
 
-A program that raises would otherwise look like one that finished, for both run the exit handlers. Refuses to handle signals.
+A program that raises would otherwise look like one that finished, for both run the exit handlers. A child that multiprocessing
+made runs none of atexit's, but its own. Refuses to handle signals.
 """
 
 import atexit
+import os
 import sys
 from collections.abc import Callable
+from multiprocessing import process, util
 from types import TracebackType
 from typing import Any
 
 _closers: dict[int, Callable[[str | None], None]] = {}
 _failure: list[str] = []
 _installed: list[Any] = []
+_finalized_in: list[int] = []
 
 
 def register(owner: object, close: Callable[[str | None], None]) -> None:
@@ -20,6 +24,9 @@ def register(owner: object, close: Callable[[str | None], None]) -> None:
         _installed.append(sys.excepthook)
         sys.excepthook = _note_failure
         atexit.register(_close_all)
+    if process.parent_process() is not None and os.getpid() not in _finalized_in:
+        _finalized_in.append(os.getpid())
+        util.Finalize(None, _close_all, exitpriority=0)
     _closers[id(owner)] = close
 
 
@@ -34,5 +41,14 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _close_all() -> None:
+    failure = _failure[0] if _failure else _failure_on_its_way()
     for close in list(_closers.values()):
-        close(_failure[0] if _failure else None)
+        close(failure)
+
+
+def _failure_on_its_way() -> str | None:
+    """Of a child that multiprocessing made: it ends within the exception's own way out."""
+    error = sys.exc_info()[1]
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
+    return f"{type(error).__name__}: {error}"

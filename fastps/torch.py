@@ -31,23 +31,23 @@ from fastps.policy import Policy
 from fastps.rules import Hyper
 from fastps.server_process import chosen_server
 from fastps.specs import parse_policy
-from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
+from fastps.torch_evaluation import Evaluation
 from fastps.torch_gradients import Gradients, HalfGradients, loss_scaling
 from fastps.torch_join import Joining
 from fastps.torch_rules import Hypers, rows_of, rule_of
-from fastps.torch_weights import Weights, shaped_tensors, shown
+from fastps.torch_weights import Weights, shaped_tensors
 from fastps.worker import Worker
 
 if TYPE_CHECKING:
-    from fastps.kernels.arena import Histograms
+    pass
 
 logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
     """Wraps a torch optimizer; its arithmetic then runs in the fold, on what all workers push.
 
     Usage, the same script alone, under `fastps run -n 4` and under torchrun:
@@ -61,8 +61,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
     as dropped; with "bsp" the result is that of one process with the batches of all workers together.
-    Three limits: parameters are float32 and dense; weights change only in `step()`; writing to them elsewhere is
-    refused by name at the next `step()`; under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
+    Three limits: parameters are float32 and dense; weights change only in `step()`, and writing to them elsewhere is refused by
+    name at the next one, unless by `.data`, which torch does not count and all workers read (`shown_weights` is for evaluating
+    others; load others after `close()`); under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
     after `step()`, for its memory is being read by others.
 
     Args:
@@ -142,6 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = chosen_server(server)
         layout = self._layout(model, policy, faults, pushed)
+        torch_join.check_apart(self._tensors, layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
         resumed = torch_join.resumed_from(resume, layout, model, self.param_groups)
@@ -442,43 +444,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""
         return buffers_of(self._model)
 
-    def histograms(self) -> "list[Histograms]":
-        """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
-        return [self._store.arena.histograms(shard) for shard in range(self._store.arena.shards)]
-
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Inside, the parameters are the moving average of the weights, for evaluation; without `ema` they stay as they are.
-
-        theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
-        """
-        if not self._store.layout.policy.ema:
-            yield
-            return
-        with shown(self._tensors, torch_state.averages(self._worker, self._tensor_views)):
-            yield
-
     @property
     def batch_size(self) -> int:
         """The batch for the next step: the grant's where it carries one (R2SP's tuning), else the one given at wrapping."""
         return self._worker.batch_size or self._batch_size
-
-    def statistics(self) -> list[WorkerStatistics]:
-        """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
-        return statistics_of(self._store.arena)
-
-    def average_buffers(self) -> None:
-        """Publish this model's buffers, and give it the average of all that were published: for evaluation.
-
-        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`. Call it on every worker.
-        """
-        self._worker.hold_turns()
-        try:
-            self._buffers.publish(self._store.extra_view(self._worker.rank))
-            views = [self._store.extra_view(lane) for lane in range(self._store.layout.lanes)]
-            self._buffers.average(views)
-        finally:
-            self._worker.release_turns(False)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -502,6 +471,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         if self._checkpointing is not None:
             self._checkpointing.close(failed=failure is not None)
+        if self._has_begun and (changed := self._weights.changed()) >= 0:
+            logger.warning(
+                "parameter %r was written to after the last step(): other workers read the same memory; close() first",
+                self._name(changed),
+            )
         for hook in self._hooks:
             hook.remove()
         self._weights.show_copies()

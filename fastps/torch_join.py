@@ -48,6 +48,17 @@ def check_model(model: torch.nn.Module | None) -> None:
         )
 
 
+def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
+    """Raises UnsupportedError for two parameters that are one memory: each gets memory of its own here."""
+    first: dict[int, str] = {}
+    for tensor, parameter in zip(tensors, layout.parameters, strict=True):
+        if tensor.numel() and (other := first.setdefault(tensor.data_ptr(), parameter.name)) != parameter.name:
+            raise UnsupportedError(
+                f"parameters {other!r} and {parameter.name!r} share memory: expected tied weights to be one Parameter"
+                " (a.weight = b.weight)"
+            )
+
+
 def check_may_move(has_checkpoints: bool, faults: FaultPolicy) -> None:
     """Raises UsageError where the arena has to stay, which with sync="auto" it does not."""
     if has_checkpoints or faults.continues:

@@ -1,9 +1,12 @@
 """Checkpoints: what is saved comes back bit for bit, while others work; damaged and foreign ones are refused by name."""
 
+import contextlib
+import io
 import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 import fastps
 from fastps.checkpoint import JSON_FILE, TENSORS_FILE
+from fastps.job_options import JobOptions
+from fastps.launch import Launcher
 from tests import processes
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
@@ -311,3 +316,20 @@ def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path)
         optimizer._checkpointing.close()
         assert (optimizer._checkpointing.written, optimizer._checkpointing.failures) == (0, 2)
         assert optimizer.version == 5
+
+
+def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
+    example = Path(__file__).parents[1] / "examples" / "resume.py"
+
+    def run(steps: int, **options: Any) -> list[str]:
+        command = [sys.executable, str(example), str(steps)]
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            outcome = Launcher(command, 2, options=JobOptions(**options)).run()
+        assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+        return sorted(output.getvalue().splitlines())
+
+    whole = run(60)
+    run(45, checkpoint=str(tmp_path), every=20)
+    resumed = run(60, resume=str(tmp_path))
+    assert resumed == sorted([*whole, *(f"[{rank}] worker {rank} goes on at step 40, version 40" for rank in range(2))])

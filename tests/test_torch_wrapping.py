@@ -2,7 +2,9 @@
 
 import copy
 import mmap
+import multiprocessing
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -131,3 +133,64 @@ def test_a_worker_that_is_done_gives_up_those_that_never_come(
     with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=0.3) as optimizer:
         _train(model, optimizer, range(3))
     assert "waited 0.3 s for workers of the start that never came" in caplog.text
+
+
+def test_parameters_that_share_memory_are_refused_by_name() -> None:
+    first, second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    second.weight.data = first.weight.data
+    with pytest.raises(fastps.UnsupportedError, match="share memory: expected tied weights to be one Parameter"):
+        fastps.DistributedOptimizer(torch.optim.SGD([first.weight, second.weight], lr=0.1))
+
+
+def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        _train(model, optimizer, range(2))
+        before = [parameter.clone() for parameter in model.parameters()]
+        with optimizer.shown_weights(torch.zeros_like(parameter) for parameter in model.parameters()):
+            assert all(not parameter.any() for parameter in model.parameters())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        _train(model, optimizer, range(2, 3))
+
+
+def test_weights_that_are_written_to_after_the_last_step_are_told_of_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        _train(model, optimizer, range(2))
+        model.load_state_dict(model.state_dict())
+    assert "parameter 'weight' was written to after the last step()" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "exit"])
+def test_a_child_that_multiprocessing_made_leaves_when_it_ends(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("FASTPS_JOB", f"child-{os.getpid()}-{ending}")
+    child = multiprocessing.get_context("fork").Process(target=_end_without_closing, args=(ending,))
+    child.start()
+    monkeypatch.setenv("RANK", "0")
+    model, inner = _fresh(MAKERS["momentum"])
+    try:
+        with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=20) as optimizer:
+            optimizer.wait_for_start()
+            child.join()
+            if ending == "return":
+                _train(model, optimizer, range(3))
+            else:
+                what = "RuntimeError: the disk is full" if ending == "raise" else "SystemExit: 3"
+                with pytest.raises(fastps.WorkerDiedError, match=f"worker 1 .* failed: {what}"):
+                    time.sleep(0.06)  # beyond the time between two looks
+                    _train(model, optimizer, range(3))
+    finally:
+        child.join()
+
+
+def _end_without_closing(ending: str) -> None:
+    os.environ["RANK"] = "1"
+    model, inner = _fresh(MAKERS["momentum"])
+    optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=20)
+    optimizer.wait_for_start()
+    _train(model, optimizer, range(1))
+    if ending == "raise":
+        raise RuntimeError("the disk is full")
+    if ending == "exit":
+        sys.exit(3)

@@ -1,0 +1,35 @@
+"""A script of your own that can be stopped, resumed and have its workers replaced: it begins where the job is, not at 0.
+
+fastps run -n 2 --checkpoint runs/a --every 50 examples/resume.py 120
+fastps run -n 2 --resume runs/a examples/resume.py 200
+"""
+
+import sys
+
+import torch
+
+import fastps
+
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+
+begun = optimizer.worker.steps  # 0; or the steps of the checkpoint, or of the slowest of those whom a replacement joins
+if begun:
+    print(f"worker {fastps.rank()} goes on at step {begun}, version {optimizer.version}")
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.5, last_epoch=begun - 1 if begun else -1)
+
+for step in range(begun, steps):
+    # What a step reads follows from its number, so that a resumed one reads what it would have read.
+    order = torch.Generator().manual_seed(step * fastps.world_size() + fastps.rank())
+    inputs = torch.randn(32, 8, generator=order)
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+
+optimizer.close()  # from here on the parameters are this worker's own
+total = sum(parameter.double().abs().sum().item() for parameter in model.parameters())
+print(f"worker {fastps.rank()}: loss {loss.item():.6f}, weights {total:.12f}")

@@ -1,0 +1,75 @@
+"""What a wrapped optimizer shows between steps: counters, and other weights and buffers for an evaluation.
+
+Refuses to change anything that other workers see, but for what `average_buffers` publishes.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastps import torch_state
+from fastps.model_buffers import ModelBuffers
+from fastps.statistics import WorkerStatistics, statistics_of
+from fastps.store import Store
+from fastps.torch_weights import shown
+from fastps.worker import Worker
+
+if TYPE_CHECKING:
+    from fastps.kernels.arena import Histograms
+
+
+class Evaluation:
+    """The part of a DistributedOptimizer that is for looking and evaluating."""
+
+    _worker: Worker
+    _store: Store
+    _tensors: list[Any]
+    _buffers: ModelBuffers
+
+    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over flat views of the arena, one a parameter."""
+        raise NotImplementedError
+
+    def statistics(self) -> list[WorkerStatistics]:
+        """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
+        return statistics_of(self._store.arena)
+
+    def histograms(self) -> "list[Histograms]":
+        """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
+        return [self._store.arena.histograms(shard) for shard in range(self._store.arena.shards)]
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the parameters are the moving average of the weights, for evaluation; without `ema` they stay as they are.
+
+        theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
+        """
+        if not self._store.layout.policy.ema:
+            yield
+            return
+        with shown(self._tensors, torch_state.averages(self._worker, self._tensor_views)):
+            yield
+
+    def average_buffers(self) -> None:
+        """Publish this model's buffers, and give it the average of all that were published: for evaluation.
+
+        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`. Call it on every worker.
+        """
+        self._worker.hold_turns()
+        try:
+            self._buffers.publish(self._store.extra_view(self._worker.rank))
+            views = [self._store.extra_view(lane) for lane in range(self._store.layout.lanes)]
+            self._buffers.average(views)
+        finally:
+            self._worker.release_turns(False)
+
+    @contextlib.contextmanager
+    def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, the parameters are these tensors, one each in the order of the param_groups: the best so far, an average.
+
+        For evaluation: to write such weights into the parameters would write into what the other workers read.
+        """
+        with shown(self._tensors, list(values)):
+            yield
