@@ -59,18 +59,25 @@ Server = Annotated[
     str,
     typer.Option(
         metavar="workers|process",
-        help="Who takes the turns: the workers that wait, or a process of its own. Default: workers, or what the script says.",
+        help="Who takes the turns, waiting workers or a process of its own, for scripts that do not say. Default: workers.",
         show_default=False,
     ),
 ]
 Restarts = Annotated[int, typer.Option(help="Replace so many lost workers, in all; the job goes on meanwhile.")]
 OnWorkerLoss = Annotated[
     str,
-    typer.Option(help="What the others do when a worker is lost: stop or continue. Default: stop; with --restarts continue."),
+    typer.Option(
+        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
+        " --restarts continue."
+    ),
 ]
 NonFinite = Annotated[
     str,
-    typer.Option("--nonfinite", help="A push with Inf or NaN: reject, raise or allow. Default: reject.", show_default=False),
+    typer.Option(
+        "--nonfinite",
+        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
+        show_default=False,
+    ),
 ]
 MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time; 0: as many as at the start.")]
 CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
