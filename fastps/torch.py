@@ -214,7 +214,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             buffers = [0] * store.arena.shards
             torch_state.write(store, buffers, partial(shaped_tensors, layout), self._rule, self._entries())
 
-        return torch_join.join(layout, self._tensors, self._hypers(), to, write_state)
+        return torch_join.join(layout, self._tensors, self._hypers(), to, write_state if any(self._entries()) else None)
 
     def _entries(self) -> list[dict[str, Any]]:
         """Each parameter's entry of the torch optimizer's state, empty where it has none."""
