@@ -161,6 +161,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             for index, tensor in enumerate(self._tensors)
             if tensor.requires_grad
         ]
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse_load))
         self._in_no_sync = False
         self._has_begun = False
         self._batch_size = batch_size
@@ -250,7 +251,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
         where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
         """
-        if self._worker.lane.awaits:
+        if self._gradients.is_apart:
             self._worker.advance()
         self._gradients.expose(self._worker.lane.slot)
 
@@ -290,7 +291,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
         worker.check_usable()
-        if worker.lane.awaits:
+        if gradients.is_apart:
             worker.advance()  # the step before, whose wait was left by an error
         if (changed := self._weights.changed()) >= 0:
             self._refuse_write(changed)
@@ -304,11 +305,6 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             scale *= gradients.clip_factor(worker.lane.slot, self._clip, scale)
         if warm_up is not None and worker.steps + 1 == warm_up.steps:
             warm_up.publish()
-        if self._inner.param_groups is not self.param_groups:
-            raise UsageError(
-                "load_state_dict() of the torch optimizer after it was wrapped changes nothing in the job: load it before, or"
-                " load into the DistributedOptimizer before the first step"
-            )
         hypers = self._hypers_read.of(self.param_groups)
         try:
             worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
@@ -496,3 +492,11 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
     def _name(self, index: int) -> str:
         parameter: Parameter = self._store.layout.parameters[index]
         return parameter.name
+
+
+def _refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """For the wrapped optimizer, until `close`."""
+    raise UsageError(
+        "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
+        " DistributedOptimizer before the first step"
+    )

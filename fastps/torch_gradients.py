@@ -19,6 +19,10 @@ class Gradients:
     """The gradients of `tensors`, whose `name(index)` is for errors, in `slots`: for each slot, a tensor a parameter.
 
     `keeps`: whether a slot may still be read after its push, since its worker waits for the fold.
+
+    Attributes:
+        present: the parameters that have a gradient in the slot.
+        is_apart: whether the last push may still have to be read although its step was left by an error; see `part`.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class Gradients:
         self.slots = slots
         self.present: set[int] = set()  # replaced where it shrinks, for it may be `_everything` itself
         self._keeps = keeps
-        self._is_apart = False
+        self.is_apart = False
         self._name = name
         self._everything = set(range(len(tensors)))
         self._presences: dict[frozenset[int], bytes] = {}
@@ -49,7 +53,7 @@ class Gradients:
         view = self.slots[slot][index]
         if gradient is view:
             self.present.add(index)
-        elif gradient is not None and not self._is_apart:
+        elif gradient is not None and not self.is_apart:
             self.check(index, gradient)
             view.copy_(gradient)
             tensor.grad = view
@@ -75,7 +79,7 @@ class Gradients:
             self._loops.drop_gradients()
             return
         for index, tensor in enumerate(self.tensors):
-            if tensor.grad is not None and self._is_apart:
+            if tensor.grad is not None and self.is_apart:
                 tensor.grad.zero_()
             elif tensor.grad is not None:
                 tensor.grad = self.slots[slot][index].zero_()
@@ -92,7 +96,7 @@ class Gradients:
 
         Returns the bitmap of the parameters that have a gradient; None: all.
         """
-        self._is_apart = False
+        self.is_apart = False
         if self._loops.other_gradient(self._prepared[slot]) < 0:
             self.present = self._everything
             return None
@@ -144,7 +148,7 @@ class Gradients:
         """The slot may still have to be read, and its worker goes on: p.grad is no slot any more until the next `adopt`."""
         self.release()
         self.keep()
-        self._is_apart = True
+        self.is_apart = True
 
     def keep(self) -> None:
         """At the end: a p.grad that is a slot becomes a copy of its own."""
@@ -173,7 +177,7 @@ class HalfGradients(Gradients):
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
         """For the hook: autograd has just accumulated into `p.grad`; put what that rounds to into the slot."""
         gradient = tensor.grad
-        if gradient is not None and not self._is_apart:
+        if gradient is not None and not self.is_apart:
             self.check(index, gradient)
             self._put_into(slot, index, gradient)
 
@@ -198,7 +202,7 @@ class HalfGradients(Gradients):
 
     def adopt(self, slot: int) -> bytes | None:
         """Put what was changed or set since the hook; what has no gradient now is not pushed."""
-        self._is_apart = False
+        self.is_apart = False
         for index, tensor in enumerate(self.tensors):
             gradient, put = tensor.grad, self._put[index]
             if gradient is None:

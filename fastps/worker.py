@@ -21,7 +21,7 @@ from fastps.checkpoint import PinnedVersion
 from fastps.errors import Error, UsageError, damaged
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.kernels.turn import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
-from fastps.kernels.worker_lane import FULL
+from fastps.kernels.worker_lane import EARLY, FULL
 from fastps.late_responses import LateResponses
 from fastps.membership import Membership
 from fastps.rules import Hyper
@@ -130,8 +130,6 @@ class Worker(TurnTaker):
         Where the step before still waits to be granted, for its `advance` was left by an error, that comes first.
         """
         self.check_usable()
-        if self.lane.awaits:
-            self.advance()
         if self._policy.overlap:
             self._start_background()
         if self._needs_samples and samples < 1:
@@ -147,13 +145,20 @@ class Worker(TurnTaker):
         if self._pushes_itself and self.recorder is None and not self._has_transfers:
             outcome = lane.push(now_ns, scale, samples, null)
             if outcome != DONE and outcome != BUSY:
-                self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
+                self._push_late(outcome, scale, samples, null)
         else:
             self._push_on_its_way(now_ns, scale, samples, null)
         if self.delays is not None:
             self._responses.draw(lane.steps)
         if now_ns - self._looked_ns > config.LIVENESS_NS:
             self._look(now_ns)
+
+    def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
+        """See to what came of a push: its turn, a step that has to be waited for first, or a full ring."""
+        if outcome == EARLY:
+            self.advance()
+            outcome = self.lane.push(self._clock.now_ns(), scale, samples, null)
+        self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
 
     def _push_once_there_is_room(self, scale: float, samples: int, null: bool) -> int:
         """Push where the ring was full: that was time waited, not computed."""
@@ -169,6 +174,8 @@ class Worker(TurnTaker):
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
         """The same where a transfer takes time, another thread delivers, a server is called, or the step is recorded."""
+        if self.lane.awaits:
+            self.advance()
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
         step, slot, version = self.lane.begin_push(now_ns, samples, null)
         if recorder is not None:

@@ -2,6 +2,7 @@ from fastps.kernels.arena import Arena
 from fastps.kernels.turn import Lane
 
 FULL: int
+EARLY: int
 
 class WorkerLane(Lane):
     steps: int

@@ -13,9 +13,12 @@ from fastps.kernels.lane cimport FPS_NULL, FPS_PUSH
 from fastps.kernels.turn cimport Lane
 
 cdef enum:
-    PUSH_FULL = 64  # none of the outcomes of a turn
+    # None of the outcomes of a turn.
+    PUSH_FULL = 64
+    PUSH_EARLY = 65
 
-FULL = PUSH_FULL  # the ring has no room for another descriptor; nothing was done
+FULL = PUSH_FULL    # the ring has no room for another descriptor; nothing was done
+EARLY = PUSH_EARLY  # the push before still `awaits` its grant; nothing was done
 
 
 cdef class WorkerLane(Lane):
@@ -65,7 +68,7 @@ cdef class WorkerLane(Lane):
     def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
         """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's turn.
 
-        Returns what `try_turn` does, or FULL. Releases the GIL.
+        Returns what `try_turn` does, FULL or EARLY. Releases the GIL.
         """
         cdef int outcome
         with nogil:
@@ -74,6 +77,8 @@ cdef class WorkerLane(Lane):
 
     cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil:
         cdef int kind = FPS_NULL if null else FPS_PUSH
+        if self.awaits:
+            return PUSH_EARLY
         if not null:
             self._set_versions(self.slot)
         if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):

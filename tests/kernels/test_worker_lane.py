@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.kernels import turn
-from fastps.kernels.worker_lane import FULL, WorkerLane
+from fastps.kernels.worker_lane import EARLY, FULL, WorkerLane
 from tests.kernels.test_turn import ASP, BSP, FLOATS, Job
 
 RING_SIZE = 8  # Job's
@@ -79,6 +79,9 @@ def test_a_full_ring_is_told_and_nothing_is_done() -> None:
     assert job.lanes[1].hold()
     for now_ns in range(RING_SIZE):
         assert steps.lane.push(now_ns, 1.0, 1, True) == turn.BUSY
+        before = steps.tally()
+        assert (steps.lane.push(now_ns, 1.0, 1, True), steps.tally()) == (EARLY, before), "its step has not begun"
+        assert steps.lane.advance(now_ns, True)
     before = steps.tally()
     assert steps.lane.push(99, 1.0, 1, True) == FULL
     assert (steps.tally(), steps.lane.posted()) == (before, RING_SIZE)
