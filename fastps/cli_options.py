@@ -50,7 +50,8 @@ PullDelay = Annotated[
 WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
 Save = Annotated[Path | None, typer.Option(callback=_checked, help="Write the final weights into this file (.npz).")]
 TraceFile = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Record the run, for fastps trace and fastps advise.")
+    Path | None,
+    typer.Option("--trace", metavar="FILE", callback=_checked, help="Record the run, for fastps trace and fastps advise."),
 ]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")

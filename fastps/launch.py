@@ -192,8 +192,6 @@ class Launcher:
             raise UsageError(f"expected at most {MAX_LANES} workers, found {workers}: use a smaller -n")
         if 0 < options.max_workers < workers:
             raise UsageError(f"--max-workers: expected {workers} or more, the number of workers, found {options.max_workers}")
-        if trace is not None and not trace.resolve().parent.is_dir():
-            raise UsageError(f"--trace {trace}: expected a file in a folder that exists")
         self.job = job or secrets.token_hex(8)
         if trace is not None and options.restarts:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")

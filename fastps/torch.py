@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -38,9 +38,6 @@ from fastps.torch_join import Joining
 from fastps.torch_rules import Hypers, rows_of, rule_of
 from fastps.torch_weights import Weights, shaped_tensors
 from fastps.worker import Worker
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("fastps.torch")
 _instances = itertools.count()
