@@ -6,7 +6,6 @@ ended.
 
 import errno
 import fcntl
-import mmap
 import os
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 
 from fastps import memory_nodes
 from fastps.errors import ArenaError
+from fastps.kernels.mapping import SharedMapping
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CGROUP = Path("/sys/fs/cgroup")
@@ -44,7 +44,7 @@ def create(size: int, what: str) -> int:
     return descriptor
 
 
-def map_shared(descriptor: int, *, writable: bool = True) -> mmap.mmap:
+def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:
     """Map a whole arena after checking that nobody can shrink it. Raises ArenaError."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -53,13 +53,12 @@ def map_shared(descriptor: int, *, writable: bool = True) -> mmap.mmap:
     if seals & _SEALS != _SEALS:
         raise ArenaError("expected a sealed arena, found memory that its owner could shrink; it is not from fastps")
     size = os.fstat(descriptor).st_size
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, protection)
+        memory = SharedMapping(descriptor, writable)
     except (OSError, ValueError) as error:
         raise ArenaError(f"the arena of {_shown(size)} cannot be mapped: {error}") from error
     # A process that crashes is known to have ended only once its core is written: not with all of the arena in it.
-    memory.madvise(mmap.MADV_DONTDUMP)
+    memory.leave_out_of_dumps()
     return memory
 
 

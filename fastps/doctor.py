@@ -106,7 +106,7 @@ def _make_arena() -> str:
     size = 1 << 20
     descriptor = memory_of.create(size, "a check")
     try:
-        memory_of.map_shared(descriptor).close()
+        memory_of.map_shared(descriptor)
     finally:
         os.close(descriptor)
     return f"{shown_bytes(size)} were made, sealed and mapped"

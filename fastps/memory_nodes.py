@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastps.kernels import memory_nodes
+from fastps.kernels.mapping import SharedMapping
 
 logger = logging.getLogger("fastps.memory_nodes")
 _NODES = Path("/sys/devices/system/node")
@@ -61,7 +62,7 @@ def spread(descriptor: int, size: int, nodes: Sequence[int] | None = None) -> bo
     return True
 
 
-def bring_slots(memory: mmap.mmap, offset: int, length: int) -> bool:
+def bring_slots(memory: SharedMapping, offset: int, length: int) -> bool:
     """Move a worker's slots to its node, if it is bound to one of several; True if that was done. Called by the worker."""
     own = nodes_of(os.sched_getaffinity(0))
     if len(own) != 1 or own == nodes_of(set(range(os.cpu_count() or 1))):

@@ -8,7 +8,6 @@ kernels/turn.pyx), or by the server.
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from fastps.faults import FaultPolicy
 from fastps.kernels import arena as words
 from fastps.kernels import arena_plan
 from fastps.kernels.arena_format import format_memory
+from fastps.kernels.mapping import SharedMapping
 from fastps.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
 from fastps.policy import Policy
 from fastps.rules import Hyper, Update, write_initial_state
@@ -60,7 +60,7 @@ class Store:
     def __init__(
         self,
         descriptor: int,
-        memory: mmap.mmap,
+        memory: SharedMapping,
         layout: Layout,
         job: str,
         timeout_s: float,

@@ -210,7 +210,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         def write_state(store: Store) -> None:
             """What the optimizer has when it is wrapped (loaded from a checkpoint, say) is what the job begins with."""
             buffers = [0] * store.arena.shards
-            torch_state.write(store, buffers, partial(shaped_tensors, layout), self._rule, self._entries())
+            torch_state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
 
         return torch_join.join(layout, self._tensors, self._hypers(), to, write_state if any(self._entries()) else None)
 
@@ -219,14 +219,15 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        return shaped_tensors(self._store.layout, views)
+        return shaped_tensors(self._store, views)
 
     def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
         """Tensors over a slot of this worker's lane."""
-        views = self._store.gradient_views(self._worker.rank, slot)
-        if self._push_dtype == torch.float32:
-            return self._tensor_views(views)
-        return [tensor.view(self._push_dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
+        return self._slot_views(self._store.gradient_views(self._worker.rank, slot))
+
+    def _slot_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over flat views of a slot, one a parameter, of the layout's type of gradients."""
+        return shaped_tensors(self._store, views, self._store.layout.gradient_type)
 
     # -- gradients ---------------------------------------------------------------------------------
 

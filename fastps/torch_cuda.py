@@ -201,6 +201,11 @@ class DeviceOptimizer(DistributedOptimizer):
             for view, parameter in zip(views, self._store.layout.parameters, strict=True)
         ]
 
+    def _slot_views(self, views: list[Any]) -> list[torch.Tensor]:
+        if self._push_dtype == torch.float32:
+            return self._tensor_views(views)
+        return [tensor.view(self._push_dtype) for tensor in self._tensor_views([view.view("int16") for view in views])]
+
 
 def _runtime() -> Any:
     """The CUDA runtime as torch gives it: what it has of page-locking."""

@@ -8,9 +8,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from fastps.layout import Layout
 from fastps.store import Store
 from fastps.tensor_loops import tensor_loops
 
@@ -66,11 +67,15 @@ class Weights:
         self._shard_loops.clear()
 
 
-def shaped_tensors(layout: Layout, views: Sequence[Any]) -> list[torch.Tensor]:
-    """Tensors over flat views of the arena, each with a storage of its own exact size and the parameter's strides."""
+def shaped_tensors(store: Store, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
+    """Tensors over flat views of the store's memory, each with a storage of its own exact size and the parameter's strides.
+
+    `dtype` names the type of the tensors, which for bfloat16 NumPy lacks. The memory stays mapped as long as one of them lives.
+    """
+    begin = np.frombuffer(store.memory, np.uint8).ctypes.data
     return [
-        torch.from_numpy(view).as_strided(parameter.shape, parameter.stride)
-        for view, parameter in zip(views, layout.parameters, strict=True)
+        torch.utils.dlpack.from_dlpack(store.memory.tensor(view.ctypes.data - begin, parameter.shape, parameter.stride, dtype))
+        for view, parameter in zip(views, store.layout.parameters, strict=True)
     ]
 
 

@@ -15,6 +15,7 @@
  *   [WORK]    work.ticket   holder   -> helpers    publishes a fold in the making; a claim takes one chunk of it
  *   [HELP]    lane.helping  helper   -> holder     publishes that chunks may be in this lane's hands; 0: and what it wrote
  *   [CHUNK]   work.done     helper   -> holder     publishes a chunk's results; one that is missing is folded again
+ *   [USERS]   mapping.users user     -> last user  publishes that a view or tensor of this process's mapping is used no more
  *
  * Two places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the holder flips commit and later reads the pins.
@@ -235,6 +236,12 @@ static inline void fps_yield(void) {
     FPS_HOOK_INSTEAD(yield);
     sched_yield();
 }
+
+/* -- [USERS]: within one process, so no hook --------------------------------------------------------------------------- */
+/* Publishes nothing: whoever adds a user is one already. */
+static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1, __ATOMIC_RELAXED); }
+/* Publishes to the last user: all that this one did with the memory. Returns whether this was the last, which acquires it. */
+static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
 
 /* -- counters that are only looked at, never acted upon ---------------------------------------------------------------- */
 static inline void fps_counter_set(int64_t *counter, int64_t value) {

@@ -68,7 +68,7 @@ def _interrupted_worker(store: fastps.Store, rank: int, clock: Interrupting) -> 
 
 def _set_helping(store: fastps.Store, lane: int, word: int) -> None:
     """Let a lane say that it helps with shard 0's fold, as one says that is stopped there; 0: that it does not."""
-    header = header_of(bytes(store.memory[:4096]))
+    header = header_of(bytes(memoryview(store.memory)[:4096]))
     struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + 132, word)
 
 

@@ -163,7 +163,7 @@ class Walls:
         self._mapped.clear()
 
     def _map(self, descriptor: int, *, writable: bool = True) -> Any:
-        self._map_shared(descriptor, writable=writable).close()  # its checks
+        self._map_shared(descriptor, writable=writable)  # its checks
         size = os.fstat(descriptor).st_size
         length = 2 * _WALL_BYTES + -(-size // _PAGE) * _PAGE
         address = _libc.mmap(None, length, _NOBODY, _ANONYMOUS | _NO_RESERVE, -1, 0)

@@ -1,0 +1,174 @@
+"""How a process ends after its training: with the exit code that plain torch gives, whatever tensors outlive the interpreter.
+
+Torch frees tensors from thread-local destructors, after Python has ended: a backward that raised leaves such tensors behind.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# One process imports torch; each repeat of a case is a fork of it, which trains, and ends as the case says.
+_PROGRAM = """
+import atexit, gc, json, os, sys, threading
+import torch
+import torch._dynamo  # torch imports it with the first optimizer, so every fork would again
+import fastps
+
+cases = json.loads(sys.argv[1])
+codes = {name: [] for name in cases}
+gc.freeze()  # a fork need not look through what was imported
+for name, repeat in [(name, repeat) for repeat in range(int(sys.argv[2])) for name in cases]:
+    child = os.fork()
+    if child == 0:
+        break
+    codes[name].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(json.dumps(codes))
+    sys.exit()
+os.close(2)
+os.open("/dev/null", os.O_WRONLY)
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(context, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("a backward that raises")
+
+
+class Branches(torch.nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.tables = torch.nn.ModuleList(torch.nn.EmbeddingBag(50, 16, sparse=sparse, mode="sum") for _ in range(4))
+        self.bottom = torch.nn.Sequential(torch.nn.Linear(13, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16), torch.nn.ReLU())
+        self.top = torch.nn.Sequential(torch.nn.Linear(80, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+        self.between = lambda features: features
+
+    def forward(self, dense):
+        looked_up = [table(torch.zeros(8, 3, dtype=torch.long)) for table in self.tables]
+        return self.top(self.between(torch.cat([self.bottom(dense), *looked_up], 1))).sum()
+
+
+def wrapped(model):
+    return fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def train(model, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(8, 13)).backward()
+        optimizer.step()
+
+
+def fail(error):
+    raise error
+
+
+model = Branches()
+exec(cases[name], globals())
+"""
+
+CASES = {
+    "raising hook": (
+        1,
+        """
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        model.tables[3].weight.register_hook(lambda gradient: fail(RuntimeError("a hook that raises")))
+        train(model, optimizer)
+        """,
+    ),
+    "raising forward": (
+        1,
+        """
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        model.between = lambda features: fail(RuntimeError("a forward that raises"))
+        train(model, optimizer)
+        """,
+    ),
+    "raising backward": (
+        1,
+        """
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        model.tables[3].register_forward_hook(lambda module, arguments, result: Raising.apply(result))
+        train(model, optimizer)
+        """,
+    ),
+    "sparse gradient in the first backward": (
+        1,
+        """
+        optimizer = wrapped(model)
+        for table in model.tables:
+            table.sparse = True
+        train(model, optimizer)
+        """,
+    ),
+    "os._exit": (
+        7,
+        """
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        model.tables[3].weight.register_hook(lambda gradient: os._exit(7))
+        train(model, optimizer)
+        """,
+    ),
+    "daemon thread that holds a graph": (
+        0,
+        """
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        held = threading.local()
+        begun = threading.Event()
+        def hold():
+            held.loss = model(torch.ones(8, 13))
+            begun.set()
+            threading.Event().wait()
+        threading.Thread(target=hold, daemon=True).start()
+        begun.wait()
+        """,
+    ),
+    "atexit that uses the model": (
+        0,
+        """
+        atexit.register(lambda: model(torch.ones(8, 13)).backward())
+        optimizer = wrapped(model)
+        train(model, optimizer)
+        atexit.register(lambda: model(torch.ones(8, 13)).backward())
+        """,
+    ),
+}
+
+
+def _exit_codes(loops: str, repeats: int) -> dict[str, list[int]]:
+    cases = {name: textwrap.dedent(program) for name, (_, program) in CASES.items()}
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps(cases), str(repeats)],
+        env={**os.environ, "FASTPS_TENSOR_LOOPS": loops, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    codes: dict[str, list[int]] = json.loads(ended.stdout)
+    return codes
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+def test_process_ends_with_the_exit_code_of_plain_torch(loops: str) -> None:
+    assert _exit_codes(loops, 1) == {name: [code] for name, (code, _) in CASES.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+def test_process_ends_so_fifty_times_in_fifty(loops: str) -> None:
+    assert _exit_codes(loops, 50) == {name: [code] * 50 for name, (code, _) in CASES.items()}
