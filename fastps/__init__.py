@@ -33,6 +33,7 @@ from fastps.errors import (
 from fastps.policy import Policy
 from fastps.recording import trace
 from fastps.rules import SGD, Adagrad, Adam, RMSProp
+from fastps.spawned import spawn
 from fastps.specs import parse_policies, parse_policy
 from fastps.statistics import Look, Observer, ShardStatistics, WorkerStatistics, observe
 from fastps.store import Store
@@ -97,6 +98,7 @@ __all__ = [
     "rank",
     "rule",
     "save",
+    "spawn",
     "trace",
     "world_size",
 ]

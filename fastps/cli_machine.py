@@ -41,6 +41,12 @@ GPUS_HELP = (
     " shards lie on it, else in host memory (FASTPS_PLACEMENT=host|device)."
 )
 
+ENV_HELP = (
+    "What tells a worker its number: fastps (FASTPS_RANK and FASTPS_WORKERS only, so that Accelerate, Lightning and the Trainer"
+    " start no process group beside it), torchrun (RANK, WORLD_SIZE and the rest, too), or auto: torchrun where the script's"
+    " own text names RANK, WORLD_SIZE or init_process_group."
+)
+
 commands = typer.Typer()
 
 
@@ -57,6 +63,7 @@ def run(
     sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " For scripts that do not choose one. Default: bsp.")] = None,
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -72,8 +79,8 @@ def run(
 ) -> None:
     """Run a training script in several workers.
 
-    Each gets torchrun's environment variables. When a worker fails, the first failure is reported and the others are ended;
-    with --restarts it is replaced, and the others go on.
+    Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
+    reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
     from fastps.launch import Launcher
     from fastps.report import chaos_text, failure_panel, write_json
@@ -87,7 +94,7 @@ def run(
         raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
     command = [sys.executable, *(["-m"] if module else []), *arguments]
     spec = policy.spec if policy is not None else None
-    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), trace=trace).run()
+    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), env=env, trace=trace).run()
     if outcome.faults is not None:
         Console(stderr=True).print(chaos_text(outcome.faults.row()))
     if outcome.first_failure is not None:

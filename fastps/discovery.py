@@ -28,11 +28,18 @@ def listening() -> dict[str, set[rendezvous.Place]]:
 
 def arenas_of(job: str) -> list[str]:
     """The names of a launched job's arenas that are there: its script's first optimizer has the job's name, the next JOB.1."""
+    return [job if instance == 0 else f"{job}.{instance}" for instance in instances_of(job)]
+
+
+def instances_of(job: str) -> list[int]:
+    """The numbers of a launched job's arenas that are there, 0 for JOB, 1 for JOB.1."""
     found = []
     for name in listening():
         first, _, number = name.rpartition(".")
-        if name == job or (first == job and number.isdecimal()):
-            found.append(name)
+        if name == job:
+            found.append(0)
+        elif first == job and number.isdecimal():
+            found.append(int(number))
     return found
 
 

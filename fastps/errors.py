@@ -4,11 +4,29 @@ Each message is one sentence: what was expected, what was found, what to do. Ref
 is decided where it happens.
 """
 
+from typing import Any
+
 from fastps.kernels import turn
 
 
 class Error(Exception):
-    """Base of all named errors of fastps; its text is meant for people."""
+    """Base of all named errors of fastps; its text is meant for people. Survives pickle and copy, with its attributes.
+
+    >>> import copy, pickle
+    >>> pickle.loads(pickle.dumps(WorkerDiedError("worker 3 died", 3))).worker
+    3
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[Error], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
+    """An error without its constructor, which may take more than its arguments."""
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(attributes)
+    return error
 
 
 class PolicyError(Error, ValueError):

@@ -13,13 +13,17 @@ from types import TracebackType
 from typing import Any
 
 _closers: dict[int, Callable[[str | None], None]] = {}
+_finishers: dict[int, Callable[[], None]] = {}
 _failure: list[str] = []
 _installed: list[Any] = []
 _finalized_in: list[int] = []
 
 
-def register(owner: object, close: Callable[[str | None], None]) -> None:
-    """Call `close(failure)` at exit unless `forget(owner)` came first; failure is one line, or None."""
+def register(owner: object, close: Callable[[str | None], None], finish: Callable[[], None] | None = None) -> None:
+    """Call `close(failure)` at exit unless `forget(owner)` came first; failure is one line, or None.
+
+    `finish` waits for the other workers and takes their last results; see `close_all`.
+    """
     if not _installed:
         _installed.append(sys.excepthook)
         sys.excepthook = _note_failure
@@ -28,11 +32,14 @@ def register(owner: object, close: Callable[[str | None], None]) -> None:
         _finalized_in.append(os.getpid())
         util.Finalize(None, _close_all, exitpriority=0)
     _closers[id(owner)] = close
+    if finish is not None:
+        _finishers[id(owner)] = finish
 
 
 def forget(owner: object) -> None:
     """The owner was closed."""
     _closers.pop(id(owner), None)
+    _finishers.pop(id(owner), None)
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -40,10 +47,17 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
     _installed[0](kind, error, trace)
 
 
-def _close_all() -> None:
-    failure = _failure[0] if _failure else _failure_on_its_way()
+def close_all(failure: str | None = None, *, finish: bool = False) -> None:
+    """Close what is open before the process ends; with `finish` what every other worker did is taken first."""
+    if finish:
+        for wait in list(_finishers.values()):
+            wait()
     for close in list(_closers.values()):
         close(failure)
+
+
+def _close_all() -> None:
+    close_all(_failure[0] if _failure else _failure_on_its_way())
 
 
 def _failure_on_its_way() -> str | None:

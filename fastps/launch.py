@@ -1,6 +1,6 @@
 """The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
 
-Sets torchrun's environment variables, so that a script needs to know only one set. The first worker that fails is the root
+The first worker that fails is the root
 cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
 worker is replaced, by a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
 """
@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -23,13 +23,12 @@ from typing import IO, cast
 from fastps import discovery, trace_parts
 from fastps.arena import oom_kills
 from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.environment import TRACE_VARIABLE
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
 from fastps.kernels.arena import MAX_LANES
+from fastps.launch_environment import environment_of, style_of
 from fastps.live_faults import FaultInjector, FaultReport
 from fastps.no_shows import NoShows
-from fastps.placement import gpu_variables
 from fastps.process_control import AdoptedProcess, adopting_orphans, die_with_parent
 from fastps.spare_process import DEFAULT_IMPORTS, SpareProcess
 from fastps.worker_output import ErrorLines, Lines
@@ -112,48 +111,6 @@ class Outcome:
         return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
-def environment_of(
-    rank: int,
-    workers: int,
-    port: int,
-    job: str,
-    sync: str | None,
-    base: Mapping[str, str],
-    *,
-    restart: int = 0,
-    restarts: int = 0,
-    trace: Path | None = None,
-) -> dict[str, str]:
-    """The variables of one worker: torchrun's, the job's name, and a fair number of threads unless the user set one."""
-    cores = len(os.sched_getaffinity(0))
-    variables = {
-        **base,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(workers),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(restarts),
-        "TORCHELASTIC_RUN_ID": job,
-        "FASTPS_JOB": job,
-        "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
-    }
-    variables |= gpu_variables(rank, base)
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    if sync is not None:
-        variables["FASTPS_SYNC"] = sync
-    if trace is not None:
-        variables[TRACE_VARIABLE] = str(trace)
-    return variables
-
-
 class Launcher:
     """Runs `command` once a worker. Use `run`; everything that it started has ended when it returns.
 
@@ -163,6 +120,8 @@ class Launcher:
         sync: a spec for FASTPS_SYNC, or None to leave it to the script.
         job: the job's name; random by default.
         options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
+        env: how workers learn who they are: "fastps" (FASTPS_RANK and its like only), "torchrun" (RANK and its like, too), or
+            "auto": torchrun's where the script's own text names them.
         imports: what a spare imports before it is needed.
         prefix: whether each line of output begins with its worker's number.
         trace: a file into which all workers record the run; it is written when the run has ended.
@@ -180,6 +139,7 @@ class Launcher:
         sync: str | None = None,
         job: str | None = None,
         options: JobOptions = NO_OPTIONS,
+        env: str = "auto",
         imports: Sequence[str] = DEFAULT_IMPORTS,
         prefix: bool = True,
         trace: Path | None = None,
@@ -199,6 +159,7 @@ class Launcher:
         self._count = workers
         self._sync = sync
         self._options = options
+        self._style = style_of(env, self._command)
         self._imports = list(imports)
         self._restarts_left = options.restarts
         self._port = 0
@@ -277,9 +238,17 @@ class Launcher:
         base = {**os.environ, **self._options.environment()}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # others go on: it joins them, and does not begin the job again
-        restarts = self._options.restarts
         return environment_of(
-            rank, self._count, self._port, self.job, self._sync, base, restart=restart, restarts=restarts, trace=self._trace
+            rank,
+            self._count,
+            self._port,
+            self.job,
+            self._sync,
+            base,
+            style=self._style,
+            restart=restart,
+            restarts=self._options.restarts,
+            trace=self._trace,
         )
 
     def _launch(self, rank: int, restart: int, command: list[str], stdin: int, variables: dict[str, str]) -> LaunchedWorker:

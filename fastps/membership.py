@@ -125,8 +125,8 @@ class Membership:
                 raise damaged("the count of rejected pushes")
             raise NonFiniteGradientError(self._rejected_text(lane), lane)
         count, _ = arena.rejected(self._worker.rank)
-        if count > self._own_rejections:
-            self._own_rejections = count
+        before, self._own_rejections = self._own_rejections, count
+        if count.bit_length() > before.bit_length():  # the first, and then ever more seldom: a run that diverged rejects all
             logger.warning("%s; %d so far", self._rejected_text(self._worker.rank), count)
 
     def _rejected_text(self, lane: int) -> str:

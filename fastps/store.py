@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps import arena as memory_of
-from fastps import config, memory_nodes, rendezvous
+from fastps import config, discovery, memory_nodes, rendezvous
 from fastps.checkpoint import Checkpoint
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.device import Device
@@ -438,9 +438,10 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
             except (rendezvous.AbiDiffers, rendezvous.OtherUser) as error:
                 raise AttachError(f"job {job}: {error}") from error
         if clock.now_ns() >= deadline_ns:
+            others = ", ".join(sorted(discovery.listening())) or "none"
             raise AttachError(
-                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody; was worker 0"
-                " started, and is FASTPS_JOB the same for all?"
+                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody (jobs that"
+                f" run here: {others}); was worker 0 started, and do all workers give the same job= or FASTPS_JOB?"
             )
         clock.sleep_ns(10_000_000)
 

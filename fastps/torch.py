@@ -6,7 +6,6 @@ change anything that it cannot give back at `close()`.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from fastps import environment, exits, torch_join, torch_state
+from fastps import environment, exits, job_instances, torch_foreign, torch_join, torch_state
 from fastps.allocator import keep_freed_memory
 from fastps.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint import Array, PinnedVersion
@@ -40,7 +39,6 @@ from fastps.torch_weights import Weights, shaped_tensors
 from fastps.worker import Worker
 
 logger = logging.getLogger("fastps.torch")
-_instances = itertools.count()
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -80,8 +78,11 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
             beyond float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays there after `step()`.
         timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
+        job, rank, workers: the job's name, this worker's number in it, from 0, and how many there are, for processes that no
+            launcher has started (multiprocessing, Ray, a notebook); default: the environment's. `fastps.spawn` says them.
 
     Raises:
+        UsageError,
         PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError, CheckpointError: before anything is changed.
     """
 
@@ -120,10 +121,16 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         seeds: Mapping[str, int] | None = None,
         push_dtype: torch.dtype = torch.float32,
         timeout_s: float | None = None,
+        job: str | None = None,
+        rank: int | None = None,
+        workers: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
-        torch_join.check_model(model)
+        torch_foreign.check_model(model)
+        instance = job_instances.following() if job is None else 0
+        self._identity = environment.identity(job, rank, workers, instance=instance)
+        self._names_job = job is not None
         pushed = torch_join.gradient_type(push_dtype)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or its lr schedulers would miss the calls of its own step
@@ -140,6 +147,9 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = chosen_server(server)
         layout = self._layout(model, policy, faults, pushed)
+        names = [parameter.name for parameter in layout.parameters]
+        torch_foreign.check_memory(self._tensors, names)
+        torch_foreign.check_dense(self._tensors, names)
         torch_join.check_apart(self._tensors, layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
@@ -149,9 +159,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
-        instance = next(_instances)
-        to = Joining(environment.job_name(instance), instance, resumed, timeout_s, clock)
-        self._use(self._join(layout, to))
+        self._use(self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock)))
         self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(index))
@@ -181,7 +189,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
-        exits.register(worker, self.close)
+        exits.register(worker, self.close, self.wait_for_others)
 
     def _take_advice(self, warm_up: WarmUp) -> None:
         """The warm-up is over: go on under the discipline that suits it, in a new arena if it is another."""
@@ -190,7 +198,9 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         if policy is None:
             return
         old, versions = self._worker, self._store.version
-        moved = move(old, policy, environment.job_name(next(_instances)), self._hypers())
+        next_instance = self._identity.instance + 1 if self._names_job else job_instances.following()
+        self._identity = self._identity.of_instance(next_instance)
+        moved = move(old, policy, self._identity.name, self._hypers())
         self._earlier_versions += versions
         self._gradients.leave()
         self._use(moved)
@@ -200,11 +210,12 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         old.store.close()
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
-        workers = environment.world_size()
         parameters = place(rows_of(self.param_groups, model), policy.shards)
         extra_bytes = self._buffers.nbytes + room_bytes(policy)
         rest = extra_bytes, faults, pushed
-        return Layout(parameters, len(self.param_groups), self._rule, policy, workers, *rest, server=self._server)
+        return Layout(
+            parameters, len(self.param_groups), self._rule, policy, self._identity.workers, *rest, server=self._server
+        )
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: Store) -> None:
@@ -289,6 +300,8 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
         worker.check_usable()
+        if not self._has_begun:
+            torch_foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
             worker.advance()  # the step before, whose wait was left by an error
         if (changed := self._weights.changed()) >= 0:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.utils.dlpack
 
-from fastps import environment, exits
+from fastps import exits
 from fastps.device import Device
 from fastps.device_arena import board_bytes
 from fastps.device_store import DeviceStore
@@ -170,16 +170,17 @@ class DeviceOptimizer(DistributedOptimizer):
     def _join(self, layout: Layout, to: Joining) -> Worker:
         if to.resumed is not None:
             raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
-        hypers, rank = self._hypers(), environment.rank()
+        to = to.at_its_place()
+        hypers, job, rank = self._hypers(), to.identity.name, to.identity.rank
         device = self.make_device()
         if rank == 0:
             served_by = self.server_device() if layout.has_server else None
             first = writer_of(self._tensors)
             store = DeviceStore.create_for(
-                layout, first, hypers, job=to.job, server_device=served_by, timeout_s=to.timeout_s, clock=to.clock
+                layout, first, hypers, job=job, server_device=served_by, timeout_s=to.timeout_s, clock=to.clock
             )
         else:
-            store = DeviceStore.connect(to.job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+            store = DeviceStore.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
         assert isinstance(store, DeviceStore)
         try:
             worker = store.use(device).attach(rank)

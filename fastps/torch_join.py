@@ -6,15 +6,16 @@ Refuses to know what a step is.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fastps import config, discovery, environment
+from fastps import config, discovery, environment, job_instances
 from fastps.checkpoint import Checkpoint, load
 from fastps.checkpoint_torch import restore_buffers, restore_group
 from fastps.clock import Clock
+from fastps.environment import Identity
 from fastps.errors import UnsupportedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.layout import GradientType, Layout
@@ -38,14 +39,6 @@ def gradient_type(push_dtype: torch.dtype) -> GradientType:
     if found is None:
         raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
     return found
-
-
-def check_model(model: torch.nn.Module | None) -> None:
-    """Raises UnsupportedError for a model that averages gradients by itself."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UnsupportedError(
-            "the model is wrapped by DistributedDataParallel, which averages gradients itself: pass the bare module"
-        )
 
 
 def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
@@ -98,13 +91,13 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
 
 @dataclass(frozen=True)
 class Joining:
-    """Which job a worker comes into, what the job goes on from, and how long the worker waits for others, then and later.
+    """Who comes into which job, what the job goes on from, and how long the worker waits for others, then and later.
 
-    A script's `instance`-th optimizer, from 0 on, has a job of its own.
+    `is_named`: whether the script names the job, so that no other of the launch's can be meant.
     """
 
-    job: str
-    instance: int
+    identity: Identity
+    is_named: bool
     resumed: Checkpoint | None
     timeout_s: float | None
     clock: Clock
@@ -112,7 +105,13 @@ class Joining:
     @property
     def finds_others(self) -> bool:
         """Whether the worker replaces a lost one, and the others are in this job already; to a later one it may come first."""
-        return environment.joins() and (self.instance == 0 or self.job in discovery.listening())
+        return environment.joins() and (self.identity.instance == 0 or self.identity.name in discovery.listening())
+
+    def at_its_place(self) -> "Joining":
+        """The same once the launch's job is known that expects this worker; worker 0 makes the one that it counts."""
+        if self.is_named or self.identity.rank == 0 or self.finds_others:
+            return self
+        return replace(self, identity=job_instances.expected(self.identity, config.timeout_s(self.timeout_s), self.clock))
 
 
 def join(
@@ -126,23 +125,24 @@ def join(
 
     Raises ArenaError, AttachError, LayoutError.
     """
-    rank = environment.rank()
+    to = to.at_its_place()
+    job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
         patience_s = min(_JOIN_S, config.timeout_s(to.timeout_s))  # the others are there, or have come to their end
-        store = Store.connect(to.job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
+        store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
         store = Store.create_for(
             layout,
             writer_of(tensors),
             hypers,
             resume=to.resumed,
-            job=to.job,
+            job=job,
             timeout_s=to.timeout_s,
             clock=to.clock,
             finish=finish if to.resumed is None else None,
         )
     else:
-        store = Store.connect(to.job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+        store = Store.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:
         return store.attach(rank)
     except BaseException:

@@ -10,7 +10,7 @@ from fastps.bench import step_cuda
 from fastps.cli import app
 from fastps.errors import Error, UsageError
 from fastps.kernels import cuda
-from fastps.launch import environment_of
+from fastps.launch_environment import environment_of
 
 
 @pytest.fixture

@@ -1,0 +1,92 @@
+"""What a program or another library has done to a model that would give wrong results here without a word: refused by name.
+
+Wrappers that average gradients themselves, memory that other processes share, layers with sparse gradients. Changes nothing.
+"""
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fastps.errors import UnsupportedError
+
+_SPARSE_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_CURE = (
+    "pass the bare module to both, and let nothing else average: under Accelerate, Lightning or the Trainer start with"
+    " `fastps run --env fastps`, which shows them no process group to join"
+)
+
+
+def check_model(model: torch.nn.Module | None) -> None:
+    """Raises UnsupportedError for a model that averages or shards by itself."""
+    wrapper = None if model is None else _wrapper_of(model)
+    if wrapper is not None:
+        raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
+
+
+def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raises UnsupportedError for parameters that other processes share, or that are a part of a sharded one."""
+    for tensor, name in zip(tensors, names, strict=True):
+        kind = type(tensor).__name__
+        if kind in ("DTensor", "FlatParameter") or type(tensor.data).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"parameter {name!r} is a {kind}, a part that fully_shard or FullyShardedDataParallel keeps: expected whole"
+                " parameters; leave sharding out, for fastps keeps one copy for all workers"
+            )
+        if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+            raise UnsupportedError(
+                f"parameter {name!r} lies in memory that torch shares between processes (by share_memory(), or as an argument"
+                " of a torch.multiprocessing process): fastps would point it elsewhere, and the other processes would keep the"
+                " first weights; start the workers by fastps.spawn(fn, args, workers=N, model=model), which leaves the final"
+                " weights in the model, or wrap an optimizer of copy.deepcopy(model)"
+            )
+
+
+def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raises UnsupportedError for a parameter of a layer with sparse=True, and says what the layer costs as a dense one."""
+    places = {id(tensor): index for index, tensor in enumerate(tensors)}
+    for layer in _objects_of(_SPARSE_LAYERS):
+        index = places.get(id(layer.__dict__.get("_parameters", {}).get("weight")))
+        if index is None or not layer.sparse or not tensors[index].requires_grad:
+            continue
+        size = tensors[index].numel()
+        raise UnsupportedError(
+            f"parameter {names[index]!r} is of a layer with sparse=True ({type(layer).__name__}): expected dense gradients, for"
+            " tables by rows are not supported yet; build the layer with sparse=False, which costs a pass over all"
+            f" {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
+        )
+
+
+def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedError where a wrapper around these parameters averages their gradients over a process group.
+
+    Cheap where torch.distributed has no group of several processes, which such a wrapper needs.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if torch.distributed.get_world_size() < 2:
+        return
+    own = {id(tensor) for tensor in tensors}
+    for module in _objects_of((torch.nn.Module,)):
+        wrapper = _wrapper_of(module)
+        if wrapper is not None and any(id(parameter) in own for parameter in module.parameters()):
+            raise UnsupportedError(
+                f"these parameters are inside {wrapper}, which averages their gradients over"
+                f" {torch.distributed.get_world_size()} processes before each push: every gradient would be counted once a"
+                f" worker; {_CURE}"
+            )
+
+
+def _wrapper_of(module: torch.nn.Module) -> str | None:
+    """The name of what averages or shards the gradients of this module; None: nothing does."""
+    for kind in type(module).__mro__:
+        if kind is DistributedDataParallel or kind.__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+            return kind.__name__
+    return None
+
+
+def _objects_of(kinds: tuple[type, ...]) -> Iterable[Any]:
+    """All objects of these types that the garbage collector knows; by their type, for a proxy's own word may cost something."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
