@@ -27,7 +27,7 @@ def missing_reason() -> str | None:
     """Why MPI cannot be measured here, or None."""
     for name, is_found in (("mpi4py", importlib.util.find_spec("mpi4py") is not None), ("mpich", _file("mpiexec") is not None)):
         if not is_found:
-            return f"the package {name} is not installed: pip install 'fastps[peers]'"
+            return f"the package {name} is not installed: pip install '.[peers]' in the folder of fastps' source"
     return None
 
 

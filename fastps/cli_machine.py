@@ -1,6 +1,7 @@
 """The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,21 @@ ENV_HELP = (
 commands = typer.Typer()
 
 
+def _command_of(arguments: list[str], module: bool) -> list[str]:
+    """What each worker runs. A Python interpreter before the script, as for other launchers, is this one. Raises UsageError."""
+    if module:
+        return [sys.executable, "-m", *arguments]
+    first = Path(arguments[0])
+    names_python = re.fullmatch(r"python[0-9.]*", first.name) and (first.is_absolute() or not first.is_file())
+    if names_python and len(arguments) > 1:
+        arguments = arguments[1:]
+        if arguments[0].startswith("-"):
+            return [sys.executable, *arguments]  # flags of Python's own, -m among them
+    if not Path(arguments[0]).is_file():
+        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
+    return [sys.executable, *arguments]
+
+
 @commands.command(
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
@@ -90,9 +106,7 @@ def run(
         policy.values(workers)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
-    if not module and not Path(arguments[0]).is_file():
-        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
-    command = [sys.executable, *(["-m"] if module else []), *arguments]
+    command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
     outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), env=env, trace=trace).run()
     if outcome.faults is not None:

@@ -113,7 +113,10 @@ def _digits() -> Dataset:
 
 
 def _missing(source: str, package: str) -> UsageError:
-    return UsageError(f"--data {source} needs the package {package}, which is not installed: pip install 'fastps[demo]'")
+    return UsageError(
+        f"--data {source} needs the package {package}, which is not installed: pip install '.[demo]' in the folder of fastps'"
+        " source"
+    )
 
 
 def _split(images: Bytes, labels: Labels, test: int) -> Dataset:

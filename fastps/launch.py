@@ -25,6 +25,7 @@ from fastps.arena import oom_kills
 from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import UsageError, WorkerDiedError
 from fastps.job_options import JobOptions
+from fastps.job_output import JobOutput
 from fastps.kernels.arena import MAX_LANES
 from fastps.launch_environment import environment_of, style_of
 from fastps.live_faults import FaultInjector, FaultReport
@@ -169,7 +170,7 @@ class Launcher:
         self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._no_shows = NoShows(self.job, clock)
-        self._prefix = prefix
+        self._output = JobOutput(clock, prefix)
         self._trace = trace.resolve() if trace is not None else None
         self._clock = clock
         self._workers: list[LaunchedWorker] = []
@@ -275,8 +276,9 @@ class Launcher:
         return worker
 
     def _prepare_spare(self) -> None:
-        """Start the process that will fork the replacements; only Python programs can be prepared."""
-        if self._command[0] == sys.executable and len(self._command) > 1:
+        """Start the process that will fork the replacements; only Python programs, without flags of Python, can be prepared."""
+        program = self._command[1] if len(self._command) > 1 else "-"
+        if self._command[0] == sys.executable and (program == "-m" or not program.startswith("-")):
             self._adopting.enter_context(adopting_orphans())
             ours, its = SpareProcess.pair()
             variables = self._variables(0, 1)
@@ -368,10 +370,9 @@ class Launcher:
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
         for line in lines:
-            text = line.decode("utf-8", "replace")
-            end = "" if text.endswith(("\n", "\r")) else "\n"
-            sink.write(f"[{worker.rank}] {text}{end}" if self._prefix else f"{text}{end}")
-        sink.flush()
+            self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
+        if not data:
+            self._output.end(worker.rank)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
         """First Ctrl-C: pass it on, then SIGTERM and SIGKILL in turn. Second: kill at once."""

@@ -8,7 +8,7 @@ Refuses to decide what a scheme does with fewer or more workers: the scheduler d
 import logging
 from typing import TYPE_CHECKING
 
-from fastps.errors import LayoutError, NonFiniteGradientError, WorkerDiedError, damaged
+from fastps.errors import NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.kernels.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.layout import first_difference
 from fastps.peers import Owner, Peers
@@ -30,6 +30,7 @@ class Membership:
         self._faults = worker.store.layout.faults
         self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
         self._told_foreign = False
+        self._refused = ""
         self._rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
 
@@ -55,7 +56,10 @@ class Membership:
         )
 
     def waited_for(self) -> list[str]:
-        """Who this worker may be waiting for: those expected or present that are behind it, and how far they are."""
+        """Who this worker may be waiting for: those expected or present that are behind it, and how far they are.
+
+        Last what was refused meanwhile, which may have meant to be one of those that have not attached.
+        """
         layout, arena, worker = self._store.layout, self._store.arena, self._worker
         found = []
         for lane, state in enumerate(arena.lane_states()[: layout.lanes]):
@@ -63,12 +67,12 @@ class Membership:
                 continue  # nobody is expected in a lane beyond those of the workers
             if state in _WAITED_FOR and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE):
                 found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]})")
-        return found
+        return [*found, self._refused] if found and self._refused else found
 
     def look(self, now_ns: int) -> None:
-        """Act on every worker that died or failed, and on one that describes another model.
+        """Act on every worker that died or failed, and tell of a process that described another model.
 
-        Raises WorkerDiedError under on_worker_loss="stop", LayoutError; what `report_rejections` raises.
+        Raises WorkerDiedError under on_worker_loss="stop"; what `report_rejections` raises.
         """
         self._worker.break_stale_turns(now_ns)
         while (dead := self._peers.dead()) is not None:
@@ -104,14 +108,13 @@ class Membership:
         theirs = self._store.foreign_layout()
         if theirs is None or self._told_foreign:
             return
-        difference = (
-            f"another worker's model differs from this one's: {first_difference(self._store.layout.text(), theirs)}; all"
-            " workers must build the same model, optimizer and discipline"
-        )
-        if not self._faults.continues:
-            raise LayoutError(difference)
         self._told_foreign = True
-        logger.warning("%s; it was refused", difference)
+        self._refused = f"a process whose model differs was refused: {first_difference(self._store.layout.text(), theirs)}"
+        logger.warning(
+            "%s; all workers must build the same model, optimizer and discipline, and nothing else may give the name %r",
+            self._refused,
+            self._store.job,
+        )
 
     def report_rejections(self) -> None:
         """Tell of pushes that were rejected since the last call: this worker's own as a warning, under "raise" as an error."""

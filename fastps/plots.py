@@ -54,7 +54,7 @@ def save_picture(draw: "Callable[[Axes], None]", file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'fastps[demo]'") from None
+        raise UsageError("--plot needs matplotlib: pip install '.[demo]' in the folder of fastps' source") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     draw(axes)

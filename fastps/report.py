@@ -158,13 +158,16 @@ class LiveWorkers:
 
 
 def failure_panel(outcome: Outcome) -> Panel:
-    """The first failure of a job, with the last lines that it wrote, and how the others ended."""
+    """The first failure of a job, with the last line that it wrote, and how the others ended.
+
+    What it wrote before, a traceback say, was passed on as it came.
+    """
     first = outcome.first_failure
     assert first is not None
     lines = [f"worker {first.rank} failed first: {first.ending}"]
     others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
     lines += [f"the others: {', '.join(others)}"] if others else []
-    lines += ["its last lines:", *(f"  {line}" for line in first.tail)] if first.tail else ["it wrote nothing to stderr"]
+    lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
     return Panel("\n".join(lines).replace("[", "\\["), title="fastps: the job failed", border_style="red")
 
 

@@ -43,11 +43,15 @@ class TensorLoops(Protocol):
         ...
 
     def remember(self) -> None:
-        """What was written to the tensors up to now is no change."""
+        """What was written to the tensors up to now, and where they were pointed, is no change."""
         ...
 
     def changed(self) -> int:
-        """The index of the first tensor that was written to since `remember`, or -1."""
+        """The index of the first tensor that was written to or pointed elsewhere since `remember`, or -1; `show` is neither."""
+        ...
+
+    def has_moved(self, index: int) -> bool:
+        """Whether a tensor was pointed at other memory since `remember`, and not by `show`."""
         ...
 
     def set_gradients(self, gradients: Any) -> None:
@@ -82,14 +86,23 @@ class PlainLoops:
     def show(self, values: list[torch.Tensor]) -> None:
         """See TensorLoops."""
         self._data.set(self._tensors, values)
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def remember(self) -> None:
         """See TensorLoops."""
         self._remembered: list[int] = self._counters.get(self._tensors)
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def changed(self) -> int:
         """See TensorLoops."""
-        return self._counters.are(self._tensors, self._remembered)
+        written = self._counters.are(self._tensors, self._remembered)
+        if written >= 0:
+            return written
+        return next((index for index in range(len(self._tensors)) if self.has_moved(index)), -1)
+
+    def has_moved(self, index: int) -> bool:
+        """See TensorLoops."""
+        return self._tensors[index].data_ptr() != self._addresses[index]
 
     def set_gradients(self, gradients: list[torch.Tensor]) -> None:
         """See TensorLoops."""

@@ -8,7 +8,7 @@ change anything that it cannot give back at `close()`.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,10 @@ from fastps.checkpoint import Array, PinnedVersion
 from fastps.checkpoint_torch import described_group
 from fastps.checkpointing import Checkpointing, buffers_of
 from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.errors import ParameterChangedError, UsageError
+from fastps.errors import Error, ParameterChangedError, UsageError
 from fastps.faults import FaultPolicy
 from fastps.layout import GradientType, Layout, Parameter, place
-from fastps.model_buffers import ModelBuffers
+from fastps.model_buffers import BufferRounds, ModelBuffers
 from fastps.policy import Policy
 from fastps.rules import Hyper
 from fastps.server_process import chosen_server
@@ -39,6 +39,10 @@ from fastps.torch_weights import Weights, shaped_tensors
 from fastps.worker import Worker
 
 logger = logging.getLogger("fastps.torch")
+_CURE = (
+    "to evaluate other weights use `with optimizer.shown_weights(tensors)`, to change the job's weights for all workers call"
+    " optimizer.replace_weights(tensors)"
+)
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -189,6 +193,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
+        self._rounds = BufferRounds(self._buffers, worker)
         exits.register(worker, self.close, self.wait_for_others)
 
     def _take_advice(self, warm_up: WarmUp) -> None:
@@ -358,13 +363,18 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         """Others read these very buffers, so a write outside of step() would reach them at a random moment.
 
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
+        A parameter that was pointed elsewhere reaches nobody, and the next step would point it back.
         """
+        if self._weights.has_moved(changed):
+            raise ParameterChangedError(
+                f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
+                f" load): expected it to stay where fastps shows the job's weights, for the next step points it back; {_CURE}"
+            )
         if self._total_steps == 0:
             return
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
-            " workers read the same memory; change weights before the first step only, and avoid layers that renormalize their"
-            " weights (max_norm)"
+            f" workers read the same memory; {_CURE}, and avoid layers that renormalize their weights (max_norm)"
         )
 
     def _begins_void(self) -> bool:
@@ -409,6 +419,22 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
         self._publish_state()
+
+    def replace_weights(self, values: Iterable[torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
+        """Make these tensors, one a parameter in the order of the param_groups, the weights of the whole job.
+
+        One worker calls it, at any time between steps; the others take them with their next pull, and gradients that are on
+        their way are applied to them. A function is given copies of the newest weights and returns what shall take their
+        place, so that no update is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])`, as
+        WGAN clamps. The rule's state, the version and the step counts stay.
+
+        Raises ValueError for tensors of other shapes, and what waiting for the shards raises; then nothing has changed.
+        """
+        self._worker.check_usable()
+        make = values if callable(values) else lambda _: values
+        torch_state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
+        self._take_weights()
+        self._weights.remember()
 
     def _publish_state(self) -> None:
         """Make worker 0's the job's."""
@@ -463,9 +489,22 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._worker.wait_for_start()
 
     def wait_for_others(self) -> None:
-        """Wait until every other worker has closed, and take the final weights."""
+        """Wait until every other worker has closed, and take the final weights: what worker 0 calls before it saves them.
+
+        This worker pushes no more. `average_buffers()` then gives the buffers that all workers left with.
+        """
+        self._leave_buffers()
         self._worker.wait_for_others()
         self._take_weights()
+
+    def _leave_buffers(self) -> None:
+        """Let the others average this worker's buffers after it has left, unless that would keep it from leaving."""
+        if self._worker.has_left:
+            return
+        try:
+            self._rounds.leave()
+        except Error as error:
+            logger.warning("the model's buffers of worker %d are not published: %s", self._worker.rank, error)
 
     def close(self, failure: str | None = None) -> None:
         """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
@@ -488,6 +527,8 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._weights.show_copies()
         self._gradients.keep()
         self._weights.leave()
+        if failure is None:
+            self._leave_buffers()
         try:
             self._worker.close(failure, stays=True)
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastps import torch_state
-from fastps.model_buffers import ModelBuffers
+from fastps.model_buffers import BufferRounds
 from fastps.statistics import WorkerStatistics, statistics_of
 from fastps.store import Store
 from fastps.torch_weights import shown
@@ -26,7 +26,7 @@ class Evaluation:
     _worker: Worker
     _store: Store
     _tensors: list[Any]
-    _buffers: ModelBuffers
+    _rounds: BufferRounds
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of the arena, one a parameter."""
@@ -53,23 +53,20 @@ class Evaluation:
             yield
 
     def average_buffers(self) -> None:
-        """Publish this model's buffers, and give it the average of all that were published: for evaluation.
+        """Give this model's buffers the average over all workers, for evaluation. Every live worker calls it, equally often.
 
-        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`. Call it on every worker.
+        Waits until all live workers have called it; workers that have left in good order count with the buffers they left with.
+        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`.
+        Raises TimeoutExceededError naming the workers that have not called it, WorkerDiedError, UsageError without `model=`.
         """
-        self._worker.hold_turns()
-        try:
-            self._buffers.publish(self._store.extra_view(self._worker.rank))
-            views = [self._store.extra_view(lane) for lane in range(self._store.layout.lanes)]
-            self._buffers.average(views)
-        finally:
-            self._worker.release_turns(False)
+        self._rounds.average()
 
     @contextlib.contextmanager
     def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside, the parameters are these tensors, one each in the order of the param_groups: the best so far, an average.
 
-        For evaluation: to write such weights into the parameters would write into what the other workers read.
+        For evaluation: to write such weights into the parameters would write into what the other workers read. Weights that all
+        shall go on with are for `DistributedOptimizer.replace_weights`.
         """
         with shown(self._tensors, list(values)):
             yield

@@ -66,6 +66,36 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
         worker.release_turns(published)
 
 
+def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
+    """Make what `make` returns of the newest weights the job's weights. The rule's state and the version stay.
+
+    Raises ValueError for tensors of another number or shape, and what `make` raises; then nothing has changed.
+    """
+    store = worker.store
+    worker.hold_turns()
+    published = False
+    try:
+        spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
+        weights_buffers, state_buffers = [pair[0] for pair in spares], [pair[1] for pair in spares]
+        active, active_state = store.committed()
+        newest = tensors_of(store.weight_views(active))
+        with torch.no_grad():
+            values = list(make([tensor.clone() for tensor in newest]))
+            if [value.shape for value in values] != [tensor.shape for tensor in newest]:
+                raise ValueError(
+                    f"expected a tensor for each of {len(newest)} parameters, in their order and shapes, found"
+                    f" {[tuple(value.shape) for value in values]}"
+                )
+            for target, value in zip(tensors_of(store.weight_views(weights_buffers)), values, strict=True):
+                target.copy_(value)
+        for plane in range(store.layout.planes):
+            _copy(store.plane_views(active_state, plane), store.plane_views(state_buffers, plane))
+        _copy(store.rule_steps(active_state), store.rule_steps(state_buffers))
+        published = True
+    finally:
+        worker.release_turns(published)
+
+
 def write(
     store: Store, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
 ) -> None:

@@ -34,9 +34,8 @@ class Weights:
         ]
         self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
         self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
-        self._loops = tensor_loops(tensors)
-        self.remember = self._loops.remember  # what was written to the parameters up to now is allowed
-        self.changed = self._loops.changed  # the index of the first that was written to since then, or -1
+        if len(self._shard_loops) == 1:  # the usual case, without a call between
+            self.remember, self.changed = self._shard_loops[0].remember, self._shard_loops[0].changed  # type: ignore[method-assign]
 
     def show(self, pulled: list[int]) -> None:
         """Let every parameter be what is in its shard's pulled buffer: no copy."""
@@ -46,6 +45,25 @@ class Weights:
             if values is None:
                 values = self._prepared[place] = loops.prepare(self.of(*place), self._store.memory)
             loops.show(values)
+
+    def remember(self) -> None:
+        """What was written to the parameters up to now, and where they were pointed, is allowed."""
+        for loops in self._shard_loops:
+            loops.remember()
+
+    def changed(self) -> int:
+        """The index of the first parameter that was written to or pointed elsewhere since then, or -1."""
+        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
+            if (found := loops.changed()) >= 0:
+                return indices[found]
+        return -1
+
+    def has_moved(self, index: int) -> bool:
+        """Whether that parameter was pointed at other memory since then."""
+        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
+            if index in indices:
+                return loops.has_moved(indices.index(index))
+        return False
 
     def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
         """Tensors over the parameters of one shard in a weights buffer."""

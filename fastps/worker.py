@@ -35,6 +35,7 @@ logger = logging.getLogger("fastps.worker")
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _MOST_NAMED = 256  # combinations of buffers whose views are kept
+_MOST_PULLS = 16  # in a row without a push, where the others wait for the slowest worker
 
 
 class Worker(TurnTaker):
@@ -76,6 +77,8 @@ class Worker(TurnTaker):
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
         self._pushes_itself = self._turns_are_plain and not policy.overlap
         lane.granted_ns = self._clock.now_ns()
+        self._pulled_at = self._idle_at = -1  # pushes by then, at the last pull, and at the last that had no push before it
+        self._pulls_in_a_row = 0
         slots = store.layout.slots
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
@@ -228,9 +231,13 @@ class Worker(TurnTaker):
         """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
 
         A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
+        Raises UsageError for a worker that only pulls where others wait for the slowest.
         """
         if self.forked or self.closed:
             self._refuse()
+        if self.lane.posts == self._pulled_at:
+            self._pull_again()
+        self._pulled_at = self.lane.posts
         transfer_ns = self._make_transfer() if self._has_transfers and self._background is None else 0
         if self._background is not None:
             newest = self._background.newest()
@@ -243,6 +250,17 @@ class Worker(TurnTaker):
         if self.recorder is not None:
             self.recorder.pulled(transfer_ns)
         return self.buffers
+
+    def _pull_again(self) -> None:
+        """Count pulls without a push between them: a lane that is only read holds up whoever waits for the slowest worker."""
+        self._pulls_in_a_row = self._pulls_in_a_row + 1 if self.lane.posts == self._idle_at else 1
+        self._idle_at = self.lane.posts
+        if self._pulls_in_a_row > _MOST_PULLS and not self._goes_on_at_once and not self._left:
+            raise UsageError(
+                f"worker {self.rank} has pulled {self._pulls_in_a_row} times since its last push: under {self._policy.spec} the"
+                " others wait for every attached worker, so expected a push after each pull; a process that only looks at the"
+                " weights has to stay out of the job (fastps.observe for counters, checkpoints for weights)"
+            )
 
     def _make_transfer(self) -> int:
         """The injected time of a pull, in ns; none where the version has not changed (Rudra, section 3.2)."""
@@ -340,6 +358,11 @@ class Worker(TurnTaker):
         return self.lane.version
 
     @property
+    def has_left(self) -> bool:
+        """Whether this worker pushes no more."""
+        return self._left or self.closed
+
+    @property
     def push_folded(self) -> bool:
         """Whether every push of this worker is done with."""
         return self.lane.done() >= self.lane.posted()
@@ -396,7 +419,7 @@ class Worker(TurnTaker):
             self.recorder.pulled(0)
 
     def wait_for_others(self) -> None:
-        """Leave, wait until every other worker that attached has left too, and pull the final weights.
+        """Leave, wait until every other worker has come and left too, and pull the final weights.
 
         Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
         """
@@ -426,7 +449,10 @@ class Worker(TurnTaker):
     def _others_are_done(self) -> bool:
         """Whether nobody else will push, and everything that was pushed is folded."""
         self.try_turn()
-        for lane, state in enumerate(self.store.arena.lane_states()):
+        states = self.store.arena.lane_states()
+        if LANE_FREE in states[: self.store.layout.workers]:
+            return False  # under schemes that wait for nobody a worker may come when this one has finished
+        for lane, state in enumerate(states):
             counters = self.store.arena.counters(lane)
             if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
                 return False

@@ -109,6 +109,12 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
     return true;
 }
 
+/* Which storage a tensor has; null: it is not plain. */
+static inline const void *fps_storage(PyObject *tensor) {
+    c10::TensorImpl *impl = fps_plain(tensor);
+    return impl ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
 /* tensor.grad is value. */
 static inline bool fps_grad_is(PyObject *tensor, const fps_value &value, int *same) {
     c10::TensorImpl *impl = fps_impl(tensor);

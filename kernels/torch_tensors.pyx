@@ -19,6 +19,7 @@ cdef extern from "torch_tensors.hpp":
 
     bint fps_point(object tensor, fps_home &home, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_home &home, const fps_value &value) except +
+    const void *fps_storage(object tensor) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
     bint fps_set_grad(object tensor, object gradient) except +
@@ -54,6 +55,7 @@ cdef class CompiledLoops:
 
     cdef list tensors
     cdef vector[int64_t] remembered
+    cdef vector[const void *] storages      # of each tensor, when it was shown or remembered last
     cdef vector[fps_home] homes
     cdef object memory              # that the homes point into
 
@@ -85,6 +87,7 @@ cdef class CompiledLoops:
                 continue
             if not fps_settle(self.tensors[i], values.tensors[i], self.homes[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
+            self.storages[i] = fps_storage(self.tensors[i])
 
     cdef void _leave_homes(self):
         """No home may be pointed elsewhere: each keeps the memory mapped that it was made in, and no other."""
@@ -99,19 +102,25 @@ cdef class CompiledLoops:
         return version
 
     def remember(self):
-        """What was written to the tensors up to now is no change."""
+        """What was written to the tensors up to now, and where they were pointed, is no change."""
         cdef Py_ssize_t i
         self.remembered.resize(len(self.tensors))
+        self.storages.resize(len(self.tensors))
         for i in range(len(self.tensors)):
             self.remembered[i] = self._version(i)
+            self.storages[i] = fps_storage(self.tensors[i])
 
     def changed(self):
-        """The index of the first tensor that was written to since `remember`, or -1."""
+        """The index of the first tensor that was written to or pointed elsewhere since `remember`, or -1; `show` is neither."""
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
-            if self._version(i) != self.remembered[i]:
+            if self._version(i) != self.remembered[i] or fps_storage(self.tensors[i]) != self.storages[i]:
                 return i
         return -1
+
+    def has_moved(self, Py_ssize_t index):
+        """Whether a tensor was pointed at other memory since `remember`, and not by `show`."""
+        return fps_storage(self.tensors[index]) != self.storages[index]
 
     def set_gradients(self, Values gradients not None):
         """`grad` of each tensor is its of `gradients`."""

@@ -314,10 +314,10 @@ def test_case_18_of_several_finite_pushes_whose_sum_overflows_the_largest_goes()
 def test_case_19_another_model_is_refused_before_a_byte_is_written() -> None:
     update = fastps.SGD(lr=1.0)
     with _store(2) as store, fastps.Store.create({"w": np.ones(13, np.float32)}, update, workers=2) as other:
-        before = bytes(store.memory[: store.arena.weights_offset(0)])
+        before = bytes(memoryview(store.memory)[: store.arena.weights_offset(0)])
         with pytest.raises(fastps.LayoutError, match=r"here .*, there"):
             fastps.Store.connect(store.job, other.layout, [update.hyper], timeout_s=5)
-        assert bytes(store.memory[: store.arena.weights_offset(0)]) == before
+        assert bytes(memoryview(store.memory)[: store.arena.weights_offset(0)]) == before
 
 
 def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() -> None:

@@ -57,7 +57,7 @@ def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
     for tracebacks in (False, True):
         Launcher(_script(tmp_path, text), 1, tracebacks=tracebacks).run()
         captured = capsys.readouterr()
-        assert captured.out == "[0] half\r[0] whole\n"
+        assert captured.out == "[0] half\n[0] whole\n"
         assert captured.err.splitlines()[-1] == "[0] fastps.errors.UsageError: too much"
         assert ("Traceback" in captured.err) == tracebacks
 

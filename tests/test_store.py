@@ -195,19 +195,25 @@ def test_too_little_memory_is_refused_before_anything_is_touched() -> None:
         fastps.Store.create(weights, fastps.SGD(lr=1.0), workers=4)
 
 
-def test_different_models_are_refused_on_both_sides_by_name() -> None:
+def test_another_model_is_refused_by_name_and_the_job_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     update = fastps.SGD(lr=1.0)
     ours: dict[str, Any] = {"a": np.ones(4, np.float32), "b": np.ones((2, 3), np.float32)}
     theirs: dict[str, Any] = {"a": np.ones(4, np.float32), "b": np.ones((3, 3), np.float32)}
-    with fastps.Store.create(ours, update, workers=2) as store, store.attach(0) as worker:
+    with fastps.Store.create(ours, update, workers=2, timeout_s=0.5) as store, store.attach(0) as worker:
         with (
             fastps.Store.create(theirs, update, workers=2) as other,
             pytest.raises(fastps.LayoutError, match=r"parameter 1: here 'b' has shape \[3, 3\].*there 'b' has shape \[2, 3\]"),
         ):
             fastps.Store.connect(store.job, other.layout, [update.hyper], timeout_s=5)
-        # The joiner met whichever place answered first: the host's thread, which holds the text for its process.
-        with pytest.raises(fastps.LayoutError, match=r"'b' has shape \[2, 3\].*there 'b' has shape \[3, 3\]"):
+        # The joiner met whichever place answered first: the host's thread, which holds the text for its process. Worker 1 is
+        # still expected, so what was refused is told of where this one waits in vain.
+        with pytest.raises(fastps.TimeoutExceededError, match=r"worker 1 .*refused: .*'b' has shape \[2, 3\].*\[3, 3\]"):
             worker.step({"a": np.zeros(4), "b": np.zeros((2, 3))})
+        assert "'b' has shape [2, 3]" in caplog.text
+        with store.attach(1) as right:
+            right.push(store.hypers)
+            worker.advance()
+            assert worker.steps == 1
 
 
 def test_nobody_answering_for_a_job_is_an_error_with_advice() -> None:
