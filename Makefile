@@ -34,7 +34,13 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 test: $(VENV)/.installed lint test-hooks  ## lint, types and the tests
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
-test-all: $(VENV)/.installed lint test-debug hooks  ## every test, the slow ones and the special builds too
+# Several hundred MB of other people's frameworks: only for tests/clients.
+$(VENV)/.clients: $(VENV)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])' \
+		| xargs $(PIP) install --quiet -c constraints.txt
+	touch $@
+
+test-all: $(VENV)/.clients lint test-debug hooks  ## every test, the slow ones, those of other frameworks and the special builds too
 	$(BIN)/python -m pytest -q
 	$(HOOKS_TESTS)
 

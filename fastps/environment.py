@@ -7,24 +7,49 @@ nothing of the environment.
 import hashlib
 import os
 import secrets
+import sys
 from dataclasses import dataclass, replace
 from multiprocessing import process
+from typing import Any
 
 from fastps.errors import UsageError
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
-_RANKS, _WORKERS = ("FASTPS_RANK", "RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")  # the first that is set counts
+# The first that is set counts. Lightning gives its processes LOCAL_RANK alone, which on one machine is the rank.
+_RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
 
 def rank() -> int:
-    """This worker's number, from 0; 0 when alone."""
+    """This worker's number, from 0; 0 when alone. Raises UsageError where the environment says how many there are, and no rank.
+
+    Of a process that no variable numbers, its number in torch's process group, if it is in one.
+    """
+    if not any(name in os.environ for name in _RANKS):
+        group = _process_group()
+        if group is not None:
+            return int(group.get_rank())
+        if _number(_WORKERS, 1) > 1:
+            raise UsageError(
+                f"the environment says {world_size()} workers, but not which one this is: set FASTPS_RANK (or RANK), or give"
+                " rank= and workers="
+            )
     return _number(_RANKS, 0)
 
 
 def world_size() -> int:
     """Number of workers of the job; 1 when alone."""
-    return _number(_WORKERS, 1)
+    group = None if any(name in os.environ for name in _WORKERS) else _process_group()
+    return _number(_WORKERS, 1) if group is None else int(group.get_world_size())
+
+
+def _process_group() -> Any:
+    """torch.distributed, where this process has imported it and begun a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+
+
+_rank = rank  # `identity` has an argument of that name
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     """
     check_main_guard()
     is_child = process.parent_process() is not None
-    if is_child and rank is None and workers is None and not any(name in os.environ for name in (*_RANKS, *_WORKERS)):
+    is_told = any(name in os.environ for name in (*_RANKS, *_WORKERS)) or _process_group() is not None
+    if is_child and rank is None and workers is None and not is_told:
         raise UsageError(
             "this process was started by multiprocessing, and nobody has said which worker it is: expected rank= and workers="
             " (DistributedOptimizer(..., job='any name', rank=rank, workers=N)), found neither them nor a launcher's variables,"
@@ -72,7 +98,7 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     if (rank is None) != (workers is None) and workers != 1:
         raise UsageError(f"expected rank= and workers= together, found rank={rank} and workers={workers}")
     count = world_size() if workers is None else workers
-    number = (0 if workers is not None else _number(_RANKS, 0)) if rank is None else rank
+    number = (0 if workers is not None else _rank()) if rank is None else rank
     if not 0 <= number < count:
         raise UsageError(f"expected a rank from 0 to the number of workers, less one, found rank {number} of {count} workers")
     if job is not None:

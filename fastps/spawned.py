@@ -132,7 +132,7 @@ def spawn(
             results, its_end = context.Pipe(duplex=False)
             its_variables = {**variables, "FASTPS_RANK": str(rank)}
             arguments = (work, its_variables, its_end, parent)
-            child = context.Process(target=_work, args=arguments, name=f"fastps worker {rank}", daemon=True)
+            child = context.Process(target=_work, args=arguments, name=f"fastps worker {rank}")
             started.append(_SpawnedWorker(rank, child, results))
             child.start()
             its_end.close()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
+import signal
 import subprocess
 import sys
 import time
@@ -123,6 +124,23 @@ def test_half_of_what_a_worker_has_to_say_is_refused(said: dict[str, Any], sente
         _wrap(_model(), **said)
 
 
+def test_number_of_workers_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(fastps.UsageError, match="not which one this is"):
+        _wrap(_model())
+
+
+def test_process_group_numbers_a_worker_that_no_variable_does(tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        try:
+            return fastps.rank(), fastps.world_size()
+        finally:
+            torch.distributed.destroy_process_group()
+
+    assert _in_processes(work, 2) == [(0, 2), (1, 2)]
+
+
 def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(
@@ -183,6 +201,33 @@ def test_spawn_names_a_worker_that_was_killed() -> None:
     with pytest.raises(fastps.WorkerDiedError, match=r"worker 1 .* SIGKILL") as caught:
         fastps.spawn(spawned_death, workers=2, start_method="fork")
     assert caught.value.worker == 1
+
+
+def spawned_loader(rank: int) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 4))
+    with _wrap(model := _model()) as optimizer:
+        for (inputs,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
+            _train_on(model, optimizer, inputs)
+
+
+def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> None:
+    fastps.spawn(spawned_loader, workers=2, start_method="fork")
+
+
+def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, fastps\n"
+        "def work(rank):\n    print('begun', flush=True)\n    time.sleep(60)\n"
+        "if __name__ == '__main__':\n    fastps.spawn(work, workers=2, start_method='fork')\n"
+    )
+    running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+    assert running.stdout is not None
+    assert [running.stdout.readline(), running.stdout.readline()] == [b"begun\n"] * 2
+    os.killpg(running.pid, signal.SIGINT)
+    _, told = running.communicate(timeout=20)
+    assert running.returncode == -signal.SIGINT
+    assert told.count(b"Traceback") == 1, told.decode()
 
 
 def test_spawn_refuses_what_does_not_pickle() -> None:

@@ -1,0 +1,32 @@
+"""These programs start processes of their own kind: none of a launcher's variables, one thread each."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
+
+
+@pytest.fixture(autouse=True)
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Like a shell in which nothing was launched."""
+    for name in _LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads, kept = torch.get_num_threads(), dict(os.environ)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(kept)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of them are slow: `make test-all`."""
+    for item in items:
+        if "clients" in item.path.parts:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(300))

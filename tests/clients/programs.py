@@ -1,0 +1,28 @@
+"""Running a program as a user does: a script under the command line, or alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[1]
+
+
+def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str = "auto", sync: str = "asp") -> Any:
+    """Run a script that writes `result.json`; with workers under `fastps run`. Returns the ended process."""
+    file = folder / "program.py"
+    file.write_text(script)
+    command = [sys.executable, str(file), *arguments]
+    if workers:
+        launch = [sys.executable, "-m", "fastps.cli", "run", "-n", str(workers), "--sync", sync, "--env", env]
+        command = [*launch, str(file), *arguments]
+    (folder / "tests").symlink_to(
+        _TESTS
+    )  # the programs import the task; the folder above has a package `kernels`, as others do
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """What each worker wrote into `result-RANK.json`, in order."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("result-*.json"))]

@@ -1,0 +1,122 @@
+"""Accelerate and the Trainer of transformers: alone, and as the workers of one job."""
+
+from pathlib import Path
+
+import pytest
+
+import fastps
+from tests.clients import digits, programs
+
+pytest.importorskip("accelerate", reason="the extra fastps[clients] is not installed")
+pytest.importorskip("transformers", reason="the extra fastps[clients] is not installed")
+
+ACCELERATED = """
+import json
+import torch
+from accelerate import Accelerator
+import fastps
+from tests.clients import digits
+
+accelerator = Accelerator(cpu=True)
+model = digits.make_model()
+wrapped = fastps.DistributedOptimizer(digits.make_sgd(model))
+inputs, labels, _, _ = digits.data()
+share = slice(fastps.rank(), None, fastps.world_size())
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs[share], labels[share]), batch_size=16, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, wrapped, loader)
+steps = 0
+for epoch in range(digits.EPOCHS):
+    for images, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.cross_entropy(model(images), targets))
+        optimizer.step()
+        steps += 1
+if fastps.rank() == 0:
+    wrapped.wait_for_others()
+result = {"accuracy": digits.accuracy(model), "steps": steps, "version": wrapped.version}
+wrapped.close()
+open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
+"""
+
+TRAINED = """
+import json
+import torch
+from transformers import Trainer, TrainingArguments
+import fastps
+from tests.clients import digits
+
+
+class Labelled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = digits.make_model()
+
+    def forward(self, images, labels):
+        logits = self.net(images)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+inputs, labels, _, _ = digits.data()
+share = slice(fastps.rank(), None, fastps.world_size())
+rows = [{"images": image, "labels": label} for image, label in zip(inputs[share], labels[share])]
+model = Labelled()
+wrapped = fastps.DistributedOptimizer(digits.make_sgd(model))
+schedule = torch.optim.lr_scheduler.ConstantLR(wrapped, factor=1.0)
+arguments = TrainingArguments(
+    output_dir="out", num_train_epochs=digits.EPOCHS, per_device_train_batch_size=16, use_cpu=True, report_to=[],
+    save_strategy="no", logging_strategy="no", disable_tqdm=True, max_grad_norm=0.0, remove_unused_columns=False,
+    seed=fastps.rank(),
+)
+trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(wrapped, schedule))
+trainer.train()
+if fastps.rank() == 0:
+    wrapped.wait_for_others()
+result = {"accuracy": digits.accuracy(model.net), "steps": trainer.state.global_step, "version": wrapped.version}
+wrapped.close()
+open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("program", [ACCELERATED, TRAINED], ids=["accelerate", "trainer"])
+def test_program_learns_what_the_plain_one_learns(program: str, workers: int, tmp_path: Path) -> None:
+    ended = programs.run(program, tmp_path, workers=workers)
+    assert ended.returncode == 0, ended.stderr
+    found = programs.results(tmp_path)
+    assert len(found) == max(1, workers)
+    assert found[0]["accuracy"] >= digits.least_accuracy()
+    assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
+
+
+@pytest.mark.parametrize("program", [ACCELERATED, TRAINED], ids=["accelerate", "trainer"])
+def test_program_that_averages_gradients_as_well_is_refused_by_name(program: str, tmp_path: Path) -> None:
+    ended = programs.run(program, tmp_path, workers=2, env="torchrun")
+    assert ended.returncode == 1
+    assert "inside DistributedDataParallel" in ended.stderr
+    assert "fastps run --env fastps" in ended.stderr
+
+
+def launched(folder: str) -> None:
+    """What a launcher of accelerate's calls: a training without an Accelerator."""
+    model = digits.make_model()
+    optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), sync="asp")
+    digits.train(model, optimizer, fastps.rank(), fastps.world_size())
+    if fastps.rank() == 0:
+        optimizer.wait_for_others()
+        Path(folder, "result-0.json").write_text(f'{{"accuracy": {digits.accuracy(model)}, "workers": {fastps.world_size()}}}')
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("launcher", "workers"), [("notebook_launcher", 1), ("debug_launcher", 2)])
+def test_launchers_of_accelerate_start_workers_of_one_job(launcher: str, workers: int, tmp_path: Path) -> None:
+    # In a process of its own: both keep what they set up.
+    program = (
+        "import accelerate, sys\nfrom tests.clients.test_hugging_face import launched\n"
+        "if __name__ == '__main__':\n"
+        f"    accelerate.{launcher}(launched, ('.',), num_processes={workers})\n"
+    )
+    ended = programs.run(program, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (found,) = programs.results(tmp_path)
+    assert found["workers"] == workers
+    assert found["accuracy"] >= digits.least_accuracy()

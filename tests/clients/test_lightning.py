@@ -1,0 +1,66 @@
+"""Lightning's Trainer: the optimizer that configure_optimizers returns is wrapped."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients import digits, programs
+
+pytest.importorskip("lightning", reason="the extra fastps[clients] is not installed")
+
+PROGRAM = """
+import json, sys, warnings
+import lightning, torch
+import fastps
+from tests.clients import digits
+
+warnings.filterwarnings("ignore")
+
+
+class Digits(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = digits.make_model()
+
+    def training_step(self, batch, index):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        self.wrapped = fastps.DistributedOptimizer(digits.make_sgd(self.net))
+        return self.wrapped
+
+
+inputs, labels, _, _ = digits.data()
+share = slice(fastps.rank(), None, fastps.world_size())
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs[share], labels[share]), batch_size=16, shuffle=True)
+lightning.seed_everything(fastps.rank(), verbose=False)
+module = Digits()
+trainer = lightning.Trainer(
+    max_epochs=digits.EPOCHS, accelerator="cpu", devices=int(sys.argv[1]), logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(module, loader)
+if fastps.rank() == 0:
+    module.wrapped.wait_for_others()
+result = {"accuracy": digits.accuracy(module.net), "steps": trainer.global_step, "version": module.wrapped.version}
+module.wrapped.close()
+open(f"result-{fastps.rank()}.json", "w").write(json.dumps(result))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trainer_learns_what_the_plain_program_learns(workers: int, tmp_path: Path) -> None:
+    ended = programs.run(PROGRAM, tmp_path, "1", workers=workers)
+    assert ended.returncode == 0, ended.stderr
+    found = programs.results(tmp_path)
+    assert len(found) == max(1, workers)
+    assert found[0]["accuracy"] >= digits.least_accuracy()
+    assert found[0]["version"] == sum(each["steps"] for each in found), "every push of every worker is an update, once"
+
+
+def test_trainer_on_two_devices_is_refused_by_name(tmp_path: Path) -> None:
+    ended = programs.run(PROGRAM, tmp_path, "2")
+    print(ended.stderr)
+    assert ended.returncode != 0
+    assert "inside DistributedDataParallel" in ended.stderr
+    assert "pass the bare module" in ended.stderr

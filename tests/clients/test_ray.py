@@ -1,0 +1,67 @@
+"""Ray actors: workers that Ray starts and that live on from one job to the next."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fastps
+from tests.clients import digits
+
+ray = pytest.importorskip("ray", reason="the extra fastps[clients] is not installed")
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    """Two cores of Ray in this machine."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+class Actor:
+    """A worker of a job."""
+
+    def train(self, job: str, rank: int) -> tuple[float, int, int]:
+        """The plain program with its optimizer wrapped: accuracy, own steps, version."""
+        model = digits.make_model()
+        with fastps.DistributedOptimizer(digits.make_sgd(model), sync="asp", job=job, rank=rank, workers=2) as optimizer:
+            steps = digits.train(model, optimizer, rank, 2)
+            optimizer.wait_for_others()
+            return digits.accuracy(model), steps, optimizer.version
+
+    def lose(self, job: str, rank: int) -> None:
+        """Worker 1 leaves with an error, and worker 0 meets it."""
+        model = digits.make_model()
+        optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), job=job, rank=rank, workers=2)
+        optimizer.wait_for_start()
+        if rank == 1:
+            optimizer.close("it had to")
+            return
+        try:
+            digits.train(model, optimizer)
+        finally:
+            optimizer.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_actors_that_live_on_and_fresh_ones_meet_in_each_job() -> None:
+    kind: Any = ray.remote(num_cpus=0.5)(Actor)
+    actors = [kind.remote(), kind.remote()]
+    for name, pair in (("first", actors), ("second", [actors[0], kind.remote()])):
+        job = f"ray-{name}-{os.getpid()}"
+        found = ray.get([actor.train.remote(job, rank) for rank, actor in enumerate(pair)], timeout=120)
+        assert found[0][2] == found[1][2] == found[0][1] + found[1][1], "every push is an update, once"
+        assert min(found[0][0], found[1][0]) >= digits.least_accuracy()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_lost_worker_is_named_at_the_driver() -> None:
+    kind: Any = ray.remote(num_cpus=0.5)(Actor)
+    actors = [kind.remote(), kind.remote()]
+    waiting = [actor.lose.remote(f"ray-lost-{os.getpid()}", rank) for rank, actor in enumerate(actors)]
+    with pytest.raises(fastps.WorkerDiedError, match="it had to"):
+        ray.get(waiting[0], timeout=120)
+    ray.get(waiting[1], timeout=120)
