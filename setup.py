@@ -3,6 +3,8 @@
 What it refuses to be: a place for metadata (pyproject.toml has it all) or for machine-specific flags. No -march=native: the
 fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
 
+What Cython gives every module that has a memoryview is compiled once, into fastps.kernels.cython_shared.
+
 FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
 test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer, the
 latter with UndefinedBehaviorSanitizer, too.
@@ -25,6 +27,13 @@ JOBS = len(os.sched_getaffinity(0))  # compilers at a time
 HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has
 # and those that have nothing to hook
 NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator", "virtual_shards")
+SHARED = "fastps.kernels.cython_shared"
+LEVEL = "-O2"
+# Modules that another level makes faster. Times at LEVEL over times at -O3 (both builds took turns; gcc 12, x86-64), by `fastps
+# bench kernels`: the fold 4.0, and the limit that it is compared with 3.1; by `fastps bench scheduler`, 16 and 1,000 workers:
+# 1.07, or 1.01 with roster alone at -O3. Nothing else is faster: `fastps bench sim` 0.97 to 1.00, and by `fastps bench lane` a
+# post takes 2.0 to 2.2 of its limits at either level.
+LEVELS = {"fold": "-O3", "limit": "-O3", "roster": "-O3"}
 
 
 def stage_cimports() -> str:
@@ -62,7 +71,7 @@ def torch_extension() -> list[Extension]:
             ["kernels/torch_tensors.pyx"],
             include_dirs=["kernels", str(folder / "include")],
             depends=["kernels/torch_tensors.hpp"],
-            extra_compile_args=["-std=c++20", "-O1" if DEBUG else "-O2", "-Wall", "-Wno-unused-function"],
+            extra_compile_args=["-std=c++20", *(["-O1"] if DEBUG else ["-O2", "-g0"]), "-Wall", "-Wno-unused-function"],
             # Without a path: torch is imported first, and these are what it has loaded.
             library_dirs=[str(folder / "lib")],
             libraries=["torch_python", "torch_cpu", "c10"],
@@ -72,46 +81,58 @@ def torch_extension() -> list[Extension]:
     ]
 
 
+def level(module: str) -> str:
+    """How far the compiler optimizes a module; with test hooks, where nothing is timed, all alike."""
+    return LEVEL if HOOKS else LEVELS.get(module, LEVEL)
+
+
 def extensions() -> list[Extension]:
     """One extension for each kernels/*.pyx; all share the headers, so a changed header rebuilds all of them."""
     macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
     macros += [("FASTPS_HOOKS", "1")] if HOOKS else []
+    late = [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
+    late += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
     # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
-    flags = ["-std=gnu11", "-O1", "-g"] if DEBUG else ["-std=gnu11", "-O2" if HOOKS else "-O3"]
-    flags += [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
-    flags += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
-    flags += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
+    late += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
     headers = [*sorted(str(path) for path in Path("kernels").glob("*.h")), "kernels/fold.cu"]
+    modules = {
+        source.stem: str(source)
+        for source in sorted(Path("kernels").glob("*.pyx"))
+        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()), "torch_tensors")
+    }
+    modules[SHARED.rpartition(".")[2]] = "kernels/cython_shared.c"  # which Cython writes under build/
     return [
         Extension(
-            f"fastps.kernels.{source.stem}",
-            [str(source)],
+            f"fastps.kernels.{module}",
+            [source],
             include_dirs=["kernels"],
             depends=headers,
             define_macros=macros,
-            extra_compile_args=flags,
+            # -g0: Python's own flags have -g, which costs a quarter of the compiler's time.
+            extra_compile_args=["-std=gnu11", *(["-O1", "-g"] if DEBUG else [level(module), "-g0"]), *late],
             extra_link_args=["-pthread", *([f"-fsanitize={SANITIZER}"] if SANITIZER else [])],
         )
-        for source in sorted(Path("kernels").glob("*.pyx"))
-        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()), "torch_tensors")
+        for module, source in modules.items()
     ]
 
 
-setup(
-    ext_modules=cythonize(
-        [*torch_extension(), *extensions()],
-        nthreads=JOBS,
-        build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
-        include_path=[stage_cimports()],
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": DEBUG,
-            "wraparound": False,
-            "initializedcheck": DEBUG,
-            "cdivision": True,
-            "embedsignature": True,
-            "freethreading_compatible": False,
-        },
-    ),
-    options={"build_ext": {"parallel": JOBS}},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=cythonize(
+            [*torch_extension(), *extensions()],
+            nthreads=JOBS,
+            build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
+            include_path=[stage_cimports()],
+            shared_utility_qualified_name=SHARED,
+            compiler_directives={
+                "language_level": 3,
+                "boundscheck": DEBUG,
+                "wraparound": False,
+                "initializedcheck": DEBUG,
+                "cdivision": True,
+                "embedsignature": True,
+                "freethreading_compatible": False,
+            },
+        ),
+        options={"build_ext": {"parallel": JOBS}},
+    )
