@@ -3,7 +3,8 @@
 What it refuses to be: a place for metadata (pyproject.toml has it all) or for machine-specific flags. No -march=native: the
 fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
 
-What Cython gives every module that has a memoryview is compiled once, into fastps.kernels.cython_shared.
+A line on stderr for each compiled module says how far the build is; ccache is used where it is on the PATH (CCACHE_DISABLE=1:
+is not). What Cython gives every module that has a memoryview is compiled once, into fastps.kernels.cython_shared.
 
 FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
 test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer, the
@@ -11,13 +12,16 @@ latter with UndefinedBehaviorSanitizer, too.
 """
 
 import importlib.util
+import itertools
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
@@ -116,6 +120,34 @@ def extensions() -> list[Extension]:
     ]
 
 
+def behind_ccache(command: list[str]) -> list[str]:
+    """The compiler's command, through ccache where there is one and CC does not name one (or sccache) already."""
+    ccache = shutil.which("ccache")
+    return [ccache, *command] if ccache and not any("ccache" in Path(word).name for word in command) else command
+
+
+class Build(build_ext):
+    """Compiles through ccache, and tells of every module on stderr, which `pip install -v` shows."""
+
+    def build_extensions(self) -> None:
+        """Compile all, several at a time."""
+        self.counted = itertools.count(1)
+        self.compiler.compiler_so = behind_ccache(self.compiler.compiler_so)
+        self.compiler.compiler_so_cxx = behind_ccache(self.compiler.compiler_so_cxx)
+        super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one, unless it is newer than its sources; called by several threads."""
+        built = Path(self.get_ext_fullpath(ext.name))
+        before = built.stat().st_mtime_ns if built.exists() else None
+        super().build_extension(ext)
+        count = next(self.counted)
+        if built.stat().st_mtime_ns != before:
+            # One write, so that no other thread's line comes between a line and its end.
+            sys.stderr.write(f"fastps: compiled {ext.name.rpartition('.')[2]} ({count} of {len(self.extensions)})\n")
+            sys.stderr.flush()
+
+
 if __name__ == "__main__":
     setup(
         ext_modules=cythonize(
@@ -134,5 +166,6 @@ if __name__ == "__main__":
                 "freethreading_compatible": False,
             },
         ),
+        cmdclass={"build_ext": Build},
         options={"build_ext": {"parallel": JOBS}},
     )

@@ -1,12 +1,15 @@
-"""What setup.py does besides compiling: levels of optimization by module, and what modules share."""
+"""What setup.py does besides compiling: levels of optimization by module, ccache where there is one, a line for each module."""
 
 import importlib.util
+import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 pytest.importorskip("Cython")
+Distribution = pytest.importorskip("setuptools").Distribution
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +29,17 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def ccache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A ccache on the PATH that writes down what it is asked for, and lets the compiler do it."""
+    script = tmp_path / "bin" / "ccache"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\nexec "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    return script
+
+
 def test_only_modules_that_exist_have_a_level_of_their_own(build: ModuleType) -> None:
     assert set(build.LEVELS) <= {source.stem for source in (ROOT / "kernels").glob("*.pyx")}
 
@@ -40,3 +54,51 @@ def test_every_module_is_compiled_at_its_level_and_without_debugging_information
 
 def test_what_modules_share_is_compiled_with_them(build: ModuleType) -> None:
     assert [extension.name for extension in build.extensions()].count(build.SHARED) == 1
+
+
+def test_compile_commands_go_through_ccache_where_there_is_one(build: ModuleType, ccache: Path) -> None:
+    assert build.behind_ccache(["cc", "-O2"]) == [str(ccache), "cc", "-O2"]
+
+
+@pytest.mark.parametrize("command", [["ccache", "cc"], ["/opt/bin/ccache", "cc"], ["sccache", "cc"]])
+def test_a_compiler_that_is_cached_already_is_left_as_it_is(build: ModuleType, ccache: Path, command: list[str]) -> None:
+    assert build.behind_ccache(command) == command
+
+
+def test_no_ccache_is_needed(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.behind_ccache(["cc", "-O2"]) == ["cc", "-O2"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("suffix", "parallel"), [("c", 1), ("c", 2), ("cpp", 1)])
+def test_each_compiled_module_is_told_of_once(
+    build: ModuleType,
+    ccache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    suffix: str,
+    parallel: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("first", "second")
+    for name in names:
+        Path(f"{name}.{suffix}").write_text(f"int {name};\n")
+
+    def lines() -> list[str]:
+        extensions = [build.Extension(f"some.{name}", [f"{name}.{suffix}"]) for name in names]
+        options = {"build_lib": ("test", "lib"), "build_temp": ("test", "objects"), "parallel": ("test", parallel)}
+        distribution = Distribution({"name": "some", "ext_modules": extensions})
+        distribution.get_option_dict("build_ext").update(options)
+        command = build.Build(distribution)
+        command.ensure_finalized()
+        command.run()
+        return sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("fastps: "))
+
+    told = lines()
+    assert {line.split()[2] for line in told} == set(names)
+    assert {line.partition(" (")[2] for line in told} == {"1 of 2)", "2 of 2)"}
+    asked = Path("asked").read_text().splitlines()
+    assert [sum(f"{name}.{suffix}" in line and " -c " in line for line in asked) for name in names] == [1, 1]
+    assert lines() == []  # all are newer than their sources
