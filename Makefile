@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard kernels/*.pyx kernels/*.pxd kernels/*.h) setup.py pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE_TREE := build/tree
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+# pip says nothing for minutes, and all too much with -v: of that the build's own lines are shown, and the end of it if it fails.
+SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
 # Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
 PARALLEL := -n 2 --dist worksteal
 
@@ -24,7 +28,8 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.made $(SOURCES)
-	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[demo,test,dev]'
+	@mkdir -p build
+	$(PIP) install -v --no-build-isolation -c constraints.txt -e '.[demo,test,dev]' $(SHOW_BUILD)
 	touch $@
 
 demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare the disciplines
@@ -46,7 +51,7 @@ test-all: $(VENV)/.clients lint test-debug hooks  ## every test, the slow ones, 
 
 test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds checks and assertions
 	rm -rf build/debug
-	FASTPS_DEBUG=1 $(PIP) install --quiet --no-build-isolation --no-deps --target build/debug .
+	FASTPS_DEBUG=1 $(PIP) install -v --no-build-isolation --no-deps --target build/debug . $(SHOW_BUILD)
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/test_store.py
