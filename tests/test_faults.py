@@ -379,7 +379,7 @@ def test_case_23_a_damaged_header_is_refused() -> None:
     """An arena whose header was changed is refused when it is mapped; see also kernels/test_turn.py."""
     with _store(1) as store:
         memory = mmap.mmap(-1, store.arena.total_bytes)
-        memory[:] = store.memory[:]
+        memory[:] = bytes(memoryview(store.memory))
         memory[12] ^= 0x10  # the number of lanes
         with pytest.raises(ValueError, match="places do not follow from its measures"):
             Arena(memory)

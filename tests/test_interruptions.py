@@ -101,6 +101,7 @@ def test_backward_after_a_step_that_waited_in_vain_leaves_what_was_pushed_alone(
     monkeypatch: pytest.MonkeyPatch, push_dtype: torch.dtype
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("FASTPS_JOB", f"interrupted-{os.getpid()}")
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)

@@ -129,6 +129,7 @@ def test_a_worker_that_is_done_gives_up_those_that_never_come(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("FASTPS_JOB", f"alone-{os.getpid()}")
     model, inner = _fresh(MAKERS["momentum"])
     with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=0.3) as optimizer:
