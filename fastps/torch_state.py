@@ -3,7 +3,9 @@
 Copies, of one version, made under the turns of all shards. Refuses to know param_groups, and when any of it is asked for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,23 +49,38 @@ def entries(
     return [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
 
 
-def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
-    """Make each parameter's entry of torch's state, empty where it has none, the job's. Weights and version stay."""
-    store = worker.store
+@dataclass(frozen=True)
+class _Buffers:
+    """For each shard the published buffers and the free ones, of weights and of the rule's state."""
+
+    weights: list[int]
+    state: list[int]
+    new_weights: list[int]
+    new_state: list[int]
+
+
+@contextlib.contextmanager
+def _republished(worker: Worker) -> Iterator[_Buffers]:
+    """Inside, all shards are held and the free buffers are to be written; then they are published, unless that raised."""
     worker.hold_turns()
     published = False
     try:
-        spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
-        weights_buffers, state_buffers = [pair[0] for pair in spares], [pair[1] for pair in spares]
-        active, active_state = store.committed()
-        _copy(store.weight_views(active), store.weight_views(weights_buffers))
-        if store.layout.policy.ema:
-            last = store.layout.planes - 1
-            _copy(store.plane_views(active_state, last), store.plane_views(state_buffers, last))
-        write(store, state_buffers, tensors_of, rule, given)
+        spares = [worker.lane.spare(shard) for shard in range(worker.store.arena.shards)]
+        yield _Buffers(*worker.store.committed(), [pair[0] for pair in spares], [pair[1] for pair in spares])
         published = True
     finally:
         worker.release_turns(published)
+
+
+def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+    """Make each parameter's entry of torch's state, empty where it has none, the job's. Weights and version stay."""
+    store = worker.store
+    with _republished(worker) as of:
+        _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
+        if store.layout.policy.ema:
+            last = store.layout.planes - 1
+            _copy(store.plane_views(of.state, last), store.plane_views(of.new_state, last))
+        write(store, of.new_state, tensors_of, rule, given)
 
 
 def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
@@ -72,28 +89,19 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
     Raises ValueError for tensors of another number or shape, and what `make` raises; then nothing has changed.
     """
     store = worker.store
-    worker.hold_turns()
-    published = False
-    try:
-        spares = [worker.lane.spare(shard) for shard in range(store.arena.shards)]
-        weights_buffers, state_buffers = [pair[0] for pair in spares], [pair[1] for pair in spares]
-        active, active_state = store.committed()
-        newest = tensors_of(store.weight_views(active))
-        with torch.no_grad():
-            values = list(make([tensor.clone() for tensor in newest]))
-            if [value.shape for value in values] != [tensor.shape for tensor in newest]:
-                raise ValueError(
-                    f"expected a tensor for each of {len(newest)} parameters, in their order and shapes, found"
-                    f" {[tuple(value.shape) for value in values]}"
-                )
-            for target, value in zip(tensors_of(store.weight_views(weights_buffers)), values, strict=True):
-                target.copy_(value)
+    with _republished(worker) as of, torch.no_grad():
+        newest = tensors_of(store.weight_views(of.weights))
+        values = list(make([tensor.clone() for tensor in newest]))
+        if [value.shape for value in values] != [tensor.shape for tensor in newest]:
+            raise ValueError(
+                f"expected a tensor for each of {len(newest)} parameters, in their order and shapes, found"
+                f" {[tuple(value.shape) for value in values]}"
+            )
+        for target, value in zip(tensors_of(store.weight_views(of.new_weights)), values, strict=True):
+            target.copy_(value)
         for plane in range(store.layout.planes):
-            _copy(store.plane_views(active_state, plane), store.plane_views(state_buffers, plane))
-        _copy(store.rule_steps(active_state), store.rule_steps(state_buffers))
-        published = True
-    finally:
-        worker.release_turns(published)
+            _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
+        _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
 
 
 def write(
