@@ -153,6 +153,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         layout = self._layout(model, policy, faults, pushed)
         names = [parameter.name for parameter in layout.parameters]
         torch_foreign.check_memory(self._tensors, names)
+        torch_foreign.check_not_averaged(self._tensors)
         torch_foreign.check_dense(self._tensors, names)
         torch_join.check_apart(self._tensors, layout)
         wanted = Checkpointing.wanted(checkpoint, every)

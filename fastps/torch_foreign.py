@@ -29,8 +29,8 @@ def check_model(model: torch.nn.Module | None) -> None:
 def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raises UnsupportedError for parameters that other processes share, or that are a part of a sharded one."""
     for tensor, name in zip(tensors, names, strict=True):
-        kind = type(tensor).__name__
-        if kind in ("DTensor", "FlatParameter") or type(tensor.data).__name__ == "DTensor":
+        kind = "FlatParameter" if getattr(tensor, "_is_flat_param", False) else type(tensor.data).__name__
+        if kind in ("DTensor", "FlatParameter"):
             raise UnsupportedError(
                 f"parameter {name!r} is a {kind}, a part that fully_shard or FullyShardedDataParallel keeps: expected whole"
                 " parameters; leave sharding out, for fastps keeps one copy for all workers"

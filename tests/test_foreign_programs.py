@@ -303,6 +303,31 @@ def test_model_inside_ddp_is_refused_by_name_before_a_gradient_counts_twice(wrap
         assert "fastps run --env fastps" in sentence
 
 
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def work(rank: int) -> tuple[str, str]:
+        os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"sharded-{os.getppid()}-{kind}")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        model: torch.nn.Module = _model()
+        if kind == "fully_shard":
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        else:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "original")
+        try:
+            _wrap(model).close()
+        except fastps.UnsupportedError as error:
+            return type(error).__name__, str(error)
+        finally:
+            torch.distributed.destroy_process_group()
+        return "trained", ""
+
+    for name, sentence in _in_processes(work, 2):
+        assert name == "UnsupportedError", sentence
+        assert "fully_shard" in sentence or "FullyShardedDataParallel" in sentence
+
+
 def test_process_group_that_averages_nothing_is_no_obstacle(tmp_path: Path) -> None:
     def work(rank: int) -> int:
         os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"group-{os.getppid()}")
