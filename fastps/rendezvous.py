@@ -123,6 +123,12 @@ def place_name(job: str, place: Place) -> bytes:
     return name
 
 
+def check_free(job: str, place: Place) -> None:
+    """Raise OSError where another process answers at a place; does not answer there, not even for a moment."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.bind(place_name(job, place))
+
+
 def ask(
     job: str,
     place: Place,

@@ -192,7 +192,9 @@ class Store:
             if finish is not None:
                 finish(store)
             if layout.has_server:
-                store.stop_answering(store.answer_at("host"))  # where a job of this name runs, its server has the name, too
+                # Where a job of this name runs, its server has the name, too. Nobody is answered yet: a worker that attached
+                # now would find no server.
+                rendezvous.check_free(store.job, "host")
                 store.server = ServerProcess(store, server_device)
             store.answer_at("host")
             if store.server is not None:
