@@ -339,6 +339,7 @@ class Launcher:
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
         """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
+        self._output.hide_bars()  # what the log says of it would be written into them
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
         if killed and worker.exit_code == -signal.SIGKILL:
             worker.tail.append(
@@ -369,10 +370,10 @@ class Launcher:
             self._selector.unregister(key.fileobj)
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
-        for line in lines:
+        for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
             self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
         if not data:
-            self._output.end(worker.rank)
+            self._output.end(worker.rank, sink)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
         """First Ctrl-C: pass it on, then SIGTERM and SIGKILL in turn. Second: kill at once."""

@@ -3,17 +3,22 @@
 Refuses to write anywhere: it gives lines, the launcher's caller decides where they go.
 """
 
+import re
 from collections import deque
 
 _MAX_LINE_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
 _OWN_ERROR = b"fastps."
 _INTERRUPT = b"KeyboardInterrupt"
+_CURSOR_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # and erasures: they mean the worker's own lines, not the terminal's
+_CURSOR_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
 TAIL_LINES = 20
 
 
 class Lines:
     """Cuts a stream into lines. A carriage return ends one too, so that progress bars arrive while they move.
+
+    No line moves the cursor. One that moved it up is a bar below another (nested loops): it ends in a carriage return, too.
 
     >>> lines = Lines()
     >>> lines.feed(b"one\\ntw"), lines.feed(b"o\\r"), lines.feed(b"\\n3"), lines.rest()
@@ -22,6 +27,20 @@ class Lines:
 
     def __init__(self) -> None:
         self._pending = b""
+        self._is_bar = False  # whether the last line ended in a carriage return
+
+    @property
+    def bar(self) -> bytes:
+        """A progress bar as it is shown now, without an end; empty where the last piece of text is none.
+
+        Most bars begin with their carriage return, so they would be an update behind if their end were waited for.
+
+        >>> lines = Lines()
+        >>> lines.feed(b"\\r 10%"), lines.bar
+        ([b'\\r'], b' 10%')
+        """
+        is_bar = self._is_bar or self._pending.endswith(b"\r")
+        return _CURSOR_MOVES.sub(b"", self._pending).rstrip(b"\r") if is_bar else b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes, each with its end."""
@@ -32,12 +51,27 @@ class Lines:
         if not end and len(self._pending) > _MAX_LINE_BYTES:
             end = len(self._pending)
         done, self._pending = self._pending[:end], self._pending[end:]
-        return done.splitlines(keepends=True) if end else []
+        lines = [_without_moves(line) for line in done.splitlines(keepends=True)]
+        if lines:
+            self._is_bar = lines[-1].endswith(b"\r")
+        return lines
 
     def rest(self) -> list[bytes]:
         """What came after the last end of line, when no more will come."""
         rest, self._pending = self._pending, b""
-        return [rest] if rest else []
+        return [_without_moves(rest)] if rest else []
+
+
+def _without_moves(line: bytes) -> bytes:
+    """A line that moves no cursor.
+
+    >>> _without_moves(b"batches: 33%\\x1b[A\\n")
+    b'batches: 33%\\r'
+    """
+    if b"\x1b" not in line:
+        return line
+    text = _CURSOR_MOVES.sub(b"", line)
+    return text.rstrip(b"\r\n") + b"\r" if _CURSOR_UP.search(line) else text
 
 
 class ErrorLines:

@@ -10,6 +10,8 @@ import pytest
 
 from fastps.clock import MonotonicClock
 from fastps.job_output import JobOutput
+from fastps.launch import Launcher
+from fastps.worker_output import Lines
 
 
 class Terminal(io.StringIO):
@@ -50,7 +52,7 @@ def test_bars_of_two_workers_keep_a_line_each_on_a_terminal() -> None:
     assert terminal.shown() == ["[1] a loss of 0.5", "[0] 30%"]
     output.write(1, "40%\r", terminal)
     output.write(0, "100%\n", terminal)
-    output.end(1)
+    output.end(1, terminal)
     assert terminal.shown() == ["[1] a loss of 0.5", "[0] 100%", "[1] 40%"]
 
 
@@ -70,9 +72,128 @@ def test_bars_are_lines_of_a_file_one_a_second_and_the_last() -> None:
         output.write(0, f"{percent}%\r", file)
         output.write(1, f"{percent}%\r", file)
     output.write(0, "100%\n", file)
-    output.end(0)
-    output.end(1)
+    output.end(0, file)
+    output.end(1, file)
     assert file.getvalue().splitlines() == ["[0] 0%", "[1] 0%", "[0] 50%", "[1] 50%", "[0] 100%", "[1] 90%"]
+
+
+# What tqdm writes, in pieces as they come through a pipe: a bar begins with its carriage return.
+ONE_LOOP = [b"\r  0%", b"\r 50%", b"\r100%", b"\n"]
+NESTED_LOOPS = [
+    *(b"\repochs 0%", b"\n\rsteps 0%\x1b[A", b"\n\rsteps 50%\x1b[A", b"\n\r         \x1b[A", b"\repochs 50%"),
+    *(b"\n\rsteps 0%\x1b[A", b"\n\rsteps 50%\x1b[A", b"\n\r         \x1b[A", b"\repochs 100%", b"\n"),
+]
+
+
+def _pass_on(pieces: list[bytes], output: JobOutput, sink: io.StringIO, clock: Steps | None = None, seconds: float = 0) -> None:
+    """As the launcher does, with so many seconds before each piece."""
+    lines = Lines()
+    for piece in pieces:
+        if clock is not None:
+            clock.time_ns += int(seconds * 1e9)
+        for line in [*lines.feed(piece), *([lines.bar + b"\r"] if lines.bar else [])]:
+            output.write(0, line.decode(), sink)
+
+
+def test_bar_that_begins_with_its_carriage_return_is_shown_at_once() -> None:
+    for shown, until in (["[0]   0%"], 1), (["[0]  50%"], 2), (["[0] 100%"], 4):
+        terminal, output = Terminal(), JobOutput(Steps())
+        _pass_on(ONE_LOOP[:until], output, terminal)
+        assert terminal.shown() == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(1.0, ["[0]   0%", "[0]  50%", "[0] 100%"]), (0.1, ["[0]   0%", "[0] 100%"])],
+    ids=["slow", "fast"],
+)
+def test_bar_in_a_file_has_neither_empty_lines_nor_a_line_twice(seconds: float, shown: list[str]) -> None:
+    file, clock = io.StringIO(), Steps()
+    output = JobOutput(clock)
+    _pass_on(ONE_LOOP, output, file, clock, seconds)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == shown
+
+
+def test_last_update_of_a_bar_that_has_no_end_is_in_the_file() -> None:
+    file, output = io.StringIO(), JobOutput(Steps())
+    _pass_on(ONE_LOOP[:3], output, file)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == ["[0]   0%", "[0] 100%"]
+
+
+def test_nested_bars_are_one_line_below_the_outer_loops_and_move_no_cursor() -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(1, "1%\r", terminal)
+    _pass_on(NESTED_LOOPS[:3], output, terminal)
+    assert terminal.shown() == ["[0] epochs 0%", "[0] steps 50%", "[1] 1%"]
+    file, output = io.StringIO(), JobOutput(Steps())
+    _pass_on(NESTED_LOOPS, output, file)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == ["[0] epochs 0%", "[0] epochs 50%", "[0] epochs 100%"]
+    assert "\x1b" not in file.getvalue()
+
+
+def test_line_on_the_other_stream_leaves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    errors = Terminal()
+    errors.write = terminal.write  # type: ignore[method-assign]  # one terminal, two streams
+    monkeypatch.setattr(sys, "stderr", errors)
+    output.write(0, "10%\r", errors)
+    output.write(0, "a loss of 0.5\n", terminal)
+    assert terminal.shown() == ["[0] a loss of 0.5", "[0] 10%"]
+    output.end(0, terminal)
+    output.write(0, "100%\n", errors)
+    assert terminal.shown() == ["[0] a loss of 0.5", "[0] 100%"]
+
+
+def test_more_bars_than_the_terminal_has_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", "6")
+    terminal, output = Terminal(), JobOutput(Steps())
+    for rank in range(8):
+        output.write(rank, "10%\r", terminal)
+    assert terminal.shown() == ["[0] 10%", "[1] 10%", "[2] 10%", "... and 5 more"]
+
+
+def test_colours_and_wide_characters_take_the_room_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "11")
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(0, "\x1b[32m12345\x1b[0m\r", terminal)
+    output.write(1, "\u5b66\u4e60\u7387\u5b66\r", terminal)
+    assert terminal.shown() == ["[0] \x1b[32m12345\x1b[0m", "[1] \u5b66\u4e60\u7387"]
+
+
+def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal, output = Terminal(), JobOutput(Steps())
+    _pass_on(ONE_LOOP, output, terminal)
+    assert terminal.getvalue() == "[0]   0%\n[0] 100%\n"
+
+
+def test_lines_of_others_do_not_get_between_the_bars() -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(0, "10%\r", terminal)
+    output.hide_bars()
+    terminal.write("worker 1 ended by SIGKILL; started another\n")
+    output.write(0, "20%\r", terminal)
+    assert terminal.shown() == ["worker 1 ended by SIGKILL; started another", "[0] 20%"]
+
+
+def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\nprint('\\r50%', end='', flush=True)\nfor _ in range(200):\n    time.sleep(0.05)\n"
+        "    if os.path.exists('seen'):\n        sys.exit()\nsys.exit('not seen')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    def look() -> None:
+        if terminal.shown() == ["[0] 50%"]:
+            (tmp_path / "seen").touch()
+
+    assert Launcher([sys.executable, "script.py"], 1).run(look).exit_code == 0
+    assert terminal.shown() == ["[0] 50%"]
 
 
 @pytest.mark.parametrize("before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"]])
