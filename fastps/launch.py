@@ -39,6 +39,7 @@ logger = logging.getLogger("fastps.launch")
 GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
 _FAULT_TICK_S = 0.02  # how often injected faults look at the job
+_OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
 NO_OPTIONS = JobOptions()
 
 
@@ -55,6 +56,7 @@ class LaunchedWorker:
     exit_code: int | None = None
     ended_ns: int = 0
     errors: ErrorLines = field(default_factory=ErrorLines)
+    was_out_of_memory: bool = False
 
     @property
     def tail(self) -> deque[str]:
@@ -87,7 +89,7 @@ class LaunchedWorker:
         if self.exit_code is None:
             return "still running"
         if self.exit_code < 0:
-            return f"ended by {signal.Signals(-self.exit_code).name}"
+            return f"ended by {signal.Signals(-self.exit_code).name}{_OUT_OF_MEMORY if self.was_out_of_memory else ''}"
         return f"exit code {self.exit_code}"
 
 
@@ -341,10 +343,7 @@ class Launcher:
         """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
         self._output.hide_bars()  # what the log says of it would be written into them
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
-        if killed and worker.exit_code == -signal.SIGKILL:
-            worker.tail.append(
-                "killed for want of memory: the control group's limit was reached; use fewer workers or raise it"
-            )
+        worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
         if self._interrupts or not self._options.continues:
             self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
         elif self._restarts_left and not self._is_over():

@@ -15,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from fastps.launch import Outcome
 from fastps.machine import machine
@@ -168,7 +169,8 @@ def failure_panel(outcome: Outcome) -> Panel:
     others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
     lines += [f"the others: {', '.join(others)}"] if others else []
     lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
-    return Panel("\n".join(lines).replace("[", "\\["), title="fastps: the job failed", border_style="red")
+    # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
+    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
 
 
 def chaos_text(row: Mapping[str, Any]) -> str:

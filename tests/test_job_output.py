@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fastps.clock import MonotonicClock
 from fastps.job_output import JobOutput
-from fastps.launch import Launcher
+from fastps.launch import Launcher, Outcome
+from fastps.report import failure_panel
 from fastps.worker_output import Lines
 
 
@@ -213,3 +215,30 @@ def test_traceback_of_a_worker_is_printed_once(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.count("in fail") == 1
     assert "its last line: ValueError: no luck" in ended.stderr
+
+
+def _panel_of(outcome: Outcome) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(failure_panel(outcome))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_panel_shows_a_last_line_as_it_was_written(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(r"import sys; sys.exit('expected x[:100:] and \[red], found \x1b[31m:boom:\x1b[0m')")
+    outcome = Launcher([sys.executable, str(script)], 1).run()
+    assert r"its last line: expected x[:100:] and \[red], found :boom: " in _panel_of(outcome)
+
+
+def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter(range(100))
+    monkeypatch.setattr("fastps.launch.oom_kills", lambda: next(kills))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    sys.exit('its child')\nos.kill(os.getpid(), 9)\n"
+    )
+    shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
+    assert "worker 0 failed first: ended by SIGKILL, for want of memory: the control group's limit was reached" in shown
+    assert "its last line: its child" in shown
