@@ -17,6 +17,7 @@ from typing import Any
 
 from fastps.bench.crew import Crew, CrewError
 from fastps.bench.peers import Job
+from fastps.extras import how_to_install
 from fastps.process_control import die_with_parent
 
 _START_S = 60.0
@@ -27,7 +28,7 @@ def missing_reason() -> str | None:
     """Why MPI cannot be measured here, or None."""
     for name, is_found in (("mpi4py", importlib.util.find_spec("mpi4py") is not None), ("mpich", _file("mpiexec") is not None)):
         if not is_found:
-            return f"the package {name} is not installed: pip install '.[peers]' in the folder of fastps' source"
+            return f"the package {name} is not installed: {how_to_install('peers')}"
     return None
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
+from fastps.extras import how_to_install
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -113,10 +114,7 @@ def _digits() -> Dataset:
 
 
 def _missing(source: str, package: str) -> UsageError:
-    return UsageError(
-        f"--data {source} needs the package {package}, which is not installed: pip install '.[demo]' in the folder of fastps'"
-        " source"
-    )
+    return UsageError(f"--data {source} needs the package {package}, which is not installed: {how_to_install('demo')}")
 
 
 def _split(images: Bytes, labels: Labels, test: int) -> Dataset:

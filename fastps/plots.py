@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastps.errors import UsageError
+from fastps.extras import how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +55,7 @@ def save_picture(draw: "Callable[[Axes], None]", file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install '.[demo]' in the folder of fastps' source") from None
+        raise UsageError(f"--plot needs matplotlib: {how_to_install('demo')}") from None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     draw(axes)

@@ -19,7 +19,10 @@ from fastps.kernels.device_order import DTYPES, RULE_NAMES, THREADS
 SOURCE = Path(__file__).with_name("fold.cu")
 # No contraction: a fused multiply-add happens only where the source writes one, so the bits are the CPU's.
 OPTIONS = ("--std=c++17", "--fmad=false")
-ADVICE = "pip install 'fastps[cuda12]' or 'fastps[cuda13]', whichever CUDA the driver supports (nvidia-smi shows it)"
+ADVICE = (
+    "pip install '.[cuda12]' or '.[cuda13]' in the folder of fastps' source, whichever CUDA the driver supports"
+    " (nvidia-smi shows it)"
+)
 
 
 class CudaUnavailableError(RuntimeError):

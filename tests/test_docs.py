@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,15 @@ def test_every_file_that_the_documents_name_exists() -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
         for path in re.findall(r"`((?:tests|docs|examples|kernels|fastps|bench)/[\w./]+\.\w+)`", document.read_text()):
             assert (ROOT / path).exists(), f"{document.name}: {path}"
+
+
+def test_no_error_sends_to_a_registry_for_fastps_and_every_extra_that_one_names_exists() -> None:
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("tests run without the source tree")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = "".join(
+        file.read_text() for folder in ("fastps", "kernels", "bench") for file in sorted((ROOT / folder).rglob("*.py"))
+    )
+    assert "fastps[" not in text
+    named = set(re.findall(r"'\.\[(\w+)\]'|how_to_install\('(\w+)'\)", text))
+    assert {"cuda12", "demo", "peers"} <= {name for pair in named for name in pair if name} <= set(extras)
