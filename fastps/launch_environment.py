@@ -40,11 +40,14 @@ def style_of(wanted: str, command: Sequence[str]) -> Style:
 
 def _texts_of(command: Sequence[str]) -> list[bytes]:
     """The program that a command runs, as text, where it is one of Python's."""
-    if "-m" in command[1:-1]:
-        module = Path(*command[command.index("-m") + 1].split("."))
+    arguments = list(command[1:])
+    while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+        arguments.pop(0)  # a flag of Python's own
+    if arguments[:1] == ["-m"]:
+        module = Path(*"".join(arguments[1:2]).split("."))
         candidates = [module.with_suffix(".py"), module / "__main__.py"]
     else:
-        candidates = [Path(argument) for argument in command[1:] if argument.endswith(".py")][:1]
+        candidates = [Path(argument) for argument in arguments[:1]]
     try:
         return [path.read_bytes() for path in candidates if path.is_file()]
     except OSError:

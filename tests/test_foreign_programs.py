@@ -257,6 +257,10 @@ def test_workers_see_torchruns_variables_only_where_the_script_asks_for_them(tmp
     asking.write_text("import os\nprint(os.environ['RANK'])\n")
     assert style_of("auto", [sys.executable, str(plain)]) == "fastps"
     assert style_of("auto", [sys.executable, str(asking), "--rank"]) == "torchrun"
+    assert style_of("auto", [sys.executable, "-u", str(asking), "-m", "nothing"]) == "torchrun"
+    assert style_of("auto", [sys.executable, str(plain), str(asking)]) == "fastps", (
+        "what is given to a script is not the script"
+    )
     assert style_of("torchrun", [sys.executable, str(plain)]) == "torchrun"
     with pytest.raises(fastps.UsageError, match="--env"):
         style_of("slurm", [sys.executable, str(plain)])
