@@ -217,8 +217,8 @@ def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> 
 def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import time, fastps\n"
-        "def work(rank):\n    print('begun', flush=True)\n    time.sleep(60)\n"
+        "import os, time, fastps\n"
+        "def work(rank):\n    os.write(1, b'begun\\n')\n    time.sleep(60)\n"
         "if __name__ == '__main__':\n    fastps.spawn(work, workers=2, start_method='fork')\n"
     )
     running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
