@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard kernels/*.pyx kernels/*.pxd kernels/*.h) setup.py pyproject.toml constraints.txt
+SOURCES := $(wildcard $(foreach kind,pyx pxd h hpp cu,kernels/*/*.$(kind))) setup.py pyproject.toml constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE_TREE := build/tree
 SHELL := bash
@@ -13,7 +13,13 @@ SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' 
 # Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
 PARALLEL := -n 2 --dist worksteal
 
-HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/hooks
+# Show a build's folder ($1) the Python files: its compiled modules lie beside links, so that only a changed header rebuilds.
+LINK_PYTHON = find $1/fastps -type l -delete; \
+	for entry in fastps/*; do [[ $$entry == */__pycache__ ]] || ln -s "$(CURDIR)/$$entry" $1/fastps/; done; \
+	for file in kernels/*.py kernels/*/*.py; do mkdir -p "$1/fastps/$${file%/*}"; ln -s "$(CURDIR)/$$file" "$1/fastps/$$file"; done; \
+	ln -sfn ../../tests $1/tests
+
+HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/crash
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers fuzz lint clean
@@ -54,13 +60,10 @@ test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds check
 	FASTPS_DEBUG=1 $(PIP) install -v --no-build-isolation --no-deps --target build/debug . $(SHOW_BUILD)
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
-		-m "not slow" tests/kernels tests/test_store.py
+		-m "not slow" tests/kernels tests/store/test_store.py
 
-# Compiled modules beside links to the Python files: a changed header rebuilds, a changed Python file need not.
 hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
-	@for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/hooks/fastps/; done
-	@for file in kernels/*.py; do ln -sf "../../../../$$file" build/hooks/fastps/kernels/; done
-	@ln -sfn ../../tests build/hooks/tests
+	@$(call LINK_PYTHON,build/hooks)
 
 build/hooks/.made: $(VENV)/.installed
 	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
@@ -69,14 +72,10 @@ build/hooks/.made: $(VENV)/.installed
 test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
 	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
 
-# Compiled modules with a sanitizer beside links to the Python files, as for hooks.
 .PHONY: sanitized-thread sanitized-address
 sanitized-thread sanitized-address: sanitized-%: $(VENV)/.installed
-	mkdir -p build/$*/fastps
-	for file in fastps/*.py fastps/py.typed fastps/reproduce; do ln -sfn "../../../$$file" build/$*/fastps/; done
 	FASTPS_SANITIZE=$* $(BIN)/python setup.py -q build_ext --build-lib build/$* --build-temp build/$*-objects
-	for file in kernels/*.py; do ln -sf "../../../../$$file" build/$*/fastps/kernels/; done
-	ln -sfn ../../tests build/$*/tests
+	@$(call LINK_PYTHON,build/$*)
 
 # The sanitizer's library must be there before Python; Python itself is not instrumented, and lets go of nothing at its exit.
 SANITIZED_PYTEST := ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir .
@@ -85,9 +84,9 @@ UNDER_ADDRESS := cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.s
 	UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"
 
 test-sanitizers: sanitized-thread sanitized-address  ## threads on one arena under ThreadSanitizer, and the core's tests under AddressSanitizer
-	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/test_turn.py
+	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/protocol/test_lane.py
 	$(UNDER_ADDRESS) $(SANITIZED_PYTEST) -m "not slow" \
-		tests/kernels/test_turn.py tests/kernels/test_lane.py tests/kernels/test_scheduler.py
+		tests/kernels/protocol tests/kernels/scheduling/test_scheduler.py
 
 FUZZ_SECONDS ?= 600
 fuzz: sanitized-address  ## attach messages, the arena's words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
@@ -98,10 +97,9 @@ lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kernels
 	@mkdir -p $(PACKAGE_TREE)/fastps
-	@ln -sfn ../../../kernels $(PACKAGE_TREE)/fastps/kernels && ln -sfn ../../../bench $(PACKAGE_TREE)/fastps/bench
-	@ln -sfn ../../../fastps/reproduce $(PACKAGE_TREE)/fastps/reproduce
-	@for file in fastps/*.py fastps/py.typed; do ln -sf "../../../$$file" $(PACKAGE_TREE)/fastps/; done
+	@find $(PACKAGE_TREE) -type l -delete
+	@for entry in fastps/* kernels bench; do ln -s "$(CURDIR)/$$entry" $(PACKAGE_TREE)/fastps/; done
 	$(BIN)/mypy --cache-dir build/mypy $(PACKAGE_TREE)/fastps
 
 clean:  ## remove everything that was built
-	rm -rf $(VENV) build dist *.egg-info kernels/*.so
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so

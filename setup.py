@@ -1,4 +1,4 @@
-"""Build of the compiled core: every kernels/*.pyx becomes the extension fastps.kernels.*.
+"""Build of the compiled core: kernels/ROOM/NAME.pyx becomes the extension fastps.kernels.ROOM.NAME.
 
 What it refuses to be: a place for metadata (pyproject.toml has it all) or for machine-specific flags. No -march=native: the
 fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
@@ -28,16 +28,15 @@ HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = {"": "", "thread": "thread", "address": "address,undefined"}[os.environ.get("FASTPS_SANITIZE", "")]
 STAGE = Path("build/cimport")
 JOBS = len(os.sched_getaffinity(0))  # compilers at a time
-HOOKS_ONLY = ("chaos", "chaos_machine", "chaos_workers", "hooks", "witness")  # modules that only the tests' build has
-# and those that have nothing to hook
-NOT_HOOKED = ("arrivals", "compute_time", "limit", "network", "simulation_totals", "simulator", "virtual_shards")
+HOOKS_ONLY = ("chaos",)  # rooms that only the tests' build has
+NOT_HOOKED = ("baseline", "simulation", "tensors")  # and those that have nothing to hook
 SHARED = "fastps.kernels.cython_shared"
 LEVEL = "-O2"
 # Modules that another level makes faster. Times at LEVEL over times at -O3 (both builds took turns; gcc 12, x86-64), by `fastps
 # bench kernels`: the fold 4.0, and the limit that it is compared with 3.1; by `fastps bench scheduler`, 16 and 1,000 workers:
 # 1.07, or 1.01 with roster alone at -O3. Nothing else is faster: `fastps bench sim` 0.97 to 1.00, and by `fastps bench lane` a
 # post takes 2.0 to 2.2 of its limits at either level.
-LEVELS = {"fold": "-O3", "limit": "-O3", "roster": "-O3"}
+LEVELS = {"update.fold": "-O3", "baseline.roofline": "-O3", "scheduling.state": "-O3"}
 
 
 def stage_cimports() -> str:
@@ -63,7 +62,9 @@ def torch_folder() -> Path | None:
 
 
 def torch_extension() -> list[Extension]:
-    """fastps.kernels.torch_tensors, in C++ against torch's headers; without them Python's attributes do (tensor_loops.py)."""
+    """fastps.kernels.tensors.torch_tensors, in C++ against torch's headers; without them Python's attributes do
+    (tensor_loops.py).
+    """
     folder = torch_folder()
     if folder is None or HOOKS or SANITIZER:
         if folder is None:
@@ -71,10 +72,10 @@ def torch_extension() -> list[Extension]:
         return []
     return [
         Extension(
-            "fastps.kernels.torch_tensors",
-            ["kernels/torch_tensors.pyx"],
+            "fastps.kernels.tensors.torch_tensors",
+            ["kernels/tensors/torch_tensors.pyx"],
             include_dirs=["kernels", str(folder / "include")],
-            depends=["kernels/torch_tensors.hpp"],
+            depends=["kernels/tensors/torch_tensors.hpp"],
             extra_compile_args=["-std=c++20", *(["-O1"] if DEBUG else ["-O2", "-g0"]), "-Wall", "-Wno-unused-function"],
             # Without a path: torch is imported first, and these are what it has loaded.
             library_dirs=[str(folder / "lib")],
@@ -91,20 +92,21 @@ def level(module: str) -> str:
 
 
 def extensions() -> list[Extension]:
-    """One extension for each kernels/*.pyx; all share the headers, so a changed header rebuilds all of them."""
+    """One extension for each kernels/ROOM/NAME.pyx; all share the headers, so a changed header rebuilds all of them."""
     macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
     macros += [("FASTPS_HOOKS", "1")] if HOOKS else []
     late = [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
     late += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
     # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
     late += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
-    headers = [*sorted(str(path) for path in Path("kernels").glob("*.h")), "kernels/fold.cu"]
+    headers = [*sorted(str(path) for path in Path("kernels").rglob("*.h")), "kernels/cuda/fold.cu"]
+    left_out = (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()))
     modules = {
-        source.stem: str(source)
-        for source in sorted(Path("kernels").glob("*.pyx"))
-        if source.stem not in (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()), "torch_tensors")
+        f"{source.parent.name}.{source.stem}": str(source)
+        for source in sorted(Path("kernels").glob("*/*.pyx"))
+        if source.parent.name not in left_out and source.stem != "torch_tensors"
     }
-    modules[SHARED.rpartition(".")[2]] = "kernels/cython_shared.c"  # which Cython writes under build/
+    modules[SHARED.removeprefix("fastps.kernels.")] = "kernels/cython_shared.c"  # which Cython writes under build/
     return [
         Extension(
             f"fastps.kernels.{module}",
@@ -144,12 +146,24 @@ class Build(build_ext):
         count = next(self.counted)
         if built.stat().st_mtime_ns != before:
             # One write, so that no other thread's line comes between a line and its end.
-            sys.stderr.write(f"fastps: compiled {ext.name.rpartition('.')[2]} ({count} of {len(self.extensions)})\n")
+            name = ext.name.removeprefix("fastps.kernels.")
+            sys.stderr.write(f"fastps: compiled {name} ({count} of {len(self.extensions)})\n")
             sys.stderr.flush()
+
+
+def packages() -> list[str]:
+    """All packages: each folder with an __init__.py under fastps/, kernels/ and bench/."""
+    roots = {"fastps": "fastps", "kernels": "fastps.kernels", "bench": "fastps.bench"}
+    return [
+        ".".join([name, *path.parent.relative_to(root).parts])
+        for root, name in roots.items()
+        for path in sorted(Path(root).rglob("__init__.py"))
+    ]
 
 
 if __name__ == "__main__":
     setup(
+        packages=packages(),
         ext_modules=cythonize(
             [*torch_extension(), *extensions()],
             nthreads=JOBS,

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fastps.errors import Error
-from fastps.process_control import die_with_parent
+from fastps.system.processes import die_with_parent
 
 Order = Callable[[Any], Any]
 _context = multiprocessing.get_context("fork")

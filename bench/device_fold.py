@@ -1,6 +1,6 @@
 """A fold on a device with buffers of its own, for benchmarks and checks: given arrays go there, results come back.
 
-Refuses to know workers: it is one process, one stream, one fold at a time, on any fastps.device.Device.
+Refuses to know workers: it is one process, one stream, one fold at a time, on any fastps.device.interface.Device.
 """
 
 from collections.abc import Sequence
@@ -9,19 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device import Device
-from fastps.kernels import device_fold, device_order
+from fastps.device.interface import Device
+from fastps.kernels.cuda import host_fold as device_fold
+from fastps.kernels.cuda import launch_args as device_order
 
 _PIECE_BYTES = 1 << 22
 
 Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
-"""A gradient as it lies on the device (float32, or 16-bit words), and the rest as of kernels/reference.py's Push."""
+"""A gradient as it lies on the device (float32, or 16-bit words), and the rest as of kernels/update/reference.py's Push."""
 
 
 class DeviceFold:
     """Buffers, order and tiles of one fold. `close` gives the memory back.
 
-    >>> from fastps.device_host import HostDevice
+    >>> from fastps.device.host import HostDevice
     >>> shape = device_order.Shape(0, 0, 0.0, ((0, 3, 0),))
     >>> pushes = [(np.ones(16, np.float32), [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0, 1.0)]
     >>> weights, state, steps = np.ones(16, np.float32), np.zeros((0, 16), np.float32), np.zeros(1, np.int64)

@@ -1,7 +1,7 @@
 """One fold in double precision, from the optimizers' formulas: what a check compares kernels with, whatever their rounding.
 
-Written from the formulas of torch.optim's documentation, not from kernels/reference.py, so that a common error would be seen.
-Refuses to be bit for bit: kernels/reference.py is.
+Written from the formulas of torch.optim's documentation, not from kernels/update/reference.py, so that a common error would be
+seen. Refuses to be bit for bit: kernels/update/reference.py is.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.kernels import fold
+from fastps.kernels.update import fold
 
 Doubles = npt.NDArray[np.float64]
 

@@ -24,12 +24,13 @@ from fastps.bench import exact, kernels_cuda
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import BenchOptions, Row
-from fastps.data import load
-from fastps.device import Device, DeviceError
+from fastps.device.interface import Device, DeviceError
 from fastps.errors import Error
-from fastps.kernels import device_order, fold
-from fastps.launch import Launcher
-from fastps.machine import machine
+from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.update import fold
+from fastps.processes.launcher import Launcher
+from fastps.system.machine import machine
+from fastps.training.data import load
 
 EXIT_OK, EXIT_FAILED, EXIT_NO_DEVICE = 0, 1, 3
 SIZES = (1, 3, 15, 17, 1023, 4095, 4096, 4097, 100_003)
@@ -258,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _gpu() -> dict[str, Any]:
     """What the GPU is, asked in a process of its own: this one must not touch CUDA before it starts others."""
     source = (
-        "import json; from fastps.device_cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
+        "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
         " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
         " 'compute': [p['major'], p['minor']], 'driver': r.driverGetVersion(), 'runtime': r.runtimeGetVersion(),"
         " 'cupy': d._cupy.__version__}))"
@@ -271,7 +272,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _on_gpu(check: Callable[[Device], list[Row]]) -> list[Row]:
-    from fastps.device_cuda import CudaDevice
+    from fastps.device.cuda import CudaDevice
 
     device = CudaDevice()
     try:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 import fastps
-from fastps.clock import SYSTEM_CLOCK
-from fastps.data import load
-from fastps.models import accuracy, inputs_of, model_for
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.training.data import load
+from fastps.training.models import accuracy, inputs_of, model_for
 
 SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))
 

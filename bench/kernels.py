@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from fastps.bench.measure import BenchOptions, Floats, Row, aligned, check, interleaved, repeated, whole_lines
-from fastps.kernels import fold, limit
+from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.update import fold
 
 LEARNING_RATE, MOMENTUM, BETA2, EPSILON = 0.01, 0.9, 0.999, 1e-8
 Side = Callable[[int], None]

@@ -9,13 +9,14 @@ import numpy as np
 from fastps.bench.device_fold import DeviceFold
 from fastps.bench.kernels import BETA2, EPSILON, KERNELS, LEARNING_RATE, MOMENTUM, Kernel
 from fastps.bench.measure import BenchOptions, Row, check, interleaved, repeated, whole_lines
-from fastps.device import Device
-from fastps.kernels import device_order, fold
+from fastps.device.interface import Device
+from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.update import fold
 
 
 def measure(options: BenchOptions) -> list[Row]:
     """A row a kernel, dtype of the gradients and size. Raises DeviceError where there is no GPU."""
-    from fastps.device_cuda import CudaDevice
+    from fastps.device.cuda import CudaDevice
 
     device = CudaDevice()
     try:

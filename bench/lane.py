@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
-from fastps.kernels import limit
-from fastps.kernels.lane import Ring
+from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.protocol.ring import Ring
 
 RING_SIZE = 16
 _PAGE = mmap.PAGESIZE

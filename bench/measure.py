@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
-from fastps.kernels import limit
+from fastps.kernels.baseline import roofline as limit
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]

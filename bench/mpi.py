@@ -17,8 +17,8 @@ from typing import Any
 
 from fastps.bench.crew import Crew, CrewError
 from fastps.bench.peers import Job
-from fastps.extras import how_to_install
-from fastps.process_control import die_with_parent
+from fastps.system.extras import how_to_install
+from fastps.system.processes import die_with_parent
 
 _START_S = 60.0
 _END_S, _FAILED_END_S = 30.0, 3.0

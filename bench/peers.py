@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from fastps.bench.measure import aligned, whole_lines
-from fastps.kernels import limit
-from fastps.kernels.turn import Lane
-from fastps.torch import DistributedOptimizer
+from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.protocol.lane import Lane
+from fastps.torch.optimizer import DistributedOptimizer
 
 TENSORS = 60
 ASYNCHRONOUS = ("fastps-asp", "fastps-server-asp", "hogwild")  # sides whose workers do not wait for each other

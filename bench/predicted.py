@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps import advice, replay, trace_check
+from fastps.advice import advise as advice
+from fastps.advice import replay
 from fastps.bench.crew import ForkedCrew, Order
-from fastps.clock import SYSTEM_CLOCK, Clock
-from fastps.report import write_json
-from fastps.trace_file import Trace, read
+from fastps.cli.report import write_json
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.tracing import check as trace_check
+from fastps.tracing.file import Trace, read
 
 Row = dict[str, Any]
 SPECS = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "softsync:2", "r2sp:0.8")
@@ -80,7 +82,7 @@ def run_worker(rank: int, spec: str, setting: Setting, file: Path, job: str, clo
 
 
 def _store(rank: int, weights: Any, update: Any, policy: fastps.Policy, workers: int, job: str) -> fastps.Store:
-    from fastps.layout import Layout, place
+    from fastps.job.layout import Layout, place
 
     if rank == 0:
         return fastps.Store.create(weights, update, sync=policy, workers=workers, job=job)

@@ -9,9 +9,9 @@ nobody expected takes about three reads of main memory longer. Refuses to measur
 from collections.abc import Callable
 
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved, repeated
-from fastps.kernels.arrivals import Arrivals
-from fastps.kernels.scheduler import Scheduler
-from fastps.specs import parse_policy
+from fastps.job.specs import parse_policy
+from fastps.kernels.baseline.scheduler_load import Arrivals
+from fastps.kernels.scheduling.scheduler import Scheduler
 
 SIZES = (16, 1_000, 100_000)
 # What a decision may take, in ns, at so many workers and fewer.

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastps.bench.measure import Row
-from fastps.machine import machine
+from fastps.system.machine import machine
 
 Columns = dict[str, Callable[[Row], str]]
 

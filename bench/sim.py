@@ -11,10 +11,10 @@ from typing import Any
 
 from fastps.bench.measure import BenchOptions, Row, Spread, check, elapsed, interleaved, repeated
 from fastps.bench.scheduler import SPECS
-from fastps.compute_models import ComputeModel
-from fastps.kernels import simulation_totals
-from fastps.simulate import Simulation, build, simulate
-from fastps.specs import parse_policy
+from fastps.job.specs import parse_policy
+from fastps.kernels.simulation import totals as simulation_totals
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import Simulation, build, simulate
 
 WORKERS = 1_000
 LATENCY: dict[str, Any] = {"latency_ns": 50_000}

@@ -19,9 +19,10 @@ from fastps.bench.measure import BenchOptions, Row
 from fastps.bench.member import load_torch
 from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, averaging_sgd
 from fastps.bench.step import Kind
-from fastps.device import DeviceError
-from fastps.kernels import device_order, fold
-from fastps.placement import gpu_variables
+from fastps.device.interface import DeviceError
+from fastps.device.placement import gpu_variables
+from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.update import fold
 
 _DEVICES = Path("/dev")
 
@@ -95,7 +96,7 @@ class LimitCuda:
     """The fold's kernel alone on all gradients, by one process, without a step around it: no step can be quicker."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        from fastps.device_cuda import CudaDevice
+        from fastps.device.cuda import CudaDevice
 
         settle(job, 0)
         self.works = rank == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 import fastps
-from fastps.kernels import fold
+from fastps.kernels.update import fold
 
 LENGTH = 1 << 20
 ROUNDS = 31

@@ -12,9 +12,7 @@ This module is the public list and nothing else. What needs torch is imported wh
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastps.checkpoint import Checkpoint, load, save
-from fastps.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
-from fastps.environment import rank, world_size
+from fastps.checkpoint.format import Checkpoint, load, save
 from fastps.errors import (
     ArenaError,
     AttachError,
@@ -30,22 +28,24 @@ from fastps.errors import (
     UsageError,
     WorkerDiedError,
 )
-from fastps.policy import Policy
-from fastps.recording import trace
-from fastps.rules import SGD, Adagrad, Adam, RMSProp
-from fastps.spawned import spawn
-from fastps.specs import parse_policies, parse_policy
-from fastps.statistics import Look, Observer, ShardStatistics, WorkerStatistics, observe
-from fastps.store import Store
-from fastps.user_rules import UserRule, rule
+from fastps.job.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
+from fastps.job.environment import rank, world_size
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policies, parse_policy
+from fastps.job.update_rules import SGD, Adagrad, Adam, RMSProp
+from fastps.job.user_rules import UserRule, rule
+from fastps.processes.spawn import spawn
+from fastps.store.observer import Look, Observer, ShardStatistics, WorkerStatistics, observe
+from fastps.store.store import Store
+from fastps.store.worker import Worker
+from fastps.tracing.recorder import trace
 from fastps.version import __version__
-from fastps.worker import Worker
 
 if TYPE_CHECKING:
-    from fastps.rule_optimizer import RuleOptimizer
-    from fastps.sampler import BatchSampler
-    from fastps.schedules import GlobalStepLR, exponential_decay
-    from fastps.torch import DistributedOptimizer
+    from fastps.torch.optimizer import DistributedOptimizer
+    from fastps.torch.rule_optimizer import RuleOptimizer
+    from fastps.torch.sampler import BatchSampler
+    from fastps.torch.schedules import GlobalStepLR, exponential_decay
 
 __all__ = [
     "ASP",
@@ -105,11 +105,11 @@ __all__ = [
 
 
 _NEED_TORCH = {
-    "BatchSampler": "fastps.sampler",
-    "DistributedOptimizer": "fastps.torch",
-    "GlobalStepLR": "fastps.schedules",
-    "RuleOptimizer": "fastps.rule_optimizer",
-    "exponential_decay": "fastps.schedules",
+    "BatchSampler": "fastps.torch.sampler",
+    "DistributedOptimizer": "fastps.torch.optimizer",
+    "GlobalStepLR": "fastps.torch.schedules",
+    "RuleOptimizer": "fastps.torch.rule_optimizer",
+    "exponential_decay": "fastps.torch.schedules",
 }
 
 

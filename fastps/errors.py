@@ -6,7 +6,7 @@ is decided where it happens.
 
 from typing import Any
 
-from fastps.kernels import turn
+from fastps.kernels.protocol import lane as turn
 
 
 class Error(Exception):

@@ -10,15 +10,15 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 
-from fastps import stragglers
-from fastps.compute_models import ComputeModel
-from fastps.disciplines import ASP
-from fastps.kernels.scheduler import Scheduler
+from fastps.advice import stragglers
+from fastps.job.disciplines import ASP
+from fastps.job.specs import parse_policy
+from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, error, learn
-from fastps.simulate import TRACE_KINDS, Simulation, simulate
-from fastps.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 
 MACHINES = 100
 # The body: of 100 machines the first comes after 1.4 s and the 97th after 1.8 s (section 3.1), and of 100 normal draws the

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 from statistics import fmean
 
-from fastps.compute_models import ComputeModel
+from fastps.job.specs import parse_policy
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, Found, error, learn, lognormal, play, time_to
-from fastps.simulate import TRACE_KINDS, Simulation, simulate
-from fastps.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 
 # Peak single-precision rates of the two cards of section V.A.1: 11.34 and 4.37 TFLOP/s.
 RATIO = 11.34 / 4.37

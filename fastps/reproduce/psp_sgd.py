@@ -9,7 +9,7 @@ from functools import cache
 from fastps.reproduce.expectations import InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import SECOND, Found, error, learn, lognormal, play
-from fastps.simulate import Simulation
+from fastps.simulation.simulate import Simulation
 
 WORKERS = 32
 BYTES = 94e6  # 23.5 million parameters of ResNet-50 for 10 classes

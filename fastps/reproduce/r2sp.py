@@ -11,14 +11,14 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from fastps.disciplines import R2SP, SSP
-from fastps.kernels.scheduler import Scheduler
-from fastps.policy import Policy
+from fastps.job.disciplines import R2SP, SSP
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, Found, learn, lognormal, play, time_to
-from fastps.simulate import TRACE_KINDS, Simulation, simulate
-from fastps.specs import parse_policy
+from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 
 WORKERS = 16  # cluster-A: 16 workers, 4 servers
 SPREAD = 0.05

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fastps.clock import SYSTEM_CLOCK, Clock
 from fastps.errors import UsageError
 from fastps.reproduce import backup_workers, dssp, psp_sgd, r2sp, rudra
 from fastps.reproduce.row import Effort, Row, Verdict
+from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 ROWS: tuple[Row, ...] = (*dssp.ROWS, *psp_sgd.ROWS, *rudra.ROWS, *r2sp.ROWS, *backup_workers.ROWS)
 

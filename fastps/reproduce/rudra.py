@@ -10,7 +10,7 @@ from statistics import fmean
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, error, learn, lognormal, play
-from fastps.simulate import Simulation
+from fastps.simulation.simulate import Simulation
 
 LEARNERS = 30
 SPREAD = 0.05

@@ -9,13 +9,13 @@ from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fastps.compute_models import ComputeModel
-from fastps.policy import Policy
-from fastps.simulate import Simulation, simulate
-from fastps.specs import parse_policy
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
-    from fastps.data import Dataset
+    from fastps.training.data import Dataset
 
 Found = dict[str, Any]
 
@@ -36,7 +36,7 @@ def play(sync: str | Policy, simulation: Simulation) -> Found:
 @cache
 def images(name: str) -> "Dataset":
     """A data set, read once."""
-    from fastps.data import load
+    from fastps.training.data import load
 
     return load(name)
 
@@ -45,7 +45,7 @@ def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **
     """The rows of training in virtual time, one a seed, on one thread: these models are too small for two."""
     import torch
 
-    from fastps.virtual_training import VirtualTraining, train_virtually
+    from fastps.training.virtual import VirtualTraining, train_virtually
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Where what lies in an arena, for who writes over it; and walls around an arena, and marks between its parts.
 
-The header's words say where (kernels/arena.h). A sanitizer knows memory that was allocated, not the parts of one mapping: so an
-access beyond the arena ends at a wall of pages that nobody may touch, and a store between two parts changes a mark.
+The header's words say where (kernels/shm/arena.h). A sanitizer knows memory that was allocated, not the parts of one mapping:
+so an access beyond the arena ends at a wall of pages that nobody may touch, and a store between two parts changes a mark.
 Refuses to know what is written.
 """
 
@@ -11,7 +11,7 @@ import os
 import struct
 from typing import Any, NamedTuple
 
-from fastps import arena as memory_of
+from fastps.system import shared_memory as memory_of
 
 _PAGE = mmap.PAGESIZE
 _WALL_BYTES = 1 << 30  # beyond most wild indices; nothing of it is ever in memory

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import strategies as st
 
 import fastps
-from fastps import config
 from fastps.errors import Error
-from fastps.statistics import statistics_of
-from fastps.store import Store
-from fastps.worker import Worker
+from fastps.job import limits as config
+from fastps.store.observer import statistics_of
+from fastps.store.store import Store
+from fastps.store.worker import Worker
 from tests.fuzz import places
 from tests.fuzz.amount import fuzz
 from tests.fuzz.sandbox import Sandbox

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from fastps import rendezvous
-from fastps.kernels import answer
-from tests import descriptors
+from fastps.kernels.shm import rendezvous as answer
+from fastps.membership import rendezvous
 from tests.fuzz.amount import fuzz
+from tests.support import descriptors
 
 ABI = 7
 HASH = bytes(range(32))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import fastps
-from fastps.checkpoint import JSON_FILE, TENSORS_FILE
+from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
 from tests.fuzz.amount import fuzz
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}

@@ -1,7 +1,8 @@
 """Sequences of a few events with the answers that the papers ask for, worked out by hand.
 
-The oracles answer them in tests/oracles/test_by_hand.py, the compiled scheduler in tests/kernels/test_scheduler_timed.py.
-Nothing here is computed: these are the answers that both were written towards.
+The oracles answer them in tests/oracles/test_by_hand.py, the compiled scheduler in
+tests/kernels/scheduling/test_scheduler_timed.py. Nothing here is computed: these are the answers that both were written
+towards.
 """
 
 from tests.oracles.by_hand.batches import BATCHES

@@ -1,0 +1,110 @@
+"""Advice: a recorded run's steps played under every discipline, ranked by speed, and one of them recommended, with the reason.
+
+What is predicted is speed, staleness and waiting; what a stale gradient does to the loss is not, so that of those who are about
+as fast the least stale is recommended. Refuses to know where a trace comes from, and to change a run (auto_sync.py does).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastps.advice.replay import for_policy, policy_of, simulation_of, steady_part
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.simulation.simulate import Simulation, simulate
+from fastps.tracing.file import Trace
+
+Row = dict[str, Any]
+ABOUT_AS_FAST = 0.05  # of the fastest one's speed: within it staleness decides
+
+
+def candidates(workers: int, batch: int = 1) -> list[str]:
+    """The specs that are compared: every discipline, over a range of its numbers.
+
+    >>> candidates(2)[:4]
+    ['bsp', 'asp', 'ssp:1', 'ssp:2']
+    """
+    specs = ["bsp", "asp", *(f"ssp:{bound}" for bound in (1, 2, 3, 5, 10)), "dssp:1,4", "dssp:3,15", "dssp:5,30"]
+    if workers == 1:
+        return ["bsp", "asp"]
+    specs += [f"backup:{backups}" for backups in sorted({1, workers // 4, workers // 2} - {0, workers})]
+    divisors = [n for n in (1, 2, 4, 8, 16, 32) if n < workers]
+    specs += [f"softsync:{n}" for n in (*divisors, workers)]
+    specs += [f"adv:{divisors[-1]}", f"adv*:{divisors[-1]}"]
+    specs += [f"r2sp:{relax}" for relax in (0.5, 0.8, 1.0)] + ["r2sp:0.8,tune=true"]
+    specs += [f"psp:{max(1, round(0.75 * workers))},0.75", f"psp:{workers - 1},1", f"hardsync:{batch * workers}"]
+    return specs
+
+
+def advise(
+    trace: Trace,
+    specs: Sequence[str] | None = None,
+    *,
+    cores: float = 0.0,
+    tick: Callable[[int, int], None] | None = None,
+) -> list[Row]:
+    """A row a discipline, the fastest first; one is recommended. `tick(done, of)` is called after each.
+
+    `useful_steps_per_s` counts what is folded: not the dropped, and a tuned batch as the first batches that it is worth. Raises
+    UsageError for a trace that is too short, PolicyError for specs that do not fit.
+    """
+    simulation = simulation_of(trace, cores)
+    policies = [parse_policy(spec) for spec in specs or candidates(trace.workers, simulation.batch)]
+    chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + policies}
+    rows = []
+    for number, policy in enumerate(chosen.values(), 1):
+        rows.append(predicted(policy, simulation))
+        if tick is not None:
+            tick(number, len(chosen))
+    rows.sort(key=lambda row: (-row["useful_steps_per_s"], row["staleness_mean"], row["sync"]))
+    recommended, reason = recommend(rows)
+    fastest = rows[0]["useful_steps_per_s"]
+    return [
+        {
+            "rank": rank,
+            **row,
+            "speed": row["useful_steps_per_s"] / fastest,
+            "recommended": row is recommended,
+            "reason": reason if row is recommended else "",
+        }
+        for rank, row in enumerate(rows, 1)
+    ]
+
+
+def predicted(policy: Policy, simulation: Simulation) -> Row:
+    """What a simulation says of one policy, as advice needs it."""
+    row = simulate(policy, for_policy(simulation, policy)).row
+    shards, seconds = row["shards"], row["seconds"]
+    dropped_share = row["dropped"] / max(1, shards * row["steps"])
+    return {
+        "sync": policy.spec,
+        "steps_per_s": row["steps_per_s"],
+        "useful_steps_per_s": row["samples_per_s"] / simulation.batch * (1 - dropped_share),
+        "staleness_mean": row["staleness_mean"],
+        "staleness_max": row["staleness_max"],
+        "wait_share": row["wait_share"],
+        "dropped_share": dropped_share,
+        "updates_per_s": row["updates"] / shards / seconds,
+    }
+
+
+def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
+    """Of the rows that are about as fast as the first, the least stale; and why."""
+    fastest = rows[0]
+    near = [row for row in rows if row["useful_steps_per_s"] >= (1 - ABOUT_AS_FAST) * fastest["useful_steps_per_s"]]
+    chosen = min(near, key=lambda row: (row["staleness_mean"], row["staleness_max"], -row["useful_steps_per_s"]))
+    behind = 1 - chosen["useful_steps_per_s"] / fastest["useful_steps_per_s"]
+    if chosen is fastest and len(near) == 1:
+        second = f"; next is {rows[1]['sync']}, {1 - rows[1]['useful_steps_per_s'] / fastest['useful_steps_per_s']:.0%} slower"
+        return chosen, f"the fastest by more than {ABOUT_AS_FAST:.0%}{second if len(rows) > 1 else ''}"
+    speed = "the fastest" if chosen is fastest else f"within {behind:.1%} of the fastest, {fastest['sync']}"
+    return chosen, (
+        f"{speed}, and the least stale of the {len(near)} that are within {ABOUT_AS_FAST:.0%} of it:"
+        f" {chosen['staleness_mean']:.2f} versions in the mean, {chosen['staleness_max']} at most"
+    )
+
+
+def self_test(trace: Trace, cores: float = 0.0) -> Row:
+    """How well the replay predicts the run that it was recorded from: steps per second of its steady part."""
+    measured = steady_part(trace).steps_per_s
+    found = predicted(policy_of(trace), simulation_of(trace, cores))["steps_per_s"]
+    return {"sync": trace.header["sync"], "measured": measured, "predicted": found, "error": found / measured - 1}

@@ -1,0 +1,181 @@
+"""`sync="auto"`: some steps under bsp, recorded in memory; then advice, and a switch of all workers at the same step.
+
+Before its last push of the warm-up each worker writes its lines into its room of the arena; that step's grant says that all
+have (a push is posted after its worker's lines, and bsp grants after the last push). So everybody reads the same lines, plays
+the same simulations and comes to the same discipline, without a word more. Then all leave, and the weights and the rule's state
+move to a new arena: a scheduler is never changed while it is in use. If the advice is bsp, nothing happens at all.
+Refuses to tune anything but the discipline, and to switch twice.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.advice.advise import advise, candidates
+from fastps.errors import AttachError, PolicyError, TimeoutExceededError
+from fastps.job.layout import Layout, place
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Hyper
+from fastps.store.store import Store
+from fastps.store.worker import Worker
+from fastps.tracing import recorder as recording
+from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Trace
+
+logger = logging.getLogger("fastps.auto")
+
+_NOTE_BYTES = 1024
+_CONNECT_S = 0.5  # between two looks at the peers while worker 0 makes the new arena
+
+
+def room_bytes(policy: Policy) -> int:
+    """Bytes of a lane's room for its lines: their number, the note's length, the lines, the note."""
+    return 16 + policy.warm_up * STEP_DTYPE.itemsize + _NOTE_BYTES if policy.warm_up else 0
+
+
+class WarmUp:
+    """One worker's warm-up of `steps` steps."""
+
+    def __init__(self, store: Store, worker: Worker) -> None:
+        self.steps = store.layout.policy.warm_up
+        self._store = store
+        self._worker = worker
+        self._recorder = recording.keep(worker)
+
+    def publish(self) -> None:
+        """Before the last push of the warm-up: write this worker's lines where the others will read them."""
+        lines = np.array(self._recorder.kept, STEP_DTYPE)
+        note = json.dumps({"load": self._recorder.load(), "transfer_ns": self._worker.injected_transfer_ns}).encode()
+        assert len(note) <= _NOTE_BYTES and len(lines) < self.steps
+        text = lines.tobytes() + note
+        room = self._room(self._worker.rank)
+        room[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
+        room[:16] = np.frombuffer(len(lines).to_bytes(8, "little") + len(note).to_bytes(8, "little"), np.uint8)
+
+    def choose(self) -> Policy | None:
+        """After that step: the discipline that all workers go on with; None if it is the warm-up's own."""
+        self._recorder.end_keeping()
+        if self._store.layout.workers == 1:
+            return None  # there is nobody to wait for
+        trace = self._trace()
+        if trace is None:
+            logger.warning("a worker ended before the warm-up of %d steps was over: bsp stays", self.steps)
+            return None
+        specs = [spec for spec in candidates(trace.workers) if _may_be_chosen(spec)]
+        (chosen,) = [row for row in advise(trace, specs) if row["recommended"]]
+        logger.info("after %d steps: %s, %s", self.steps, chosen["sync"], chosen["reason"])
+        return None if chosen["sync"] == "bsp" else with_modifiers(parse_policy(str(chosen["sync"])), self._store.layout.policy)
+
+    def _room(self, lane: int) -> npt.NDArray[np.uint8]:
+        return self._store.extra_view(lane)[-room_bytes(self._store.layout.policy) :]
+
+    def _trace(self) -> Trace | None:
+        """What all workers have written; None if one has not."""
+        lines, notes = [], {}
+        for lane in range(self._store.layout.workers):
+            data = self._room(lane).tobytes()
+            count, length = (int.from_bytes(data[begin : begin + 8], "little") for begin in (0, 8))
+            if not count:
+                return None
+            end = 16 + count * STEP_DTYPE.itemsize
+            lines.append(np.frombuffer(data, STEP_DTYPE, count, 16))
+            notes[str(lane)] = json.loads(data[end : end + length])
+        ranks = list(range(self._store.layout.workers))
+        header = {**recording.job_note(self._worker), "sync": "bsp", "recorded": ranks, "unfinished": [], "of_worker": notes}
+        return Trace(header, np.concatenate(lines), np.empty(0, PUSH_DTYPE))
+
+
+def _may_be_chosen(spec: str) -> bool:
+    """Not what needs the training loop's help (batches that it must follow or tell), nor threads of its own."""
+    try:
+        policy = parse_policy(spec)
+    except PolicyError:
+        return False
+    return not policy.needs_samples and not policy.overlap
+
+
+def with_modifiers(policy: Policy, before: Policy) -> Policy:
+    """The policy with what belongs to the training and not to the discipline: the weights' moving average, and clipping.
+
+    >>> with_modifiers(parse_policy("ssp:3"), parse_policy("auto,clip=1")).spec
+    'ssp:3,clip=1.0'
+    """
+    kept = {name: getattr(before, name) for name in ("ema", "clip") if getattr(before, name)}
+    return policy.with_options(",".join(f"{name}={value}" for name, value in kept.items()), **kept) if kept else policy
+
+
+def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worker:
+    """All workers call this at the same step: the same weights and rule state in a new arena, under another policy.
+
+    The old worker has left then and must still be closed. For a moment there are two arenas. Raises WorkerDiedError or
+    TimeoutExceededError.
+    """
+    worker.wait_for_others()
+    old = worker.store
+    rows = [(each.name, each.shape, each.stride, each.group) for each in old.layout.parameters]
+    extra = old.layout.extra_bytes - room_bytes(old.layout.policy)
+    layout = replace(old.layout, parameters=place(rows, policy.shards), policy=policy, extra_bytes=extra)
+    if worker.rank == 0:
+        store = Store.create_for(
+            layout, _weights_of(worker), hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=_state_of(worker)
+        )
+    else:
+        store = _connect(worker, layout, hypers, job)
+    try:
+        moved = store.attach(worker.rank)
+    except BaseException:
+        store.close()
+        raise
+    moved.carry_on(worker)
+    return moved
+
+
+def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> Store:
+    """Find the new arena; looks at the peers meanwhile, for worker 0 may die before it has made it."""
+    old = worker.store
+    deadline_ns = old.clock.now_ns() + int(old.timeout_s * 1e9)
+    while True:
+        try:
+            found = Store.connect(job, layout, hypers, timeout_s=_CONNECT_S, clock=old.clock)
+            found.timeout_s = old.timeout_s
+            return found
+        except AttachError as error:
+            worker.look_around()
+            if old.clock.now_ns() >= deadline_ns:
+                raise TimeoutExceededError(
+                    f"worker {worker.rank}: the switch to {layout.policy.spec} failed: {error}"
+                ) from error
+
+
+def _weights_of(worker: Worker) -> Callable[[list[Any]], None]:
+    """What writes the worker's pulled weights, the final ones, into a new arena."""
+
+    def write(views: list[Any]) -> None:
+        for view, source in zip(views, worker.store.weight_views(worker.buffers), strict=True):
+            view[:] = source
+
+    return write
+
+
+def _state_of(worker: Worker) -> Callable[[Store], None]:
+    """What copies the rule's state into a new store: planes, and how often it was applied to each parameter."""
+
+    def write(store: Store) -> None:
+        worker.hold_turns()
+        try:
+            _, buffers = worker.store.committed()
+            for plane in range(store.layout.planes):  # the moving average of the weights is the last
+                pairs = zip(store.plane_views(0, plane), worker.store.plane_views(buffers, plane), strict=True)
+                for view, source in pairs:
+                    view[:] = source
+            for count, steps in zip(store.rule_steps(0), worker.store.rule_steps(buffers), strict=True):
+                count[0] = steps[0]
+        finally:
+            worker.release_turns(False)
+
+    return write

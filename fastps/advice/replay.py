@@ -1,0 +1,125 @@
+"""A recorded run as the simulator's input: what each step needed of a core, and what it waited without one.
+
+A step's processor time competes with the other workers' for the cores that the machine had left; sleeping, files and a
+straggler's extra wait take their time whatever the others do. Refuses to predict: simulate.py does.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import UsageError
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel
+from fastps.simulation.simulate import Simulation
+from fastps.tracing.file import Lines, Trace, TraceError
+from fastps.tracing.summary import blocked_ns
+
+_MODEL_BYTES = 1e6  # what an injected transfer carries in the simulation: any number does, its bandwidth follows
+_MOST_STEPS = 5000
+_LEAST_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The part of a run in which every worker was at work: its beginning and end in ns, and its steps."""
+
+    begin_ns: int
+    end_ns: int
+    steps: Lines
+
+    @property
+    def steps_per_s(self) -> float:
+        """Pushes of all workers per second."""
+        return 1e9 * len(self.steps) / max(1, self.end_ns - self.begin_ns)
+
+
+def policy_of(trace: Trace) -> Policy:
+    """The policy that the run was under; of a warm-up (`auto`) bsp, which it is. Raises TraceError."""
+    try:
+        policy = Policy(**trace.header["policy"])
+    except TypeError as error:
+        raise TraceError(f"the trace's policy is of another version of fastps: {error}; record it again") from None
+    return parse_policy("bsp") if policy.warm_up else policy
+
+
+def steady_part(trace: Trace) -> Steady:
+    """From the time when all workers have done their first step until the first ends its last. Raises UsageError if too short.
+
+    First steps are left out because they pay for what libraries do once.
+    """
+    per_worker = [trace.steps_of(worker) for worker in range(trace.workers)]
+    short = next((worker for worker, steps in enumerate(per_worker) if len(steps) < 4), None)
+    if short is not None:
+        count = len(per_worker[short])
+        raise UsageError(
+            f"expected a trace with at least 4 steps of every worker, found {count} of worker {short}: record longer"
+        )
+    begin_ns = max(int(steps["computed_ns"][0]) for steps in per_worker)
+    end_ns = min(int(steps["computed_ns"][-1]) for steps in per_worker)
+    inside = trace.steps[(trace.steps["computed_ns"] > begin_ns) & (trace.steps["computed_ns"] <= end_ns)]
+    counts = np.bincount(inside["worker"], minlength=trace.workers)
+    if counts.min() < 2:
+        raise UsageError(
+            f"expected workers that are at work at the same time, found worker {counts.argmin()} alone: record longer"
+        )
+    return Steady(begin_ns, end_ns, inside)
+
+
+def cores_left(trace: Trace) -> float:
+    """The cores that the run had: the machine's, less the mean of what was spent meanwhile by others than its workers' threads.
+
+    A worker's helpers (a thread that reads ahead, a library's own) are others, too: what they do is not in the steps' lines.
+    """
+    cores = float(trace.header["machine"]["cores"])
+    loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
+    if not loads:
+        return cores
+    machine = float(np.mean([load["machine_ns"] / load["now_ns"] for load in loads]))
+    own = float(np.sum([load["thread_ns"] / load["now_ns"] for load in loads]))
+    return float(np.clip(cores - max(0.0, machine - own), 0.01 * cores, cores))
+
+
+def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
+    """What each step needs of a core, in ns: for computing, and for posting, turns and pulls, but not for spinning."""
+    store_ns = steps["store_cpu_ns"]
+    if trace.header["spins"]:
+        store_ns = np.minimum(store_ns, (steps["pushed_ns"] - steps["computed_ns"]) + (steps["end_ns"] - steps["granted_ns"]))
+    needed_ns: npt.NDArray[np.int64] = np.maximum(1, steps["cpu_ns"] + np.maximum(0, store_ns)).astype(np.int64)
+    return needed_ns
+
+
+def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
+    """The simulation that replays a trace's steps, on so many cores; 0: those that the run had. Raises UsageError."""
+    steady = steady_part(trace)
+    demand, blocked = core_ns(trace, steady.steps), blocked_ns(steady.steps)
+    of = [steady.steps["worker"] == worker for worker in range(trace.workers)]
+    transfer_ns = max(int(note.get("transfer_ns") or 0) for note in trace.header["of_worker"].values())
+    link: dict[str, Any] = {}
+    if transfer_ns:
+        link = {"model_bytes": _MODEL_BYTES, "bandwidth": 1e9 * _MODEL_BYTES / transfer_ns, "half_duplex": True}
+    samples = steady.steps["samples"]
+    return Simulation(
+        workers=trace.workers,
+        steps=int(np.clip(len(steady.steps) // trace.workers, _LEAST_STEPS, _MOST_STEPS)),
+        compute=ComputeModel(
+            "replay", replay=[demand[lines].tolist() for lines in of], blocked=[blocked[lines].tolist() for lines in of]
+        ),
+        batch=max(1, int(np.median(samples))),
+        cores=cores or cores_left(trace),
+        **link,
+    )
+
+
+def for_policy(simulation: Simulation, policy: Policy) -> Simulation:
+    """The simulation with links as this policy's injected transfers have them (transfers.py): one transfer after the other.
+
+    A server that handles one message after the other is such a link. Links of leaves and of workers are shared evenly by the
+    few transfers that meet there.
+    """
+    if not simulation.bandwidth or policy.groups or policy.overlap:
+        return simulation
+    return replace(simulation, bandwidth=0.0, service_rate=simulation.bandwidth)

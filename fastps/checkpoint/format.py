@@ -1,0 +1,453 @@
+"""Checkpoints: a whole version of a job as files, written while the workers go on, and refused by name when they are damaged.
+
+A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, the rule's state, model buffers) and
+`checkpoint.json` (everything else, and a checksum of every tensor). It is written beside its name, flushed to the disk, then
+renamed, so that what has the name is whole; when the disk is full the earlier ones stay as they are. Nothing is pickled.
+Refuses to choose when: checkpointing.py does, or whoever calls `save`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from fastps.errors import CheckpointError, ProtocolError
+from fastps.job.layout import Layout, Parameter
+from fastps.version import __version__
+
+if TYPE_CHECKING:
+    from fastps.store.store import Store
+    from fastps.store.worker import Worker
+
+FORMAT = 1
+KEPT = 2  # the newest ones; older ones are removed when another is whole
+TENSORS_FILE = "tensors.safetensors"
+JSON_FILE = "checkpoint.json"
+_PREFIX = "checkpoint-"
+_UNFINISHED = ".unfinished-"
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "format": int,
+    "version": int,
+    "versions": list,
+    "clocks": list,
+    "drawn": int,
+    "workers": int,
+    "sync": str,
+    "rule": dict,
+    "parameters": list,
+    "param_groups": list,
+    "checksums": dict,
+    "extra": dict,
+}
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read, checked against its own description.
+
+    Attributes:
+        folder: where it lies.
+        description: the contents of its JSON file.
+        tensors: name to array: `weights/NAME`, `state/PLANE/NAME`, `average/NAME`, `buffers/NAME`.
+    """
+
+    folder: Path
+    description: Mapping[str, Any]
+    tensors: Mapping[str, Array]
+
+    @property
+    def version(self) -> int:
+        """Updates that are in it: of the shard that had the fewest."""
+        return int(self.description["version"])
+
+    @property
+    def drawn(self) -> int:
+        """Samples that had been drawn from the order that all workers share."""
+        return int(self.description["drawn"])
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What the caller of `save` added: seeds, say."""
+        extra: Mapping[str, Any] = self.description["extra"]
+        return extra
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds the moving average of the weights."""
+        return any(name.startswith("average/") for name in self.tensors)
+
+    def weights(self) -> dict[str, Array]:
+        """Name to array of every parameter."""
+        return self._named("weights/")
+
+    def buffers(self) -> dict[str, Array]:
+        """Name to array of the model's buffers, as the saving worker had them."""
+        return self._named("buffers/")
+
+    def _named(self, prefix: str) -> dict[str, Array]:
+        return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The rule's state in the form of the plain torch optimizer, whose load_state_dict takes it."""
+        from fastps.torch.checkpoint import optimizer_state_dict
+
+        return optimizer_state_dict(self)
+
+    # -- what a store that resumes asks ------------------------------------------------------------
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise CheckpointError naming the first thing in which the checkpoint is not of this model and rule."""
+        saved = self.description["parameters"]
+        for index in range(max(len(saved), len(layout.parameters))):
+            expected = _described(layout.parameters[index]) if index < len(layout.parameters) else None
+            found = {key: saved[index].get(key) for key in ("name", "shape", "group")} if index < len(saved) else None
+            if expected != found:
+                raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
+        groups = len(self.description["param_groups"])
+        if groups != layout.groups:
+            raise self._refused("field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
+        rule = self.description["rule"]
+        for key, value in _described_rule(layout).items():
+            if rule.get(key) != value:
+                raise self._refused(f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
+
+    def beginning(self, layout: Layout) -> dict[str, Any]:
+        """Where a job goes on: versions of the shards, clocks of its workers, samples drawn.
+
+        Another number of workers, or of shards, begins level, at the slowest clock and the lowest version.
+        """
+        saved: list[int] = self.description["clocks"]
+        slowest = min((clock for clock in saved if clock >= 0), default=0)
+        clocks = [slowest] * layout.workers
+        if len(saved) == layout.workers:
+            clocks = [clock if clock >= 0 else slowest for clock in saved]
+        versions = self.description["versions"]
+        if len(versions) != len(layout.shards):
+            versions = [self.version] * len(layout.shards)
+        return {"versions": versions, "clocks": clocks, "drawn": self.drawn}
+
+    def write_into(self, store: "Store") -> None:
+        """Write weights and the rule's state into the first buffers of a store that nobody has joined yet."""
+        layout = store.layout
+        planes = [("weights/", store.weight_views(0))]
+        planes += [(f"state/{name}/", store.plane_views(0, index)) for index, name in enumerate(layout.rule.planes)]
+        if layout.policy.ema and self.has_average:
+            planes.append(("average/", store.plane_views(0, layout.planes - 1)))
+        for prefix, views in planes:
+            for parameter, view in zip(layout.parameters, views, strict=True):
+                shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
+        for count, described in zip(store.rule_steps(0), self.description["parameters"], strict=True):
+            count[0] = described["steps"]
+
+    def _refused(self, what: str, expected: str, found: str) -> CheckpointError:
+        return refused(self.folder, what, expected, found)
+
+
+def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be used."""
+    return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
+
+
+def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[np.float32]:
+    """The parameter's own shape over a flat view of its memory."""
+    return np.lib.stride_tricks.as_strided(view, parameter.shape, [4 * step for step in parameter.stride])
+
+
+# -- a version of a running job -----------------------------------------------------------------------
+
+
+class VersionInUseError(Exception):
+    """Another worker copies a version just now."""
+
+
+class PinnedVersion:
+    """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
+
+    Made by a worker between two steps. One worker at a time has one: with `waits` this one waits for the other, else
+    VersionInUseError is raised. Under schemes where all are level the shards have one version; elsewhere each has its
+    own, as it has for who pulls.
+    """
+
+    def __init__(
+        self, worker: "Worker", param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+    ) -> None:
+        self._store = store = worker.store
+        self._owner = worker.rank, worker.generation
+        self._shards = 0
+        arena = store.arena
+        pinned = []
+        try:
+            for shard in range(arena.shards):
+                pinned.append(_pin(worker, shard, waits))
+                self._shards += 1
+        except BaseException:
+            self.close()
+            raise
+        self._weights, self._state = [found[1] for found in pinned], [found[2] for found in pinned]
+        layout = store.layout
+        steps = store.rule_steps(self._state)
+        self.description: dict[str, Any] = {
+            "format": FORMAT,
+            "fastps": __version__,
+            "version": min(found[0] for found in pinned),
+            "versions": [found[0] for found in pinned],
+            "clocks": pinned[0][3][: layout.workers],
+            "drawn": arena.drawn,
+            "workers": layout.workers,
+            "sync": layout.policy.spec,
+            "rule": _described_rule(layout),
+            "parameters": [
+                {**_described(parameter), "steps": int(count[0])}
+                for parameter, count in zip(layout.parameters, steps, strict=True)
+            ],
+            "param_groups": param_groups,
+            "extra": dict(extra),
+        }
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Each tensor's name and its array, which lies in the arena: valid until `close`."""
+        layout = self._store.layout
+        planes = [("weights/", self._store.weight_views(self._weights))]
+        planes += [(f"state/{name}/", self._store.plane_views(self._state, i)) for i, name in enumerate(layout.rule.planes)]
+        if layout.policy.ema:
+            planes.append(("average/", self._store.plane_views(self._state, layout.planes - 1)))
+        for prefix, views in planes:
+            for parameter, view in zip(layout.parameters, views, strict=True):
+                yield prefix + parameter.name, shaped(view, parameter)
+
+    def close(self) -> None:
+        """Let the buffers be used again. May be called twice."""
+        while self._shards:
+            self._shards -= 1
+            rank, generation = self._owner
+            self._store.arena.unpin_version(rank, self._shards, generation)
+
+    def __enter__(self) -> "PinnedVersion":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _pin(worker: "Worker", shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+    """Keep a shard's published weights and rule state: (version, weights buffer, state buffer, clocks)."""
+
+    def pinned() -> tuple[int, int, int, list[int]] | None:
+        try:
+            return worker.store.arena.pin_version(worker.rank, shard)
+        except ValueError as error:
+            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
+
+    worker.check_usable()
+    if waits:
+        text = f"worker {worker.rank} waited to copy version {worker.version}, for another copies it"
+        return worker.wait_until(pinned, 1_000_000, lambda: text)
+    found = pinned()
+    if found is None:
+        raise VersionInUseError
+    return found
+
+
+def save(source: Any, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, keep: int = KEPT) -> Path:
+    """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps; returns its folder.
+
+    The other workers go on meanwhile; this one waits. `extra` is kept with it: anything that JSON holds. The newest `keep`
+    checkpoints of the directory stay.
+
+    Raises CheckpointError when it cannot be written (a full disk, say), and then leaves the earlier ones as they were;
+    UsageError after close or in a forked child.
+
+    >>> import tempfile
+    >>> import fastps
+    >>> with (
+    ...     tempfile.TemporaryDirectory() as folder,
+    ...     fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=0.5)) as store,
+    ...     store.attach(0) as worker,
+    ... ):
+    ...     worker.step({"w": np.ones(3)})
+    ...     found = fastps.load(fastps.save(worker, folder, extra={"seed": 7}))
+    >>> found.version, found.weights()["w"].tolist(), found.extra["seed"]
+    (1, [0.5, 0.5, 0.5], 7)
+    """
+    with source.pin_whole_version(extra or {}) as pinned:
+        return write(pinned, source.model_buffers(), Path(directory), keep)
+
+
+def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
+    """Write a pinned version as the newest checkpoint of a directory, and let it go. Raises CheckpointError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory) as descriptor:
+            for left in directory.glob(_UNFINISHED + "*"):
+                shutil.rmtree(left, ignore_errors=True)  # of a process that died: who holds the lock is the only writer
+            number = 1 + max((_number(folder) for folder in _whole(directory)), default=0)
+            unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{_PREFIX}{number:06d}"
+            try:
+                unfinished.mkdir()
+                _write_files(unfinished, pinned, buffers)
+                unfinished.rename(folder)
+                os.fsync(descriptor)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            for old in _whole(directory)[: -max(1, keep)]:
+                shutil.rmtree(old, ignore_errors=True)
+            return folder
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint in {directory}: expected to write it, found that it cannot be ({error}); earlier ones are as they were"
+        ) from error
+    finally:
+        pinned.close()
+
+
+def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
+    tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
+    tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
+    checksums = {name: _checksum(array) for name, array in tensors.items()}
+    save_file(tensors, folder / TENSORS_FILE)
+    del tensors
+    pinned.close()
+    with (folder / JSON_FILE).open("w") as stream:
+        json.dump({**pinned.description, "checksums": checksums}, stream, indent=1)
+    for name in (TENSORS_FILE, JSON_FILE, "."):
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[int]:
+    """The directory's descriptor, with its lock, which ends with its process."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _whole(directory: Path) -> list[Path]:
+    """The checkpoints of a directory, the newest last."""
+    return sorted((folder for folder in directory.glob(_PREFIX + "*") if _number(folder)), key=_number)
+
+
+def _number(folder: Path) -> int:
+    text = folder.name.removeprefix(_PREFIX)
+    return int(text) if text.isdecimal() else 0
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of them.
+
+    Raises CheckpointError saying which field or tensor is missing, damaged or foreign, what was expected and what was found.
+    """
+    folder = Path(path)
+    if not (folder / JSON_FILE).is_file():
+        found = _whole(folder) if folder.is_dir() else []
+        if not found:
+            raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {_PREFIX}NUMBER there, found neither")
+        folder = found[-1]
+    description = _read_description(folder)
+    if not (folder / TENSORS_FILE).is_file():  # a pipe, say, would be waited for
+        raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
+    try:
+        tensors = load_file(folder / TENSORS_FILE)
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise refused(folder, TENSORS_FILE, "a whole safetensors file", f"a damaged one ({error})") from None
+    _check_tensors(folder, description, tensors)
+    return Checkpoint(folder, description, tensors)
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    try:
+        description = json.loads((folder / JSON_FILE).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise refused(folder, JSON_FILE, "JSON as save wrote it", f"something else ({error})") from None
+    if not isinstance(description, dict):
+        raise refused(folder, JSON_FILE, "an object", type(description).__name__)
+    for field, kind in _FIELDS.items():
+        value = description.get(field)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            name = kind.__name__ if isinstance(kind, type) else "/".join(each.__name__ for each in kind)
+            raise refused(folder, f"field {field!r}", name, "nothing" if value is None else repr(value)[:80])
+    if description["format"] != FORMAT:
+        raise refused(folder, "field 'format'", f"{FORMAT}, which this fastps reads", str(description["format"]))
+    for field in ("version", "drawn"):
+        if not 0 <= description[field] < 1 << 40:
+            raise refused(folder, f"field {field!r}", "0 to 2^40", str(description[field]))
+    for field, least in (("versions", 0), ("clocks", -1)):
+        values = description[field]
+        if not values or any(type(value) is not int or not least <= value < 1 << 40 for value in values):
+            raise refused(folder, f"field {field!r}", f"whole numbers of at least {least}", repr(values)[:80])
+    if not all(isinstance(group, dict) for group in description["param_groups"]):
+        raise refused(folder, "field 'param_groups'", "an object each", repr(description["param_groups"])[:80])
+    return description
+
+
+def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[str, Array]) -> None:
+    """Every parameter has its weights and its planes, of its shape; every tensor is what was written."""
+    planes = description["rule"].get("planes")
+    if not isinstance(planes, list) or not all(isinstance(plane, str) for plane in planes):
+        raise refused(folder, "field 'rule'", "the names of its planes", repr(planes)[:80])
+    for index, parameter in enumerate(description["parameters"]):
+        fields = {"name": str, "shape": list, "group": int, "steps": int}
+        if not isinstance(parameter, dict) or not all(isinstance(parameter.get(key), kind) for key, kind in fields.items()):
+            raise refused(folder, f"parameter {index}", "name, shape, group and steps", repr(parameter)[:80])
+        if not (0 <= parameter["group"] < len(description["param_groups"]) and 0 <= parameter["steps"] < 1 << 40):
+            raise refused(folder, f"parameter {index}", "a group that is there and 0 to 2^40 steps", repr(parameter)[:80])
+        for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:
+            found = tensors.get(name)
+            expected = f"float32 of shape {parameter['shape']}"
+            if found is None:
+                raise refused(folder, f"parameter {parameter['name']!r}: tensor {name!r}", expected, "no such tensor")
+            if found.dtype != np.float32 or list(found.shape) != parameter["shape"]:
+                raise refused(
+                    folder,
+                    f"parameter {parameter['name']!r}: tensor {name!r}",
+                    expected,
+                    f"{found.dtype} of shape {list(found.shape)}",
+                )
+    checksums = description["checksums"]
+    for name in [*tensors, *checksums]:
+        if name not in checksums or name not in tensors:
+            raise refused(folder, f"tensor {name!r}", "it in both files", "it in one")
+        found_sum = _checksum(tensors[name])
+        if found_sum != checksums[name]:
+            raise refused(folder, f"tensor {name!r}", f"the checksum {checksums[name]}", f"{found_sum}: it is damaged")
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _described(parameter: Parameter) -> dict[str, Any]:
+    return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group}
+
+
+def _described_rule(layout: Layout) -> dict[str, Any]:
+    rule = layout.rule
+    return {"name": rule.name, "planes": list(rule.planes), "code": rule.digest}
+
+
+def _shown(parameter: dict[str, Any] | None) -> str:
+    if parameter is None:
+        return "no such parameter"
+    return f"{parameter['name']!r} of shape {parameter['shape']} in group {parameter['group']}"

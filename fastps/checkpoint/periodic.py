@@ -1,0 +1,112 @@
+"""Checkpoints every so many updates, written by a thread while the workers go on.
+
+The lowest worker that is there pins the version between two of its steps and hands it to the thread; when the one before is not
+written yet, by this worker or another, this one is left out. A checkpoint that cannot be written (a full disk) is told and
+counted, and training goes on.
+Refuses to know the files: checkpoint.py does.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastps.checkpoint.format import Array, PinnedVersion, VersionInUseError, write
+from fastps.errors import CheckpointError, UsageError
+from fastps.kernels.shm.arena import LANE_LIVE
+from fastps.store.worker import Worker
+
+logger = logging.getLogger("fastps.checkpointing")
+
+DEFAULT_EVERY = 1000
+
+
+class Checkpointing:
+    """What `DistributedOptimizer(checkpoint=DIR, every=N)` does after each step.
+
+    Attributes:
+        written: checkpoints that this worker has written.
+        failures: those that it could not write.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        directory: Path,
+        every: int,
+        pin: Callable[[], PinnedVersion],
+        buffers: Callable[[], Mapping[str, Array]],
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
+        self._worker = worker
+        self._directory = directory
+        self._every = every
+        self._pin = pin
+        self._buffers = buffers
+        self._next = (worker.store.version // every + 1) * every
+        self._thread: threading.Thread | None = None
+        self.written = 0
+        self.failures = 0
+
+    @staticmethod
+    def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:
+        """What is given, else the environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY; None for no checkpoints."""
+        given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
+        if not given:
+            return None
+        text = os.environ.get("FASTPS_CHECKPOINT_EVERY", str(DEFAULT_EVERY))
+        if every is None and not text.isdecimal():
+            raise UsageError(f"expected FASTPS_CHECKPOINT_EVERY to be a whole number of updates, found {text!r}")
+        return Path(given), int(text) if every is None else every
+
+    def after_step(self) -> None:
+        """Begin a checkpoint if one is due and this worker is the one that writes it; while one is written, the next waits."""
+        version = self._worker.version
+        if version < self._next:
+            return
+        if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
+            self._next = (version // self._every + 1) * self._every
+            return
+        if self._thread is not None and self._thread.is_alive():
+            logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
+            return
+        try:
+            pinned = self._pin()
+        except VersionInUseError:
+            logger.debug("version %d: a checkpoint is due, and another worker still copies one", version)
+            return
+        self._next = (version // self._every + 1) * self._every
+        buffers = {name: array.copy() for name, array in self._buffers().items()}
+        self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
+        try:
+            folder = write(pinned, buffers, self._directory)
+            self.written += 1
+            logger.info("wrote %s, version %d", folder, pinned.description["version"])
+        except CheckpointError as error:
+            self.failures += 1
+            logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
+
+    def close(self, failed: bool = False) -> None:
+        """Wait until what is due is written; after a failure, only until nothing is being written."""
+        self._join()
+        if not failed:
+            self.after_step()
+            self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def buffers_of(model: Any) -> dict[str, Array]:
+    """Name to array of a torch module's buffers; none where there is no module."""
+    if model is None:
+        return {}
+    return {name: buffer.detach().cpu().numpy() for name, buffer in model.named_buffers()}

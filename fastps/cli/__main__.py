@@ -1,0 +1,6 @@
+"""`python -m fastps.cli`: the command line."""
+
+from fastps.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The commands about faults: chaos. Refuses to be more than the way from words to the library."""
+
+from typing import Annotated
+
+import typer
+
+from fastps.cli.options import Json, console_of
+from fastps.errors import UsageError
+
+commands = typer.Typer()
+
+
+@commands.command(
+    epilog="Examples:  fastps chaos --seeds 1000   |   fastps chaos --seed 4711 --seeds 1   |   fastps chaos --seeds 300"
+    " --mutant forget-pins"
+)
+def chaos(
+    seeds: Annotated[int, typer.Option(help="How many seeds to play.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The first seed; with --seeds 1 it plays that history again.")] = 0,
+    mutant: Annotated[
+        str | None, typer.Option(help="Switch on a fault of the protocol itself, to see that it is found; docs/reliability.md.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Play the real protocol under crashes, stalls and skewed clocks, step by step, and check every step.
+
+    Needs the build with test hooks (`make hooks`). Exit code 1 if any seed violates what is promised; its number replays it.
+    """
+    from dataclasses import asdict
+
+    from fastps.cli.report import write_json
+    from fastps.diagnostics import chaos as simulation
+
+    if seeds < 1 or seed < 0:
+        raise UsageError(f"expected at least 1 seed, from 0 on; found --seeds {seeds} --seed {seed}")
+    console = console_of(json_file)
+    with console.status(f"{seeds:,} seeds from {seed}") as status:
+        findings = simulation.run(
+            seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds")
+        )
+    faults = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in findings.faults.items())
+    console.print(
+        f"{findings.seeds:,} seeds, {findings.steps:,} steps, {findings.versions:,} commits; {faults};"
+        f" {len(findings.violations)} violations; worst detection {findings.worst_detection_s:.3f} s (simulated)"
+    )
+    for found in findings.violations[:10]:
+        console.print(f"seed {found['seed']} ({found['spec']}): {found['violation']}")
+    if json_file is not None:
+        row = {**asdict(findings), "violations": len(findings.violations), "failing": findings.violations[:100]}
+        write_json("chaos", [row], json_file)
+    if findings.violations:
+        raise typer.Exit(1)

@@ -1,0 +1,236 @@
+"""The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastps.cli.options import (
+    SYNC_HELP,
+    Chaos,
+    CheckpointDirectory,
+    Every,
+    Json,
+    MaxWorkers,
+    NonFinite,
+    OnWorkerLoss,
+    Restarts,
+    Resume,
+    Seed,
+    Server,
+    TraceFile,
+    Workers,
+    console_of,
+    job_options_of,
+)
+from fastps.device.placement import parse_gpus
+from fastps.errors import UsageError
+from fastps.job.specs import parse_policy
+
+AGAINST_HELP = (
+    "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
+    " hogwild. Who is missing here is named with the reason. Of a step also fastps itself with one choice made otherwise:"
+    " alone, plain, streaming, attributes, server."
+)
+
+GPUS_HELP = (
+    "GPUs of the workers, in turn: with 0,1 and -n 4 workers 0 and 2 get GPU 0. Each finds its own as cuda:0. With one GPU the"
+    " shards lie on it, else in host memory (FASTPS_PLACEMENT=host|device)."
+)
+
+ENV_HELP = (
+    "What tells a worker its number: fastps (FASTPS_RANK and FASTPS_WORKERS only, so that Accelerate, Lightning and the Trainer"
+    " start no process group beside it), torchrun (RANK, WORLD_SIZE and the rest, too), or auto: torchrun where the script's"
+    " own text names RANK, WORLD_SIZE or init_process_group."
+)
+
+commands = typer.Typer()
+
+
+def _command_of(arguments: list[str], module: bool) -> list[str]:
+    """What each worker runs. A Python interpreter before the script, as for other launchers, is this one. Raises UsageError."""
+    if module:
+        return [sys.executable, "-m", *arguments]
+    if _names_python(arguments[0]) and len(arguments) > 1:
+        arguments = arguments[1:]
+        if arguments[0].startswith("-"):
+            return [sys.executable, *arguments]  # flags of Python's own, -m among them
+    if not Path(arguments[0]).is_file():
+        raise UsageError(f"expected a script, found no file {arguments[0]!r}; use -m for a module")
+    return [sys.executable, *arguments]
+
+
+def _names_python(argument: str) -> bool:
+    """Whether this is an interpreter: a bare name that no script here has, or a program of that name in another folder."""
+    path = Path(argument)
+    if not re.fullmatch(r"python[0-9.]*", path.name):
+        return False
+    return not path.is_file() if path.parent == Path() else os.access(path, os.X_OK)
+
+
+@commands.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
+    "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
+    "   |   fastps run --gpus 0,1,2,3 -n 4 train.py",
+)
+def run(
+    context: typer.Context,
+    arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="A script and its arguments.")],
+    workers: Workers = 1,
+    sync: Annotated[str | None, typer.Option(help=SYNC_HELP + " For scripts that do not choose one. Default: bsp.")] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
+    trace: TraceFile = None,
+    server: Server = "",
+    restarts: Restarts = 0,
+    on_worker_loss: OnWorkerLoss = "",
+    nonfinite: NonFinite = "",
+    max_workers: MaxWorkers = 0,
+    checkpoint: CheckpointDirectory = None,
+    every: Every = 0,
+    resume: Resume = None,
+    chaos: Chaos = None,
+    seed: Seed = 0,
+    json_file: Json = None,
+) -> None:
+    """Run a training script in several workers.
+
+    Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
+    reported and the others are ended; with --restarts it is replaced, and the others go on.
+    """
+    from fastps.cli.report import chaos_text, failure_panel, write_json
+    from fastps.processes.launcher import Launcher
+
+    policy = parse_policy(sync) if sync is not None else None
+    if policy is not None and workers > 0:
+        policy.values(workers)  # raises PolicyError for more than there are
+    if gpus is not None:
+        os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
+    command = _command_of(arguments, module)
+    spec = policy.spec if policy is not None else None
+    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), env=env, trace=trace).run()
+    if outcome.faults is not None:
+        Console(stderr=True).print(chaos_text(outcome.faults.row()))
+    if outcome.first_failure is not None:
+        Console(stderr=True).print(failure_panel(outcome))
+    if json_file is not None:
+        rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
+        write_json("run", rows, json_file)
+    raise typer.Exit(outcome.exit_code)
+
+
+@commands.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")
+def top(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="The job's name; may be left out when only one is running.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    json_file: Json = None,
+) -> None:
+    """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
+    from fastps.cli import top as looking
+    from fastps.cli.report import write_json
+
+    if not 0.01 <= interval <= 3600:
+        raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
+    try:
+        show = looking.look_once if once else looking.watch
+        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    if json_file is not None:
+        write_json("top", rows, json_file)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas, such as 25000,1e6."""
+    try:
+        return tuple(int(float(number)) for number in text.split(","))
+    except (ValueError, OverflowError):
+        raise UsageError(f"--{name}: expected whole numbers separated by commas, found {text!r}") from None
+
+
+@commands.command(
+    epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
+    "   |   fastps bench train -n 2"
+)
+def bench(
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all.")] = "all",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
+    repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
+    ] = "2,4",
+    parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
+    against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
+    backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with all workers on GPU 0.")] = "cpu",
+    json_file: Json = None,
+) -> None:
+    """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
+    from dataclasses import replace
+
+    from fastps.bench.measure import SMOKE, BenchOptions
+    from fastps.bench.run import run as run_bench
+    from fastps.bench.show import show
+    from fastps.cli.report import write_json
+
+    default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
+    peers = tuple((against or default).split(","))
+    options = BenchOptions(
+        repeats=repeats, workers=_numbers("workers", workers), parameters=_numbers("parameters", parameters), against=peers
+    )
+    options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
+    rows = run_bench(what, options)
+    show(rows, console_of(json_file))
+    if json_file is not None:
+        write_json(f"bench {what}", rows, json_file)
+
+
+def _whole(name: str, text: str) -> int:
+    """One whole number, such as 25000000 or 25e6."""
+    numbers = _numbers(name, text)
+    if len(numbers) != 1:
+        raise UsageError(f"--{name}: expected one whole number, found {text!r}")
+    return numbers[0]
+
+
+@commands.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+def doctor(
+    model_size: Annotated[
+        str | None,
+        typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
+    ] = None,
+    workers: Workers = 4,
+    optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
+    sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    json_file: Json = None,
+) -> None:
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    from dataclasses import asdict
+
+    from fastps.cli.report import doctor_table, write_json
+    from fastps.diagnostics import doctor as examination
+
+    need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
+    console = console_of(json_file)
+    findings = examination.examine()
+    console.print(doctor_table(findings, "this machine"))
+    rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
+    if need is not None:
+        lines = examination.need_findings(need)
+        title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
+        console.print(doctor_table(lines, title))
+        findings += lines
+        rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
+    if json_file is not None:
+        write_json("doctor", rows, json_file)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)

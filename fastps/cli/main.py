@@ -1,0 +1,63 @@
+"""The command line. Every command parses, calls one function of the library, and shows or writes what it returned.
+
+Errors are one sentence; exit codes are 0 done, 1 the run failed, 2 wrong usage, 130 ended by Ctrl-C. Refuses to import torch
+before a command needs it, so that help and usage errors come at once.
+"""
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from fastps.cli import chaos as cli_faults
+from fastps.cli import machine as cli_machine
+from fastps.cli import simulation as cli_virtual
+from fastps.cli import trace as cli_trace
+from fastps.cli import training as cli_training
+from fastps.errors import Error, PolicyError, UsageError
+from fastps.version import __version__
+
+app = typer.Typer(
+    help="The embedded parameter server for PyTorch: run, train and compare with any synchronization scheme.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the loggers fastps.* say.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))])
+
+
+for group in (cli_training, cli_virtual, cli_trace, cli_machine, cli_faults):
+    app.add_typer(group.commands)
+
+
+def main() -> None:
+    """Run the command line and exit with its code; an error is one sentence, or with --debug a traceback."""
+    try:
+        app()
+    except Error as error:
+        if "--debug" in sys.argv:
+            raise
+        sys.stderr.write(f"fastps: {error}\n")
+        sys.exit(getattr(error, "exit_code", 2 if isinstance(error, PolicyError | UsageError) else 1))

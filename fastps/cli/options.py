@@ -1,0 +1,174 @@
+"""What several commands take: their options' types and texts, and what these make of them. Refuses to run anything."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastps.errors import UsageError
+from fastps.job.disciplines import DISCIPLINES
+from fastps.job.specs import MODIFIERS
+from fastps.processes.fault_injection import FaultPlan
+from fastps.processes.options import JobOptions
+from fastps.training.options import TrainingOptions
+
+
+def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
+    """Where a file is to be written, before anything is run for it."""
+    if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
+        raise UsageError(f"{option.opts[0]} {target}: expected a file in a folder that exists")
+    return target
+
+
+SYNC_HELP = (
+    f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
+    f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
+)
+PUSH_DTYPES = ("float32", "float16", "bfloat16")
+DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the training images, all workers together.")]
+BatchSize = Annotated[int, typer.Option(help="Samples of a worker's batch.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of SGD.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of SGD.")]
+Data = Annotated[str, typer.Option(help=DATA_HELP)]
+Seed = Annotated[int, typer.Option(help="Decides weights and order of samples.")]
+Straggler = Annotated[
+    list[str],
+    typer.Option(metavar="WORKER:FACTOR", help="Stretch a worker's compute time by an honest wait; may be repeated."),
+]
+TransferMs = Annotated[float, typer.Option(help="What each push and each pull takes on its link: an honest wait.")]
+ComputeMs = Annotated[float, typer.Option(help="An extra wait in each step, as more computing would take.")]
+PushDtype = Annotated[
+    str,
+    typer.Option(help=f"What gradients are pushed in: {', '.join(PUSH_DTYPES)}. Sums and updates are in float32 all the same."),
+]
+PullDelay = Annotated[
+    str | None, typer.Option(metavar="SHARE:SECONDS", help="Let a share of the pulls' responses come late, such as 0.01:0.5.")
+]
+WarmStart = Annotated[Path | None, typer.Option(help="Begin with the weights that --save wrote (Rudra's warm start).")]
+Save = Annotated[Path | None, typer.Option(callback=_checked, help="Write the final weights into this file (.npz).")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", callback=_checked, help="Record the run, for fastps trace and fastps advise."),
+]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")
+]
+Server = Annotated[
+    str,
+    typer.Option(
+        metavar="workers|process",
+        help="Who takes the turns, waiting workers or a process of its own, for scripts that do not say. Default: workers.",
+        show_default=False,
+    ),
+]
+Restarts = Annotated[int, typer.Option(help="Replace so many lost workers, in all; the job goes on meanwhile.")]
+OnWorkerLoss = Annotated[
+    str,
+    typer.Option(
+        help="What the others do when a worker is lost, stop or continue, for scripts that do not say. Default: stop; with"
+        " --restarts continue."
+    ),
+]
+NonFinite = Annotated[
+    str,
+    typer.Option(
+        "--nonfinite",
+        help="A push with Inf or NaN, for scripts that do not say: reject (the default), raise or allow.",
+        show_default=False,
+    ),
+]
+MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time; 0: as many as at the start.")]
+CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
+Every = Annotated[int, typer.Option(metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000.")]
+Resume = Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or from the newest of a directory of them.")]
+Chaos = Annotated[
+    str | None,
+    typer.Option(
+        metavar="kill:N,stop:N,seconds:S",
+        help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
+    ),
+]
+Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
+
+
+def console_of(json_file: str | None) -> Console:
+    """Where tables go: stderr when stdout is for JSON; wide enough for them where there is no terminal to ask."""
+    console = Console(stderr=json_file == "-")
+    return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
+
+
+def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
+    """Check what can be checked before anything starts, and make the TrainingOptions of a command that trains.
+
+    Its options are read from typer's own record of them, since all such commands have the same.
+    """
+    given = context.params
+    workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
+    delay_share, delay_s = _pull_delay(given["pull_delay"])
+    factors: dict[str, float] = {}
+    for text in given["straggler"]:
+        worker, _, factor = text.partition(":")
+        try:
+            factors[str(int(worker))] = float(factor)
+        except ValueError:
+            raise UsageError(f"--straggler: expected WORKER:FACTOR such as 0:3, found {text!r}") from None
+        if not 0 <= int(worker) < workers or not float(factor) >= 1:
+            raise UsageError(f"--straggler: expected a worker of 0 to {workers - 1} and a factor of at least 1, found {text!r}")
+    smallest = {"workers": workers, "epochs": epochs, "batch-size": batch_size}
+    for name, value in smallest.items():
+        if value < 1:
+            raise UsageError(f"--{name}: expected at least 1, found {value}")
+    if not lr > 0:
+        raise UsageError(f"--lr: expected more than 0, found {lr}")
+    push_dtype = given.get("push_dtype", PUSH_DTYPES[0])
+    if push_dtype not in PUSH_DTYPES:
+        raise UsageError(f"--push-dtype: expected one of {', '.join(PUSH_DTYPES)}, found {push_dtype!r}")
+    return TrainingOptions(
+        sync=sync,
+        workers=workers,
+        data=given["data"],
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=lr,
+        straggler=factors,
+        pull_delay_share=delay_share,
+        pull_delay_s=delay_s,
+        push_dtype=push_dtype,
+        **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
+        **others,
+    )
+
+
+def job_options_of(context: typer.Context, seed: int) -> JobOptions:
+    """What a command that starts workers was told of restarts, losses, checkpoints and injected faults."""
+    given = context.params
+    checkpoint, resume, chaos = given["checkpoint"], given["resume"], given["chaos"]
+    if resume is not None and not resume.exists():
+        raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
+    return JobOptions(
+        restarts=given["restarts"],
+        on_worker_loss=given["on_worker_loss"],
+        nonfinite=given["nonfinite"],
+        max_workers=given["max_workers"],
+        checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
+        every=given["every"],
+        resume=str(resume.resolve()) if resume is not None else "",
+        faults=FaultPlan.parse(chaos, seed) if chaos is not None else None,
+        server=given["server"],
+    )
+
+
+def _pull_delay(text: str | None) -> tuple[float, float]:
+    if text is None:
+        return 0.0, 0.0
+    share, _, seconds = text.partition(":")
+    try:
+        found = float(share), float(seconds)
+    except ValueError:
+        raise UsageError(f"--pull-delay: expected SHARE:SECONDS such as 0.01:0.5, found {text!r}") from None
+    if not (0 <= found[0] <= 1 and 0 <= found[1] <= 60):
+        raise UsageError(f"--pull-delay: expected a share of 0 to 1 and 0 to 60 seconds, found {text!r}")
+    return found

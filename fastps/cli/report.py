@@ -1,0 +1,183 @@
+"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command.
+
+Refuses to measure anything.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from fastps.advice.stragglers import Arrival, Split
+from fastps.processes.launcher import Outcome
+from fastps.store.observer import WorkerStatistics
+from fastps.system.machine import machine
+from fastps.version import __version__
+
+if TYPE_CHECKING:
+    from fastps.diagnostics.finding import Finding
+
+Row = dict[str, Any]
+
+
+def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> None:
+    """Write `{"command", "version", "machine", "rows"}` to a file, or to stdout for "-"."""
+    text = json.dumps({"command": command, "version": __version__, "machine": machine(), "rows": rows}, indent=2)
+    if target == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(target).write_text(text + "\n")
+
+
+def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Table:
+    """A line a run; with a baseline, steps per second are also given relative to it."""
+    table = Table(title=title)
+    headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "sync" else "right", no_wrap=True)
+    table.add_column("dropped", justify="right")
+    if baseline is not None:
+        table.add_column(f"speed / {baseline['sync']}", justify="right")
+    for row in rows:
+        chosen = row.get("chosen", row["sync"])
+        cells = [
+            row["sync"] if chosen == row["sync"] else f"{row['sync']} -> {chosen}",
+            str(row["workers"]),
+            f"{row['seconds']:.2f}",
+            f"{row['steps_per_s']:.1f}",
+            f"{row['samples_per_s']:.0f}",
+            f"{row['test_accuracy']:.1%}",
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['wait_share']:.1%}",
+            str(row["dropped"]),
+        ]
+        if baseline is not None:
+            cells.append(f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x")
+        table.add_row(*cells)
+    return table
+
+
+def doctor_table(findings: "Sequence[Finding]", title: str) -> Table:
+    """A line a finding; what does not work is marked."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "what", "found"):
+        table.add_column(heading)
+    for finding in findings:
+        table.add_row("ok" if finding.ok else "!!", finding.name, finding.shown, style=None if finding.ok else "red")
+    return table
+
+
+def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split]) -> list[Row]:
+    """The rows of the straggler report, told apart by "kind": the run, one a k, and one a split, the best first."""
+    return [
+        {"kind": "run", **run},
+        *({"kind": "arrival", **asdict(row)} for row in arrivals),
+        *({"kind": "split", "rank": rank, **asdict(split)} for rank, split in enumerate(splits, 1)),
+    ]
+
+
+def straggler_tables(arrivals: Sequence[Arrival], splits: Sequence[Split], known: str) -> Group:
+    """The straggler report: the arrivals, the splits, and in a sentence which is best; `known` says whence iterations are."""
+    first = arrivals_table(arrivals, "time of the k-th gradient of a version")
+    if not splits:
+        return Group(first, f"no estimate: {known} say nothing about {', '.join(str(row.k) for row in arrivals)} gradients")
+    best = splits[0]
+    verdict = f"estimated to converge first: wait for {best.waited_for}, {best.backups} backups"
+    verdict += f" (backup:{best.backups})" if best.backups else " (bsp)"
+    cores = len(os.sched_getaffinity(0))
+    if len(arrivals) > cores:
+        verdict += f"; but {len(arrivals)} workers shared {cores} cores here, which makes the first gradients look early"
+    return Group(first, splits_table(splits, f"estimated time to converge, {known}"), verdict)
+
+
+def arrivals_table(arrivals: Sequence[Arrival], title: str) -> Table:
+    """A line a k: when the k-th gradient of a version came, in milliseconds."""
+    table = Table(title=title)
+    for heading in ("k", "versions", "mean ms", "median", "80%", "95%", "99%"):
+        table.add_column(heading, justify="right")
+    for row in arrivals:
+        times = (row.mean_s, row.median_s, row.p80_s, row.p95_s, row.p99_s)
+        table.add_row(str(row.k), str(row.count), *(f"{1e3 * time:.2f}" for time in times))
+    return table
+
+
+def splits_table(splits: Sequence[Split], title: str) -> Table:
+    """A line a split of the workers, the best first; times relative to the best."""
+    table = Table(title=title)
+    for heading in ("wait for N", "backups b", "mean ms", "iterations", "time / best"):
+        table.add_column(heading, justify="right")
+    for row in splits:
+        iterations = f"{row.iterations:.3g}" if row.iterations < 1000 else f"{row.iterations:,.0f}"
+        cells = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
+        table.add_row(*cells, f"{row.time / splits[0].time:.3f}")
+    return table
+
+
+class LiveWorkers:
+    """Live progress on a terminal: a line a worker, from the job's own counters. Use as a context manager."""
+
+    def __init__(self, console: Console, title: str, budget_samples: int) -> None:
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
+        self._title = title
+        self._budget = budget_samples
+        self._seconds = 0.0
+
+    def __enter__(self) -> "LiveWorkers":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._live.__exit__(*exception)
+
+    def show(self, rows: Sequence[WorkerStatistics], seconds: float) -> None:
+        """Draw the workers as they stand now; `seconds` is the time since the first row was seen."""
+        drawn = sum(row.samples for row in rows)
+        table = Table(title=f"{self._title}: {min(1.0, drawn / self._budget):.0%} of the samples")
+        for heading in ("worker", "steps", "steps/s", "loss", "staleness", "waiting", "state"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(
+                str(row.rank),
+                str(row.steps),
+                f"{row.steps / seconds:.1f}" if seconds > 0 else "-",
+                f"{row.loss:.3f}",
+                f"{row.staleness_mean:.2f}",
+                f"{row.wait_share:.0%}",
+                row.state,
+            )
+        self._live.update(table)
+
+
+def failure_panel(outcome: Outcome) -> Panel:
+    """The first failure of a job, with the last line that it wrote, and how the others ended.
+
+    What it wrote before, a traceback say, was passed on as it came.
+    """
+    first = outcome.first_failure
+    assert first is not None
+    lines = [f"worker {first.rank} failed first: {first.ending}"]
+    others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
+    lines += [f"the others: {', '.join(others)}"] if others else []
+    lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
+    # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
+    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
+
+
+def chaos_text(row: Mapping[str, Any]) -> str:
+    """One sentence on what injected faults did; `row` is FaultReport's."""
+    faults = row["faults"]
+    return (
+        f"{faults['kill']} workers killed and {faults['stop']} stopped in {row['seconds']:.0f} s: {row['updates']:,} updates,"
+        f" {row['updates_per_live_worker_s']:.1f} a second and live worker; the slowest replacement took"
+        f" {row['worst_recovery_s']:.2f} s"
+    )

@@ -1,0 +1,136 @@
+"""What `fastps simulate` shows: a bar while it plays, a table of the rows. Refuses to simulate."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fastps.errors import UsageError
+from fastps.job.policy import Policy
+from fastps.simulation.simulate import Outcome, Simulation, build, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from fastps.training.virtual import VirtualTraining
+
+Row = dict[str, Any]
+
+
+def simulate_all(
+    policies: Sequence[Policy],
+    simulation: Simulation,
+    console: Console,
+    *,
+    trace: bool = False,
+    training: "VirtualTraining | None" = None,
+    progress: bool = True,
+) -> list[Outcome]:
+    """One simulation a policy, one after the other, behind a bar if one is wanted; with real gradients if `training` is given.
+
+    All policies are checked before the first begins.
+    """
+    for policy in policies:
+        policy.check_workers(simulation.workers)
+    build(policies[0], simulation)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
+    outcomes = []
+    with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
+        for policy in policies:
+            task = bar.add_task(policy.spec.replace("[", "\\["), total=None)
+            outcomes.append(_play(policy, simulation, trace, training, partial(_show, bar, task)))
+            bar.remove_task(task)
+    return outcomes
+
+
+def _play(
+    policy: Policy,
+    simulation: Simulation,
+    trace: bool,
+    training: "VirtualTraining | None",
+    tick: Callable[[int, int], None],
+) -> Outcome:
+    if training is None:
+        return simulate(policy, simulation, trace=trace, tick=tick)
+    from fastps.training.virtual import train_virtually
+
+    return train_virtually(policy, simulation, training, tick=tick)
+
+
+def _show(bar: Progress, task: TaskID, pushes: int, of: int) -> None:
+    bar.update(task, completed=pushes, total=of)
+
+
+def simulation_table(rows: Sequence[Row], title: str) -> Table:
+    """A line a policy; speed is relative to the first."""
+    table = Table(title=title)
+    table.add_column("sync", no_wrap=True)
+    for heading in (
+        "steps/s",
+        "speed",
+        "waiting",
+        "for grants",
+        "staleness",
+        "max",
+        "zero gaps",
+        "dropped",
+        "link use",
+    ):
+        table.add_column(heading, justify="right")
+    has_busy_servers = any(row["server_share_max"] > 0 for row in rows)
+    if has_busy_servers:
+        table.add_column("server use", justify="right")
+    if "test_accuracy" in rows[0]:
+        table.add_column("accuracy", justify="right")
+    for row in rows:
+        table.add_row(
+            row["sync"].replace("[", "\\["),
+            f"{row['steps_per_s']:,.1f}",
+            f"{row['steps_per_s'] / rows[0]['steps_per_s']:.2f}x",
+            f"{row['wait_share']:.1%}",
+            f"{row['grant_wait_share']:.1%}",
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['zero_gap_share']:.0%}",
+            str(row["dropped"]),
+            f"{row['link_share_max']:.0%}",
+            *([f"{row['server_share_max']:.0%}"] if has_busy_servers else []),
+            *([f"{row['test_accuracy']:.1%}"] if "test_accuracy" in row else []),
+        )
+    return table
+
+
+def simulation_footer(rows: Sequence[Row]) -> str:
+    """One line about the playing itself."""
+    events, seconds = sum(row["events"] for row in rows), sum(row["wall_seconds"] for row in rows)
+    return f"{sum(row['seconds'] for row in rows):,.1f} virtual seconds, {events:,} events played in {seconds:.1f} s"
+
+
+def save_trace(outcome: Outcome, file: Path) -> None:
+    """Write the trace's lines as a NumPy file (numpy.load reads it). Raises UsageError."""
+    assert outcome.trace is not None
+    try:
+        with file.open("wb") as stream:
+            np.save(stream, outcome.trace, allow_pickle=False)
+    except OSError as error:
+        raise UsageError(f"--trace {file}: the trace cannot be written: {error}") from None
+
+
+def plot_staleness(rows: Sequence[Row], file: Path) -> None:
+    """Draw the share of the folded pushes over their staleness, a line a policy. Raises UsageError."""
+    from fastps.cli.plots import save_picture
+
+    def draw(axes: "Axes") -> None:
+        for row in rows:
+            folded = sum(count for _, count in row["staleness"])
+            shares = [100 * count / folded for _, count in row["staleness"]]
+            axes.plot([versions for versions, _ in row["staleness"]], shares, marker=".", label=row["sync"])
+        axes.set_xlabel("staleness, versions")
+        axes.set_ylabel("folded pushes, %")
+
+    save_picture(draw, file)

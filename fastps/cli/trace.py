@@ -1,0 +1,102 @@
+"""The commands about recorded runs: trace, advise. Refuses to be more than the way from words to the library."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastps.cli.options import Json, console_of
+
+commands = typer.Typer()
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace, or fastps.trace in a script, has recorded.")]
+
+
+@commands.command(
+    epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
+    " --perfetto run.json   |   fastps trace run.trace --summary --json -"
+)
+def trace(
+    file: File,
+    summary: Annotated[bool, typer.Option("--summary", help="Show a row a worker; the default.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the ledger: each push folded once, versions in order; exit code 1 if not.")
+    ] = False,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="OUT.json", help="Write Chrome trace events, for ui.perfetto.dev.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Look into a recorded run: where its time went, whether its ledger is right, or all of it in Perfetto."""
+    from dataclasses import asdict
+
+    from fastps.cli import trace_report
+    from fastps.cli.report import write_json
+    from fastps.tracing import check as trace_check
+    from fastps.tracing import perfetto as trace_perfetto
+    from fastps.tracing import summary as trace_summary
+    from fastps.tracing.parts import load
+
+    found = load(file)
+    console = console_of(json_file)
+    rows = []
+    if summary or not (check or perfetto):
+        workers, whole = trace_summary.worker_rows(found), trace_summary.summary_row(found)
+        console.print(trace_report.worker_table(workers, "mean ms of a step"))
+        console.print(trace_report.summary_line(whole), markup=False, highlight=False)
+        rows += [{"kind": "run", **whole}, *({"kind": "worker", **row} for row in workers)]
+    if perfetto is not None:
+        count = trace_perfetto.save(found, perfetto)
+        console.print(f"{count:,} events in {perfetto}: open it at ui.perfetto.dev", markup=False, highlight=False)
+        rows.append({"kind": "perfetto", "file": str(perfetto), "events": count})
+    violations: list[trace_check.Violation] = []
+    if check:
+        violations, ledger = trace_check.check(found), trace_check.ledger_row(found)
+        for line in trace_report.check_lines(violations, ledger):
+            console.print(line, markup=False, highlight=False)
+        rows.append({"kind": "check", "ok": not violations, **ledger})
+        rows += [{"kind": "violation", **asdict(violation)} for violation in violations]
+    if json_file is not None:
+        write_json("trace", rows, json_file)
+    if violations:
+        raise typer.Exit(1)
+
+
+@commands.command(
+    epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -"
+)
+def advise(
+    file: File,
+    sync: Annotated[
+        str | None, typer.Option(help="Compare these specs, separated by commas; default: every discipline, over a range.")
+    ] = None,
+    cores: Annotated[
+        float,
+        typer.Option(
+            metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
+        ),
+    ] = 0.0,
+    json_file: Json = None,
+    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+) -> None:
+    """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
+    from fastps.advice import advise as advice
+    from fastps.advice.replay import cores_left
+    from fastps.cli import trace_report
+    from fastps.cli.report import write_json
+    from fastps.job.specs import parse_policies
+    from fastps.tracing.parts import load
+
+    found = load(file)
+    specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
+    console = console_of(json_file)
+    with trace_report.bar(console, progress and console.is_terminal) as tick:
+        rows = advice.advise(found, specs, cores=cores, tick=tick)
+    test = advice.self_test(found, cores)
+    console.print(
+        trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores")
+    )
+    for line in trace_report.advice_lines(rows, test):
+        console.print(line, markup=False, highlight=False)
+    if json_file is not None:
+        write_json("advise", [*({"kind": "prediction", **row} for row in rows), {"kind": "self-test", **test}], json_file)

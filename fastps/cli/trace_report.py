@@ -1,0 +1,92 @@
+"""What `fastps trace` and `fastps advise` show: a summary, a check, advice. Refuses to compute what they say."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fastps.tracing.check import Violation
+
+Row = dict[str, Any]
+MOST_SHOWN = 20
+
+
+def worker_table(rows: Sequence[Row], title: str) -> Table:
+    """A line a worker: where the time of its steps went, mean ms a step."""
+    table = Table(title=title)
+    headings = ("worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer")
+    for heading in (*headings, "waiting", "staleness", "max", "dropped"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        times = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")
+        cells = ["?" if row[name] is None else f"{row[name]:.2f}" for name in (*times, "store_cpu_ms_mean", "transfer_ms_mean")]
+        end = (f"{row['wait_share']:.1%}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), str(row["dropped"]))
+        table.add_row(str(row["worker"]), str(row["steps"]), *cells, *end)
+    return table
+
+
+def summary_line(row: Row) -> str:
+    """The whole run in a sentence or two."""
+    text = (
+        f"{row['sync']}, {row['workers']} workers: {row['steps']} steps in {row['seconds']:.2f} s,"
+        f" {row['steps_per_s']:.1f} steps/s,"
+        f" staleness {row['staleness_mean']:.2f} (at most {row['staleness_max']}), waiting {row['wait_share']:.1%},"
+        f" {row['dropped']} dropped"
+    )
+    missing = [rank for rank in range(row["workers"]) if rank not in row["recorded"]]
+    if missing:
+        text += f"; not recorded: workers {', '.join(map(str, missing))}"
+    if row["unfinished"]:
+        text += f"; cut short: workers {', '.join(map(str, row['unfinished']))}"
+    return text
+
+
+def check_lines(violations: Sequence[Violation], ledger: Row) -> list[str]:
+    """The verdict, and the violations, the first few of them."""
+    facts = f"{ledger['folded']} folded, {ledger['dropped']} dropped, {ledger['undecided']} undecided"
+    if not violations:
+        scope = "each push once, versions in order" if ledger["complete"] else "as far as it was recorded"
+        return [f"the ledger is right, {scope}: {ledger['pushes']} pushes, {facts}"]
+    shown = [f"  {violation.sentence}" for violation in violations[:MOST_SHOWN]]
+    more = len(violations) - MOST_SHOWN
+    return [f"the ledger is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
+
+
+def advice_table(rows: Sequence[Row], title: str) -> Table:
+    """A line a discipline, the fastest first; the recommended one is marked."""
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    table.add_column("sync", no_wrap=True)
+    for heading in ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [f"{row['useful_steps_per_s']:,.1f}", f"{row['speed']:.0%}", f"{row['updates_per_s']:,.1f}"]
+        cells += [
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['wait_share']:.0%}",
+            f"{row['dropped_share']:.0%}",
+        ]
+        table.add_row("->" if row["recommended"] else "", row["sync"], *cells, style="bold" if row["recommended"] else None)
+    return table
+
+
+def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:
+    """The recommendation with its reason, and how well the replay predicts the run that was recorded."""
+    chosen = next(row for row in rows if row["recommended"])
+    return [
+        f"recommended: --sync {chosen['sync']}: {chosen['reason']}",
+        f"the recorded run under {test['sync']}: {test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted"
+        f" ({test['error']:+.1%}); what staleness does to the loss is not predicted",
+    ]
+
+
+@contextlib.contextmanager
+def bar(console: Console, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of what is done, of so many."""
+    with Progress(console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task("simulating", total=None)
+        yield lambda done, of: progress.update(task, completed=done, total=of)

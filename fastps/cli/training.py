@@ -1,0 +1,210 @@
+"""The commands that train: train, compare, stragglers. Refuses to be more than the way from words to the library."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastps.advice.stragglers import PAPER_EXPONENT
+from fastps.cli.options import (
+    SYNC_HELP,
+    BatchSize,
+    Chaos,
+    CheckpointDirectory,
+    ComputeMs,
+    Data,
+    Epochs,
+    Every,
+    Json,
+    LearningRate,
+    MaxWorkers,
+    Momentum,
+    NonFinite,
+    OnWorkerLoss,
+    Progress,
+    PullDelay,
+    PushDtype,
+    Restarts,
+    Resume,
+    Save,
+    Seed,
+    Server,
+    Straggler,
+    TraceFile,
+    TransferMs,
+    WarmStart,
+    Workers,
+    console_of,
+    job_options_of,
+    options_of,
+)
+from fastps.errors import UsageError
+from fastps.job.specs import parse_policies, parse_policy
+from fastps.training.options import LEARNING_RATE
+
+EXPONENT_HELP = (
+    "Iterations to converge are taken in proportion to N^-EXPONENT for N gradients a step. The default is of Chen et al.,"
+    " Revisiting Distributed Synchronous SGD, Figure 5: 137.5e3 with N = 50, 76.2e3 with N = 100."
+)
+ITERATIONS_HELP = "Iterations that you measured for some N, used instead, on straight lines between them."
+
+commands = typer.Typer()
+
+
+@commands.command(
+    epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
+    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --chaos kill:40,stop:20,seconds:600 --epochs 100"
+)
+def train(
+    context: typer.Context,
+    sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "bsp",
+    workers: Workers = 4,
+    epochs: Epochs = 10,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = LEARNING_RATE,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
+    push_dtype: PushDtype = "float32",
+    warm_start: WarmStart = None,
+    save: Save = None,
+    trace: TraceFile = None,
+    server: Server = "",
+    restarts: Restarts = 0,
+    on_worker_loss: OnWorkerLoss = "",
+    nonfinite: NonFinite = "",
+    max_workers: MaxWorkers = 0,
+    checkpoint: CheckpointDirectory = None,
+    every: Every = 0,
+    resume: Resume = None,
+    chaos: Chaos = None,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train a small network on real images with several workers, and print a summary."""
+    from fastps.cli.report import chaos_text, training_table, write_json
+    from fastps.training import runs as runs
+    from fastps.training.data import load
+
+    policy = parse_policy(sync)
+    options = options_of(
+        context,
+        sync=policy.spec,
+        warm_start=str(warm_start.resolve()) if warm_start is not None else "",
+        weights_file=str(save.resolve()) if save is not None else "",
+    )
+    if warm_start is not None and not warm_start.is_file():
+        raise UsageError(f"--warm-start {warm_start}: expected a file that --save wrote, found none")
+    policy.check_workers(workers)
+    console = console_of(json_file)
+    job = job_options_of(context, seed)
+    row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
+    console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    if "chaos" in row:
+        console.print(chaos_text(row["chaos"]))
+    if trace is not None:
+        console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
+    if json_file is not None:
+        write_json("train", [row], json_file)
+
+
+@commands.command(
+    epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
+)
+def compare(
+    context: typer.Context,
+    sync: Annotated[
+        str,
+        typer.Option(
+            help="Specs, separated by commas. A comma begins a new spec only where the name of a discipline follows it, so"
+            " bsp,dssp:3,15 are two specs. " + SYNC_HELP
+        ),
+    ] = "bsp,asp,ssp:3,dssp:3,15",
+    workers: Workers = 4,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = LEARNING_RATE,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
+    push_dtype: PushDtype = "float32",
+    plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
+    from fastps.cli.plots import plot_accuracy
+    from fastps.cli.report import training_table, write_json
+    from fastps.training import runs as runs
+    from fastps.training.data import load
+
+    policies = parse_policies(sync)
+    options = options_of(context, sync="")
+    for policy in policies:
+        policy.check_workers(workers)
+    console = console_of(json_file)
+    rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
+    stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
+    console.print(training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", baseline=rows[0]))
+    if plot is not None:
+        plot_accuracy(rows, plot)
+    if json_file is not None:
+        write_json("compare", rows, json_file)
+
+
+@commands.command(epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png")
+def stragglers(
+    context: typer.Context,
+    sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
+    workers: Workers = 4,
+    epochs: Epochs = 3,
+    batch_size: BatchSize = 16,
+    lr: LearningRate = LEARNING_RATE,
+    momentum: Momentum = 0.5,
+    data: Data = "mnist5k",
+    seed: Seed = 0,
+    straggler: Straggler = [],  # noqa: B006 - typer copies it
+    transfer_ms: TransferMs = 0.0,
+    compute_ms: ComputeMs = 0.0,
+    pull_delay: PullDelay = None,
+    exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
+    iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
+    json_file: Json = None,
+    progress: Progress = True,
+) -> None:
+    """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
+    from fastps.advice import stragglers as estimate
+    from fastps.cli.report import straggler_rows, straggler_tables, training_table, write_json
+    from fastps.training import runs as runs
+    from fastps.training.data import load
+
+    policy = parse_policy(sync)
+    if policy.fold != "all" or policy.warm_up:
+        raise UsageError(f"--sync: expected a synchronization that waits for all workers, such as bsp, found {policy.spec}")
+    if not 0 <= exponent <= 2:
+        raise UsageError(f"--exponent: expected 0 to 2, found {exponent:g}")
+    law = estimate.interpolated(estimate.parse_points(iterations)) if iterations else estimate.power_law(workers, exponent)
+    options = options_of(context, sync=policy.spec)
+    policy.check_workers(workers)
+    console = console_of(json_file)
+    results = runs.results_of(options, load(data), console, progress=progress and console.is_terminal)
+    arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
+    splits = estimate.splits(arrivals, law)
+    console.print(training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"))
+    known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
+    console.print(straggler_tables(arrivals, splits, known))
+    if plot is not None:
+        from fastps.cli.plots import plot_arrivals
+
+        plot_arrivals(arrivals, plot)
+    if json_file is not None:
+        write_json("stragglers", straggler_rows(runs.merged(options, results), arrivals, splits), json_file)

@@ -1,0 +1,100 @@
+"""Where a job's shards lie: in host memory, which every worker reaches, or on the one GPU that all workers share.
+
+All workers must come to the same answer, so it is read from what the launcher tells all of them alike. Refuses to import torch
+or CuPy, and to touch a GPU.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from fastps.errors import UnsupportedError, UsageError
+from fastps.job import environment
+
+Placement = Literal["host", "device"]
+_DEVICES = Path("/dev")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def gpus_of_workers() -> list[str]:
+    """The GPU of each worker, by the launcher's FASTPS_GPUS, which worker r has the (r mod n)th of; [] without the launcher.
+
+    >>> os.environ["FASTPS_GPUS"] = "0,1"
+    >>> gpus_of_workers()
+    ['0']
+    >>> del os.environ["FASTPS_GPUS"]
+    """
+    text = os.environ.get("FASTPS_GPUS", "")
+    gpus = [gpu.strip() for gpu in text.split(",") if gpu.strip()]
+    return [gpus[rank % len(gpus)] for rank in range(environment.world_size())] if gpus else []
+
+
+def parse_gpus(text: str) -> str:
+    """The list of `--gpus`, such as "0,1,2,3", once it is known that this machine has them. Raises UsageError.
+
+    >>> parse_gpus("0,x")
+    Traceback (most recent call last):
+    fastps.errors.UsageError: --gpus: expected numbers of GPUs such as 0,1, found '0,x'
+    """
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"--gpus: expected numbers of GPUs such as 0,1, found {text!r}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len(list(_DEVICES.glob("nvidia[0-9]*"))) if visible is None else len([name for name in visible.split(",") if name])
+    if max(map(int, numbers)) >= found:
+        raise UsageError(
+            f"--gpus {text}: expected at least {max(map(int, numbers)) + 1} GPUs on this machine, found"
+            f" {found or 'none'}: `fastps doctor` shows what there is"
+        )
+    return ",".join(numbers)
+
+
+def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's environment says of its GPU, if FASTPS_GPUS in `base` names any: its own first, so that it is cuda:0.
+
+    The others of the job follow, for a process can only reach GPUs that it sees.
+
+    >>> gpu_variables(3, {"FASTPS_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "4,5,6"})
+    {'CUDA_VISIBLE_DEVICES': '5,4'}
+    """
+    gpus = [gpu.strip() for gpu in base.get("FASTPS_GPUS", "").split(",") if gpu.strip()]
+    if not gpus:
+        return {}
+    visible = [name.strip() for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    own = gpus[rank % len(gpus)]
+    ordered = [own, *(gpu for gpu in dict.fromkeys(gpus) if gpu != own)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[int(gpu)] if visible else gpu for gpu in ordered)}
+
+
+def placement() -> Placement:
+    """FASTPS_PLACEMENT: "host", "device", or "auto", which is also the default: on the device where all workers are on one GPU
+    and CuPy is installed. Raises UsageError, and UnsupportedError for an allocator that shards on devices do not go with.
+    """
+    wanted = os.environ.get("FASTPS_PLACEMENT", "auto")
+    gpus = gpus_of_workers()
+    is_one = len(set(gpus)) == 1 or (not gpus and environment.world_size() == 1)
+    if wanted == "auto":
+        wanted = "device" if is_one and importlib.util.find_spec("cupy") is not None else "host"
+    elif wanted not in ("host", "device"):
+        raise UsageError(f"FASTPS_PLACEMENT: expected host, device or auto, found {wanted!r}")
+    elif wanted == "device" and not is_one:
+        raise UsageError(
+            f"FASTPS_PLACEMENT=device: expected all workers on one GPU, found {', '.join(gpus) or 'no word of the GPUs'}: start"
+            " them with `fastps run --gpus 0 -n N`, or use FASTPS_PLACEMENT=host"
+        )
+    if wanted == "device":
+        check_allocator()
+        return "device"
+    return "host"
+
+
+def check_allocator() -> None:
+    """Refuse torch's expandable segments: CUDA makes no handle that another process can open of such memory."""
+    for name in _ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            raise UnsupportedError(
+                f"shards on a GPU need memory that processes can share, which CUDA refuses with {name}={os.environ[name]}:"
+                " leave expandable_segments out of it, or use FASTPS_PLACEMENT=host"
+            )

@@ -1,0 +1,280 @@
+"""A job whose shards lie on devices: the store and its worker with memory that other processes map by handles.
+
+Everything that is decided is decided as on the CPU, by the same words in the same arena; what differs is where floats are, that
+a fold is queued instead of done, and that streams wait where the CPU's memory order would do. Refuses to mix: every worker of
+such a job must reach the devices; others train with the arena in host memory (placement in docs/gpu.md).
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastps.device.interface import Device, DeviceError
+from fastps.device.memory import PRESENT, DeviceArena
+from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
+from fastps.job.update_rules import Hyper
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.membership.peers import Peers
+from fastps.membership.rendezvous import Answerer
+from fastps.store.served_worker import ServedWorker
+from fastps.store.store import Store, Views
+from fastps.store.worker import Worker
+
+logger = logging.getLogger("fastps.device")
+
+_PAUSE_NS = 2_000_000
+
+
+class DeviceWorker(Worker):
+    """A worker of a DeviceStore. Gradients and weights are the device's arrays."""
+
+    _turns_are_plain = False
+
+    def __init__(self, store: Store, rank: int, answerer: Answerer, generation: int = 0) -> None:
+        assert isinstance(store, DeviceStore)
+        self._devices: DeviceArena | None = None  # until it is there, nothing is folded and nobody waits for a stream
+        super().__init__(store, rank, answerer, generation)
+        try:
+            arena = DeviceArena(store, rank, store.device)
+            store.devices = arena
+            self._begin(arena)
+        except BaseException as error:
+            super().close(f"{type(error).__name__}: {error}")
+            raise
+        self._devices = arena
+
+    def _begin(self, arena: DeviceArena) -> None:
+        """Show what this lane has, and wait until all that it needs is there."""
+        self.lane.fold_with(arena.fold, ())  # its turns are taken by nobody until the memory is there
+        self._with_turns(arena.show)
+        self.wait_until(
+            lambda: self._with_turns(arena.is_ready),
+            _PAUSE_NS,
+            lambda: (
+                f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
+                f" {sorted(set(arena.homes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
+            ),
+        )
+        self._with_turns(arena.open)
+        if self.rank == 0:
+            assert isinstance(self.store, DeviceStore)
+            first = self.store.take_first_weights()
+            self._with_turns(lambda: arena.fill(first))
+        own = arena.own_shards()
+        self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
+        self.lane.fold_with(arena.fold, own)
+
+    def release_turns(self, publish: bool) -> None:
+        """See Worker.release_turns; what was read or written under the turns comes before what is folded or read next."""
+        if publish and self._devices is not None:
+            self._devices.synchronize_all()
+        elif self._devices is not None:
+            self._devices.mark_computed()
+        super().release_turns(publish)
+
+    def _with_turns(self, call: Callable[[], Any]) -> Any:
+        """Call it under the turns of all shards."""
+        self.hold_turns()
+        try:
+            return call()
+        finally:
+            self.release_turns(False)
+
+    @property
+    def devices(self) -> DeviceArena:
+        """This lane's side of the arena on devices."""
+        if self._devices is None:
+            raise UsageError(f"worker {self.rank} is closed, or has not begun")
+        return self._devices
+
+    def push(
+        self,
+        hypers: list[Hyper],
+        *,
+        presence: bytes | None = None,
+        scale: float = 1.0,
+        null: bool = False,
+        samples: int = 0,
+    ) -> None:
+        """See Worker.push; the gradients are those that the compute stream will have written by now."""
+        self.devices.mark_computed()
+        super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
+        if self._needs_others:
+            self.lane.nudge()  # others fold those shards, and may be asleep
+
+    def pull(self) -> list[int]:
+        """See Worker.pull; what is computed from now on reads the new weights, and nothing that was queued before does."""
+        if self._devices is None:
+            return super().pull()
+        with self._deaths_first():
+            self._devices.mark_computed()
+            buffers = super().pull()
+            self._devices.await_folds()
+        return buffers
+
+    def try_turn(self) -> None:
+        """See Worker.try_turn; a fold that could not be queued raises what the device said."""
+        with self._deaths_first():
+            try:
+                super().try_turn()
+            except ProtocolError:
+                if self.lane.fold_failure is not None:
+                    raise self.lane.fold_failure from None
+                raise
+
+    @contextlib.contextmanager
+    def _deaths_first(self) -> Iterator[None]:
+        """A device's error that a worker's death explains is raised as that death."""
+        try:
+            yield
+        except DeviceError:
+            self.look_around()
+            raise
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """Name to array of the pulled weights, of the device's kind; nobody may write them."""
+        return self._named(self.store.weight_views(tuple(self.buffers)))
+
+    def close(self, failure: str | None = None, *, stays: bool = False) -> None:
+        """See Worker.close. Waits for the others to leave, for they read this worker's memory; not after a failure."""
+        arena, self._devices = self._devices, None
+        if self.closed or self.forked or failure is not None or arena is None:
+            super().close(failure, stays=stays)
+            return
+        try:
+            self._devices = arena
+            self.wait_for_others()
+            arena.synchronize_all()
+        except Exception as error:
+            super().close(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._devices = None
+        arena.unmap()
+        super().close()
+        if self.rank in arena.homes:
+            self._wait_until_closed()
+
+    def _wait_until_closed(self) -> None:
+        """Wait until no other lane has this one's memory mapped, or one of them has died."""
+        peers = Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)
+        try:
+            while any(state in PRESENT for state in self.store.arena.lane_states()) and peers.dead() is None:
+                self._clock.sleep_ns(_PAUSE_NS)
+        finally:
+            peers.close()
+
+
+class ServedDeviceWorker(ServedWorker, DeviceWorker):
+    """A worker of a DeviceStore whose memory is a server's: it maps it, and never folds."""
+
+    def _make_lane(self) -> WorkerLane:
+        lane = super()._make_lane()
+        if not self.is_served:
+            raise self._without_server()
+        return lane
+
+    def take_over(self) -> None:
+        """Refused: the memory is gone with the server. Raises WorkerDiedError."""
+        self.look_around()  # which says more, where the server has died
+        raise self._without_server()
+
+    def _without_server(self) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"worker {self.rank}: expected the job's server, which owns the memory on devices, found that it has ended: restart"
+            " the job from its last snapshot",
+            self.store.arena.server_lane,
+        )
+
+
+class DeviceStore(Store):
+    """A store with its shards on devices. Give it the device of this process with `use` before `attach`."""
+
+    worker_class = DeviceWorker
+    served_class = ServedDeviceWorker
+    device: Device
+    devices: DeviceArena | None = None
+    _first: Views | None = None
+
+    def use(self, device: Device) -> "DeviceStore":
+        """Name this process's device; returns the store. A forked child names its own."""
+        self.device = device
+        return self
+
+    def own_memory(self, lane: Lane) -> None:
+        """Be the server's side of it: this process, which serves on `lane`, makes all memory and folds all shards.
+
+        Before it serves, for it holds no turn while it shows what it has.
+        """
+        arena = self.devices = DeviceArena(self, lane.index, self.device)
+        arena.show()
+        lane.fold_with(arena.fold, arena.own_shards())
+
+    def attach(self, rank: int | None = None) -> Worker:
+        """See Store. Waits until all workers are there whose devices hold shards."""
+        policy, faults = self.layout.policy, self.layout.faults
+        if faults.continues or faults.max_workers:
+            raise UnsupportedError(
+                "lost and late workers are not handled where shards lie on devices: expected on_worker_loss='stop' and no"
+                " max_workers, or FASTPS_PLACEMENT=host"
+            )
+        if rank == 0 and faults.nonfinite != "allow":
+            logger.warning("gradients that are not finite are folded as they are where shards lie on devices (docs/gpu.md)")
+        if policy.overlap or policy.warm_up:
+            what = "fetches weights in the background" if policy.overlap else "moves to another arena"
+            raise UnsupportedError(
+                f"{policy.spec} {what}, which shards on devices do not: use another discipline, or FASTPS_PLACEMENT=host"
+            )
+        return super().attach(rank)
+
+    def write_first(self, write_weights: Callable[[Views], None]) -> None:
+        """Keep the first weights until worker 0 of this process attaches, and its device is there."""
+        self._first = [np.zeros(parameter.length, np.float32) for parameter in self.layout.parameters]
+        write_weights(self._first)
+
+    def take_first_weights(self) -> Views:
+        """The first weights, once. Raises UsageError in a process that did not create the store."""
+        if self._first is None:
+            raise UsageError(f"expected worker 0 in the process that created job {self.job}, found it in {os.getpid()}")
+        first, self._first = self._first, None
+        return first
+
+    def arena_on_devices(self) -> DeviceArena:
+        """This process's side of it. Raises UsageError before a worker is attached."""
+        if self.devices is None:
+            raise UsageError("attach a worker first: the memory is on devices")
+        return self.devices
+
+    def weight_views(self, buffers: int | Sequence[int]) -> Views:
+        """See Store; arrays of the device's kind."""
+        arena = self.arena_on_devices()
+        return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
+
+    def gradient_views(self, lane: int, slot: int) -> list[Any]:
+        """See Store; arrays of the device's kind, uint16 for either half precision."""
+        arena, dtype = self.arena_on_devices(), "float32" if self.layout.gradient_type == "float32" else "uint16"
+        count = len(self.layout.parameters)
+        return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
+
+    def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
+        """See Store; arrays of the device's kind. What is read of them must be read before the turns are released."""
+        arena = self.arena_on_devices()
+        arena.await_folds()
+        return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
+
+    def _buffers_of(self, buffers: int | Sequence[int]) -> list[tuple[int, int]]:
+        parameters = enumerate(self.layout.parameters)
+        return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
+
+    def close(self) -> None:
+        """See Store; what is left of the device's memory goes, too."""
+        super().close()
+        if self.devices is not None:
+            self.devices = None
+            self.device.shut()

@@ -1,0 +1,108 @@
+"""What a seed of `fastps chaos` means: a job's measures, its policy and its faults, drawn by the seed.
+
+One seed, one history: the same numbers on every machine. Refuses to run anything (chaos.py and kernels/chaos/world.pyx do).
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+
+# Timers in simulated time, in which a push takes some tens of microseconds.
+SPECS = (
+    "bsp",
+    "asp",
+    "ssp:1",
+    "ssp:3",
+    "dssp:1,3,hard_bound=true",
+    "backup:1",
+    "softsync:2",
+    "adv:2",
+    "r2sp:0.8",
+    "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean",
+    "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean,pull=0.5,shards=2",
+    "policy:fold=each,grant=bounded,low=2,high=2,release=printed",
+    "policy:fold=count,grant=next-version,divisor=2,scale=mean",
+    "policy:fold=count,grant=at-once,divisor=1,scale=mean",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One simulated job. `measures` are the arguments of kernels/chaos/world.pyx's World.run."""
+
+    seed: int
+    spec: str
+    measures: Mapping[str, Any] = field(repr=False)
+
+
+@cache
+def _policy_of(spec: str) -> Policy:
+    """The policy, with a mean where the discipline scales otherwise: the witness knows the mean only."""
+    policy = parse_policy(spec)
+    if policy.fold not in ("each", "in-order") and policy.scale != "mean":
+        return policy.with_options("scale=mean", scale="mean")
+    return policy
+
+
+@cache
+def _values_of(spec: str, workers: int) -> Mapping[str, Any]:
+    return _policy_of(spec).values(workers)
+
+
+def bound_of(policy: Policy) -> int:
+    """How far ahead of the slowest a worker may be when it is granted a step; -1 where the policy promises nothing."""
+    if policy.fold == "all":
+        return 0
+    if policy.grant == "bounded" and (policy.hard_bound or policy.release == "printed"):
+        return policy.high
+    return -1
+
+
+def plan_of(seed: int) -> Plan:
+    """What the seed draws.
+
+    >>> plan_of(7) == plan_of(7)
+    True
+    """
+    rng = random.Random(seed)
+    spec = rng.choice(SPECS)
+    policy = _policy_of(spec)
+    workers = rng.choice((2, 3, 3, 4, 5))
+    faulty = rng.random() < 0.9
+    restarts = rng.choice((0, 1, 3)) if faulty else 0
+    shards = max(policy.shards, rng.choice((1, 1, 2)))
+    # Who joins has the clock of the first shard in all of them, and others may be ahead there: no bound holds then.
+    is_bounded = policy.pull == 1 and (shards == 1 or restarts == 0)
+    measures = {
+        "workers": workers,
+        "steps": rng.randint(3, 10 if restarts == 0 else 6),
+        "shards": shards,
+        "slots": policy.slots(workers),
+        "adagrad": rng.random() < 0.5,
+        "is_sum": policy.is_sum,
+        "is_mean": policy.is_mean,
+        "may_drop": policy.fold == "quorum",
+        "bound": bound_of(policy) if is_bounded else -1,
+        "partial": policy.pull < 1,
+        "at_once": policy.at_once,
+        "helpers": rng.choice((0, workers - 1)),
+        "shared_least": rng.choice((64, 1000)),  # or: of one push not, of several it is
+        "spins": rng.choice((0, 2, 20)),
+        "switch": rng.choice((0.003, 0.03, 0.2, 0.6)),
+        "crash": rng.choice((1 / 300, 1 / 2000, 1 / 10_000)) if faulty else 0.0,
+        "stall": rng.choice((1 / 300, 1 / 2000, 1 / 10_000)) if faulty else 0.0,
+        "wake": rng.choice((0.0, 0.01)),
+        "null": rng.choice((0.0, 0.1)),
+        "crashes": rng.randint(0, workers - 1) if faulty else 0,
+        "restarts": restarts,
+        "stalls": rng.randint(0, 6) if faulty else 0,
+        "busy_factor": rng.choice((1, 1, 10, 100)),
+        "skew_ns": rng.choice((0.0, 1e4, 1e7)),
+        "policy": dict(_values_of(spec, workers)),
+    }
+    return Plan(seed, spec, measures)

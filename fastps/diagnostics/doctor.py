@@ -1,0 +1,271 @@
+"""fastps doctor: what this machine offers to fastps, whether an arena works on it, and what a model would need.
+
+Every check does the real thing: an arena is made, two workers step in it and one of them sleeps for the other. What a model
+needs is read off the arena's own plan. Refuses to repair anything, and to guess.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from fastps.diagnostics.finding import Finding
+from fastps.diagnostics.gpu import gpu_findings
+from fastps.errors import Error, UsageError
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
+from fastps.kernels.shm import arena as words
+from fastps.kernels.shm.format import format_memory
+from fastps.kernels.update import fold
+from fastps.store.store import Store, plan
+from fastps.system import shared_memory as memory_of
+from fastps.torch.tensor_loops import why_not_compiled
+
+OPTIMIZERS: dict[str, Rule] = {
+    "sgd": SGD_RULE,
+    "momentum": MOMENTUM_RULE,
+    "adam": ADAM_RULE,
+    "adamw": ADAM_RULE,
+    "adagrad": adagrad_rule(),
+    "rmsprop": rmsprop_rule(momentum=False, centered=False),
+    "rmsprop-momentum": rmsprop_rule(momentum=True, centered=False),
+    "rmsprop-centered": rmsprop_rule(momentum=True, centered=True),
+}
+_FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT_PRIVATE = 128
+_ADDRESSABLE_BYTES = 1 << 47  # of a process on x86-64
+_MAP_NORESERVE = 0x4000  # of x86-64 and arm64; the module mmap does not have it in every Python
+
+
+def examine() -> list[Finding]:
+    """What there is, each with whether fastps can work with it; a check that fails says why."""
+    return [
+        _cores(),
+        *_memory(),
+        _checked("memfd", _make_arena),
+        _checked("futex", _futex),
+        _checked("pidfd", _pidfd),
+        _instruction_sets(),
+        _torch(),
+        *gpu_findings(),
+        _checked("arena and workers", _two_workers_step),
+    ]
+
+
+def _checked(name: str, check: Callable[[], str]) -> Finding:
+    """The check's answer, or the error that it raised."""
+    try:
+        return Finding(name, "works", check())
+    except (Error, OSError) as error:
+        return Finding(name, None, f"does not work: {error}", ok=False)
+
+
+def _cores() -> Finding:
+    cores, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    shown = f"{cores} for this process, of {machine} of the machine ({platform.machine()}, Linux {platform.release()})"
+    return Finding("cores", cores, shown)
+
+
+def _memory() -> list[Finding]:
+    memory = psutil.virtual_memory()
+    free, limit = memory_of.available_bytes()
+    return [
+        Finding("memory", memory.total, f"{shown_bytes(memory.total)}, of which {shown_bytes(memory.available)} are available"),
+        Finding("memory for an arena", free, f"{shown_bytes(free)}, by the {limit}", ok=free > 0),
+    ]
+
+
+def _torch() -> Finding:
+    why = why_not_compiled()
+    loops = "compiled loops over its tensors" if why is None else why
+    shown = f"{torch.__version__}, {torch.get_num_threads()} threads in one process; {loops}"
+    return Finding("torch", torch.__version__, shown)
+
+
+def _instruction_sets() -> Finding:
+    available = fold.instruction_sets()
+    used = os.environ.get("FASTPS_ISA", "auto")
+    used = available[-1] if used == "auto" else used
+    return Finding("instruction sets", used, f"{', '.join(available)}; folds use {used}")
+
+
+# -- checks that do the real thing ---------------------------------------------------------------------------------------
+
+
+def _make_arena() -> str:
+    """A sealed memfd, as an arena's memory is made."""
+    size = 1 << 20
+    descriptor = memory_of.create(size, "a check")
+    try:
+        memory_of.map_shared(descriptor)
+    finally:
+        os.close(descriptor)
+    return f"{shown_bytes(size)} were made, sealed and mapped"
+
+
+def _futex() -> str:
+    """Wait for a word that has changed already: the kernel must say so (EAGAIN), and nothing else."""
+    number = _FUTEX_NUMBERS.get(platform.machine())
+    if number is None:
+        raise UsageError(f"expected x86-64 or arm64, found {platform.machine()}, whose system calls this check does not know")
+    libc = ctypes.CDLL(None, use_errno=True)
+    word = ctypes.c_uint32(1)
+    outcome = libc.syscall(number, ctypes.byref(word), _FUTEX_WAIT_PRIVATE, 0, None, None, 0)
+    if (outcome, ctypes.get_errno()) != (-1, errno.EAGAIN):
+        raise OSError(ctypes.get_errno(), f"expected the kernel to refuse a wait (EAGAIN), found {outcome}")
+    return "the kernel compares and waits"
+
+
+def _pidfd() -> str:
+    """What tells workers that another has died."""
+    os.close(os.pidfd_open(os.getpid()))
+    return "a process can be watched for its death"
+
+
+def _two_workers_step() -> str:
+    """Two workers in one job: worker 0 waits, asleep in the end, for worker 1's gradient. Raises Error, OSError."""
+    weights = np.zeros(1000, np.float32)
+    failures: list[BaseException] = []
+    with Store.create({"weights": weights}, SGD(lr=1.0), sync="bsp", workers=2, timeout_s=20.0) as store:
+        with store.attach(0) as first, store.attach(1) as second:
+
+            def step(worker_rank: int) -> None:
+                worker = (first, second)[worker_rank]
+                try:
+                    worker.gradients["weights"][:] = worker_rank + 1.0
+                    worker.step()
+                except BaseException as error:
+                    failures.append(error)
+
+            waiting = threading.Thread(target=step, args=(0,))
+            waiting.start()
+            waiting.join(0.02)  # long enough to go to sleep
+            step(1)
+            waiting.join()
+            if failures:
+                raise failures[0]
+            found = sorted({float(value) for worker in (first, second) for value in worker.weights["weights"]})
+    if found != [-1.5]:
+        raise Error(f"expected weights of -1.5 after a step, found {found[:3]}: please report this, with the lines above")
+    return "an arena was made, and two workers took a step together"
+
+
+# -- what a model needs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory of a job in bytes. All of it is shared: an arena is mapped by all workers and exists once."""
+
+    parameters: int
+    workers: int
+    optimizer: str
+    sync: str
+    slots_per_worker: int
+    gradient_slots_bytes: int
+    weights_buffers: int
+    weights_bytes: int
+    rule_state_bytes: int
+    control_bytes: int
+    total_bytes: int
+
+    @property
+    def per_worker_bytes(self) -> int:
+        """A worker's share of the total."""
+        return -(-self.total_bytes // self.workers)
+
+
+def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") -> Need:
+    """What the arena of such a job takes, read off its plan; no memory is taken.
+
+    >>> need = need_of(1_000_000, 4, "momentum")
+    >>> need.weights_buffers, need.slots_per_worker
+    (7, 1)
+    >>> need.rule_state_bytes // 1_000_000  # three buffers of one plane of 4 bytes
+    12
+
+    Raises UsageError for an unknown optimizer or a number out of range, and PolicyError.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer: expected one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+    for name, value in {"model-size": parameters, "workers": workers}.items():
+        if value < 1:
+            raise UsageError(f"--{name}: expected at least 1, found {value}")
+    policy = parse_policy(sync)
+    policy.check_workers(workers)
+    tensors = min(policy.shards, parameters)  # a shard ends at the border of a parameter
+    sizes = [parameters * (index + 1) // tensors - parameters * index // tensors for index in range(tensors)]
+    placed = place([(f"tensor {index}", (size,), (1,), 0) for index, size in enumerate(sizes)], policy.shards)
+    return _measured(Layout(placed, 1, OPTIMIZERS[optimizer], policy, workers), optimizer)
+
+
+def _measured(layout: Layout, optimizer: str) -> Need:
+    """Format an arena in memory that is only promised, and ask it where its parts begin."""
+    refusal = f"--model-size: expected a model whose arena can be addressed, found {layout.buffer_floats:,} parameters"
+    if 4 * layout.buffer_floats >= _ADDRESSABLE_BYTES:
+        raise UsageError(refusal)
+    try:
+        header, total = plan(layout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    try:
+        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"{refusal} ({error})") from None
+    segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
+    format_memory(memory, header, segments, shards=layout.shards, **layout.policy.values(layout.workers))
+    arena = words.Arena(memory)
+    slots = layout.workers * arena.slots * (arena.gradient_offset(0, 1) - arena.gradient_offset(0, 0))
+    weights_begin, state_begin, extra_begin = arena.weights_offset(0), arena.steps_offset(0), arena.extra_offset(0)
+    return Need(
+        parameters=sum(parameter.length for parameter in layout.parameters),
+        workers=layout.workers,
+        optimizer=optimizer,
+        sync=layout.policy.spec,
+        slots_per_worker=arena.slots,
+        gradient_slots_bytes=slots,
+        weights_buffers=arena.buffers,
+        weights_bytes=state_begin - weights_begin,
+        rule_state_bytes=extra_begin - slots - state_begin,
+        control_bytes=weights_begin + arena.total_bytes - extra_begin,
+        total_bytes=arena.total_bytes,
+    )
+
+
+def need_findings(need: Need) -> list[Finding]:
+    """The report's lines on a model, the last of which says whether it fits this machine now."""
+    free, limit = memory_of.available_bytes()
+    fits = need.total_bytes <= free
+    per_worker = f"{need.slots_per_worker} a worker, {shown_bytes(need.gradient_slots_bytes // need.workers)} each worker"
+    verdict = "yes" if fits else "no: use fewer workers or a smaller model, or raise the limit"
+    return [
+        Finding("gradient slots", need.gradient_slots_bytes, f"{shown_bytes(need.gradient_slots_bytes)} ({per_worker})"),
+        Finding("weights", need.weights_bytes, f"{shown_bytes(need.weights_bytes)} ({need.weights_buffers} buffers in all)"),
+        Finding("rule state", need.rule_state_bytes, f"{shown_bytes(need.rule_state_bytes)} (for all workers)"),
+        Finding("control words", need.control_bytes, shown_bytes(need.control_bytes)),
+        Finding(
+            "total", need.total_bytes, f"{shown_bytes(need.total_bytes)}, or {shown_bytes(need.per_worker_bytes)} a worker"
+        ),
+        Finding("fits", str(fits).lower(), f"{verdict}; {shown_bytes(free)} are free, by the {limit}", ok=fits),
+    ]
+
+
+def shown_bytes(size: int) -> str:
+    """Bytes with the unit that fits.
+
+    >>> shown_bytes(3 << 29), shown_bytes(5 << 20), shown_bytes(4096)
+    ('1.50 GiB', '5.0 MiB', '4.0 KiB')
+    """
+    for unit, factor, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if size >= factor:
+            return f"{size / factor:.{digits}f} {unit}"
+    return f"{size} bytes"

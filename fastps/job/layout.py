@@ -1,0 +1,206 @@
+"""The layout: where each parameter lies in a buffer, and what all workers of a job must agree on before they share memory.
+
+Refuses to touch memory: it is a description, compared by hash and, when the hashes differ, parameter by parameter.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
+from fastps.job.policy import Policy
+from fastps.job.update_rules import Rule
+from fastps.kernels.shm import arena
+from fastps.kernels.update import fold
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: float32, `length` floats from `offset` floats into a buffer, strides in floats as the tensor had them.
+
+    It belongs to the shard of number `shard`, which versions it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    group: int
+    offset: int
+    shard: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of floats."""
+        return math.prod(self.shape)
+
+
+GradientType = Literal["float32", "float16", "bfloat16"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
+    precision gradients are pushed; they are summed and applied in single precision in any case.
+
+    `homes`: for each shard the lane on whose device its floats lie (device_arena.py); () where all are in the arena itself.
+    `server`: who takes the turns, "workers" that wait or a "process" of its own (server.py).
+    """
+
+    parameters: tuple[Parameter, ...]
+    groups: int
+    rule: Rule
+    policy: Policy
+    workers: int
+    extra_bytes: int = 0
+    faults: FaultPolicy = DEFAULT_FAULTS
+    gradient_type: GradientType = "float32"
+    homes: tuple[int, ...] = ()
+    server: str = "workers"
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of the arena: so many workers at a time."""
+        return self.faults.lanes(self.workers)
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a process of its own takes the turns, on a lane behind the workers', number `lanes`."""
+        return self.server == "process"
+
+    @property
+    def planes(self) -> int:
+        """Planes of state: the rule's, and the moving average of the weights as the last."""
+        return len(self.rule.planes) + (self.policy.ema > 0)
+
+    @property
+    def slots(self) -> int:
+        """Gradient slots of a lane."""
+        return self.policy.slots(self.lanes)
+
+    @property
+    def buffers(self) -> int:
+        """Weights buffers: one a worker, or two where the next is fetched in the background; and the published one, a free one,
+        and one for who copies a whole version.
+        """
+        return self.lanes * (2 if self.policy.overlap else 1) + 3
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """The floats [first, last) of each shard of a buffer."""
+        count = self.parameters[-1].shard + 1 if self.parameters else 1
+        begins = [next(p.offset for p in self.parameters if p.shard == shard) for shard in range(count)]
+        return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
+
+    @property
+    def buffer_floats(self) -> int:
+        """Floats of one weights buffer, padding included."""
+        if not self.parameters:
+            return 0
+        last = self.parameters[-1]
+        return _aligned(last.offset + last.length)
+
+    @property
+    def host_floats(self) -> int:
+        """Floats of a weights buffer in the arena itself: none where they are on devices."""
+        return 0 if self.homes else self.buffer_floats
+
+    @property
+    def host_shards(self) -> list[tuple[int, int]]:
+        """The floats of each shard of a buffer in the arena itself."""
+        return [(0, 0) for _ in self.shards] if self.homes else self.shards
+
+    def text(self) -> str:
+        """The description as JSON: what is hashed, and what is sent to a peer whose hash differs."""
+        description = {
+            "abi": arena.ABI,
+            "byte_order": sys.byteorder,
+            "workers": self.workers,
+            "sync": self.policy.spec,
+            "faults": asdict(self.faults),
+            "rule": {
+                "name": self.rule.name,
+                "planes": list(self.rule.planes),
+                "initial": list(self.rule.initial),
+                "code": self.rule.digest,
+            },
+            "groups": self.groups,
+            "extra_bytes": self.extra_bytes,
+            "gradient_type": self.gradient_type,
+            "homes": list(self.homes),
+            "server": self.server,
+            "parameters": [asdict(parameter) for parameter in self.parameters],
+        }
+        return json.dumps(description, sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> bytes:
+        """SHA-256 of the text: 32 bytes."""
+        return hashlib.sha256(self.text().encode()).digest()
+
+
+def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:
+    """Lay parameters (name, shape, stride, group) out one after the other, each on a cache line of its own.
+
+    They are cut into at most `shards` runs of about equal length, at borders of parameters.
+
+    >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
+    [0, 16]
+    """
+    placed = []
+    offset = 0
+    for name, shape, stride, group in parameters:
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset)
+        placed.append(parameter)
+        offset += _aligned(parameter.length)
+    return tuple(_sharded(placed, min(shards, len(placed)), offset))
+
+
+def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter]:
+    """Each parameter goes to the shard in whose share of the floats it begins; no shard stays empty."""
+    numbered: list[Parameter] = []
+    shard = 0
+    for index, parameter in enumerate(placed):
+        left_for_others = len(placed) - index == shards - 1 - shard
+        if index and shard + 1 < shards and (left_for_others or parameter.offset * shards >= total * (shard + 1)):
+            shard += 1
+        numbered.append(replace(parameter, shard=shard))
+    return numbered
+
+
+def first_difference(mine: str, theirs: str) -> str:
+    """One sentence that names the first thing in which two layouts differ, from the first one's point of view."""
+    own = json.loads(mine)
+    try:
+        other = json.loads(theirs)
+        if not isinstance(other["parameters"], list):
+            raise TypeError
+    except (ValueError, TypeError, KeyError):
+        return "there the description is not one of fastps"
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "homes", "server"):
+        if own.get(key) != other.get(key):
+            return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
+    for index in range(max(len(own["parameters"]), len(other["parameters"]))):
+        here, there = (layout["parameters"][index] if index < len(layout["parameters"]) else None for layout in (own, other))
+        if here != there:
+            return f"parameter {index}: here {_parameter_shown(here)}, there {_parameter_shown(there)}"
+    return f"here model buffers take {own.get('extra_bytes')} bytes, there {other.get('extra_bytes')}"
+
+
+def _parameter_shown(parameter: dict[str, object] | None) -> str:
+    if parameter is None:
+        return "there is no such parameter"
+    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}"
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)
+
+
+def _aligned(length: int) -> int:
+    """Zero-size parameters get a line too, so that no two share an offset."""
+    lines = max(1, -(-length // arena.LINE_FLOATS))
+    return lines * arena.LINE_FLOATS

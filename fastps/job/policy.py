@@ -1,0 +1,290 @@
+"""Policies: when gradients are folded, when a worker may go on, what a pull waits for, how a step is scaled.
+
+A policy is data: four small values and the numbers they need. The named disciplines are rows of a table (disciplines.py); the
+store and the simulator read the values and know no names. Refuses to decide anything: kernels/scheduling/scheduler.pyx does.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastps.errors import PolicyError
+from fastps.kernels.scheduling.policy import reason_against
+
+MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's range (high - low) finite
+DEFAULT_SHARDS = 4
+MAX_SHARDS = 64
+MOST_SLOTS = 4
+LEAST_WARM_UP = 8  # fewer steps say little, and the first of them is left out
+MOST_WARM_UP = 10_000
+
+_ALLOWED = {
+    "low": "0 to high",
+    "high": f"low to {MAX_BOUND}",
+    "release": "release=next-push or release=printed",
+    "count": f"0 (the workers less the backups) to {MAX_BOUND}",
+    "backups": f"0 to {MAX_BOUND}",
+    "push_timeout": "0 to less than 3600 seconds",
+    "divisor": f"1 to {MAX_BOUND}, and to the number of workers",
+    "groups": "0 (no tree) to the number of workers",
+    "relax": "0 to 1",
+    "reference": f"1 to {MAX_BOUND} samples",
+    "pull": "more than 0 and at most 1",
+    "pull_timeout": "0 to less than 3600 seconds",
+    "shards": f"1 to {MAX_SHARDS}",
+    "warm_up": f"0 (none), or {LEAST_WARM_UP} to {MOST_WARM_UP} steps",
+    "ema": "0 (none) to less than 1",
+    "clip": "0 (not at all) or more, and finite",
+}
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a word"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """One synchronization scheme, as values. Any fold, grant, pull and scale that make sense together may be combined.
+
+    Attributes:
+        spec: the canonical text, as `fastps.parse_policy` reads it; made from the values when not given.
+        fold: "each" push when it arrives; "all" live workers' pushes of one version; the first of this version ("quorum",
+            later ones are dropped); a "count" of pushes of any version; one at a time "in-order" of the workers.
+        combine: with fold "each": the pushes that one drain finds are folded as one sum, not divided by their number, with
+            their mean learning rate and one version, rather than one after the other with a version each.
+        grant: a worker goes on "at-once", with the "next-version", while "bounded" ahead of the slowest, or "round-robin".
+        scale: "one"; the "mean" of pushes folded together, or with the learning rate times their number ("linear"), times
+            sqrt(samples / reference) ("square-root"), divided by the divisor ("divisor"); each push divided by its
+            "staleness"; or with the learning rate times its batch / its worker's first ("batch").
+        low, high: the bound in steps (s of SSP: low == high; s_L and s_U of DSSP).
+        release: how a waiting worker is released (DSSP, Algorithm 1, line 17): "next-push" or "printed".
+        hard_bound: never grant a step to a worker that is more than `high` ahead (DSSP, Theorem 2).
+        count: pushes of a quorum (c of PSP-SGD); 0: the workers less `backups`.
+        backups: b of backup workers.
+        push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
+        divisor: n of n-softsync: a sum is complete with floor(workers / n) pushes.
+        groups: leaves of Rudra's tree; a leaf passes on its workers' pushes together. 0: no tree.
+        relax: r of R2SP, 0 to 1: the share of T / N that lies between two grants.
+        tune: R2SP's batch tuning: the grant carries a batch with which the worker takes as long as the slowest.
+        reference: B of hardsync's sqrt(lambda mu / B), in samples.
+        pull: fraction of the shards that a step waits for (b% of PSP-SGD); 1: all.
+        pull_timeout: seconds that a step waits for more shards after those (tau2 of PSP-SGD).
+        shards: parts of the model with versions of their own; parameters are not split.
+        overlap: push and pull in threads of their own while the next gradient is computed (Rudra-adv*).
+        warm_up: steps after which DistributedOptimizer takes a recorded run's advice for the rest (`auto`); 0: never.
+        ema: decay of the moving average of the weights that the fold keeps; 0: none.
+        clip: global norm to which each push is clipped; 0: not.
+
+    Raises PolicyError for values out of range or that make no sense together, saying why.
+
+    >>> Policy(fold="each", grant="bounded", low=3, high=3, pull=0.75, shards=4).spec
+    'policy:fold=each,grant=bounded,low=3,high=3,pull=0.75,shards=4'
+    """
+
+    spec: str = ""
+    fold: str
+    grant: str
+    scale: str = ""
+    low: int = 0
+    high: int = 0
+    release: str = "next-push"
+    hard_bound: bool = False
+    combine: bool = False
+    count: int = 0
+    backups: int = 0
+    push_timeout: float = 0.0
+    divisor: int = 0
+    groups: int = 0
+    relax: float = 0.0
+    tune: bool = False
+    reference: int = 0
+    pull: float = 1.0
+    pull_timeout: float = 0.0
+    shards: int = 1
+    overlap: bool = False
+    warm_up: int = 0
+    ema: float = 0.0
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.scale:
+            object.__setattr__(self, "scale", "one" if self.fold in ("each", "in-order") else "mean")
+        if not self.spec:
+            object.__setattr__(self, "spec", _spec_of(self))
+        self._check()
+
+    def _check(self) -> None:
+        self._check_kinds()
+        reason = reason_against(self.fold, self.grant, self.scale)
+        if reason is not None:
+            raise PolicyError(f"{self.spec}: {reason}")
+        fits = {
+            "low": 0 <= self.low <= self.high,
+            "high": self.high <= MAX_BOUND,
+            "release": self.release in ("next-push", "printed"),
+            "count": 0 <= self.count <= MAX_BOUND,
+            "backups": 0 <= self.backups <= MAX_BOUND,
+            "push_timeout": 0 <= self.push_timeout < 3600,
+            "divisor": (self.fold != "count" or self.divisor >= 1) and 0 <= self.divisor <= MAX_BOUND,
+            "groups": 0 <= self.groups <= MAX_BOUND,
+            "relax": 0 <= self.relax <= 1,
+            "reference": (self.scale != "square-root" or self.reference >= 1) and 0 <= self.reference <= MAX_BOUND,
+            "pull": 0 < self.pull <= 1,
+            "pull_timeout": 0 <= self.pull_timeout < 3600,
+            "shards": 1 <= self.shards <= MAX_SHARDS,
+            "warm_up": self.warm_up == 0 or LEAST_WARM_UP <= self.warm_up <= MOST_WARM_UP,
+            "ema": 0 <= self.ema < 1,
+            "clip": 0 <= self.clip < math.inf,
+        }
+        wrong = next((name for name, fit in fits.items() if not fit), None)
+        if wrong is not None:
+            raise PolicyError(f"{self.spec}: expected {wrong} of {_ALLOWED[wrong]}, found {getattr(self, wrong)}")
+        self._check_use()
+        self._check_pull()
+
+    def _check_kinds(self) -> None:
+        """Every value is of the kind of its default: text read from a spec may be of any."""
+        for name, field in self.__dataclass_fields__.items():
+            kind = type(field.default) if name not in ("fold", "grant") else str
+            value = getattr(self, name)
+            if not isinstance(value, _KINDS[kind][0]) or (isinstance(value, bool) and kind is not bool):
+                allowed = f" of {_ALLOWED[name]}" if name in _ALLOWED and kind is not str else ""
+                raise PolicyError(f"{self.spec}: expected {name} to be {_KINDS[kind][1]}{allowed}, found {value!r}")
+
+    def _check_use(self) -> None:
+        """A value that nothing would read is a mistake."""
+        uses = {
+            "grant 'bounded'": (self.grant == "bounded", ("low", "high", "hard_bound")),
+            "fold 'each'": (self.fold == "each", ("combine",)),
+            "fold 'quorum'": (self.fold == "quorum", ("count", "backups", "push_timeout")),
+            "fold 'count'": (self.fold == "count", ("divisor", "groups")),
+            "grant 'round-robin'": (self.grant == "round-robin", ("relax", "tune")),
+            "scale 'square-root'": (self.scale == "square-root", ("reference",)),
+            "fold 'all'": (self.fold == "all", ("warm_up",)),
+        }
+        for what, (used, names) in uses.items():
+            given = next((name for name in names if getattr(self, name)), None)
+            if given is not None and not used:
+                found = getattr(self, what.split()[0])
+                raise PolicyError(f"{self.spec}: {given} is read with {what} only, found {what.split()[0]} {found!r}")
+        if self.scale == "batch" and self.grant != "round-robin":
+            raise PolicyError(
+                f"{self.spec}: scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant"
+                f" {self.grant!r}"
+            )
+        if self.count and self.backups:
+            raise PolicyError(f"{self.spec}: a quorum is a count or the workers less the backups: expected one of the two")
+
+    def _check_pull(self) -> None:
+        if self.pull < 1 and self.shards == 1:
+            raise PolicyError(
+                f"{self.spec}: a partial pull needs parts to choose from: expected shards of 2 to {MAX_SHARDS}, found 1"
+            )
+        if self.pull < 1 and self.grant in ("at-once", "round-robin"):
+            raise PolicyError(
+                f"{self.spec}: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
+                f" found {self.grant}"
+            )
+        if self.shards > 1 and self.grant == "round-robin":
+            raise PolicyError(
+                f"{self.spec}: grants in a fixed order are of one coordinator: expected shards=1, found {self.shards}"
+            )
+        if self.overlap and self.waits_for_fold:
+            raise PolicyError(
+                f"{self.spec}: a worker that waits for its version has nothing to compute meanwhile: overlap needs a grant"
+                f" other than next-version and a fold other than in-order, found grant {self.grant!r} and fold {self.fold!r}"
+            )
+
+    def check_workers(self, workers: int) -> None:
+        """Raise PolicyError for numbers that do not fit this many workers."""
+        checks = {
+            "b": (self.backups < workers, f"0 to {workers - 1}, fewer than the workers", self.backups),
+            "c": (self.count <= workers, f"1 to {workers}, the number of workers", self.count),
+            "n": (self.divisor <= workers, f"1 to {workers}, the number of workers", self.divisor),
+            "groups": (self.groups <= workers, f"0 to {workers}, the number of workers", self.groups),
+        }
+        for name, (fits, allowed, found) in checks.items():
+            if not fits:
+                raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
+
+    def values(self, workers: int) -> Mapping[str, Any]:
+        """The scheduler's values for this many workers. Raises PolicyError as `check_workers` does."""
+        self.check_workers(workers)
+        return {
+            "fold": self.fold,
+            "grant": self.grant,
+            "scale": self.scale,
+            "low": self.low,
+            "high": self.high,
+            "release": self.release,
+            "hard_bound": self.hard_bound,
+            "combine": self.combine,
+            "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
+            "timeout_ns": int(self.push_timeout * 1e9),
+            "divisor": self.divisor,
+            "groups": self.groups,
+            "relax": self.relax,
+            "tune": self.tune,
+            "reference": float(self.reference),
+            "repeats": self.pull < 1,
+        }
+
+    def slots(self, workers: int) -> int:
+        """Gradient slots of a lane: one that is folded while the next is filled, and none where a worker waits for that.
+
+        More where several pushes of one worker wait to be folded.
+        """
+        if self.waits_for_fold and self.pull == 1:
+            return 1
+        if self.fold != "count" or self.waits_for_fold:
+            return 2
+        return min(MOST_SLOTS, max(2, workers // self.divisor + 1))
+
+    @property
+    def waits_for_fold(self) -> bool:
+        """Whether a worker goes on only when its own push is folded, or dropped."""
+        return self.grant == "next-version" or self.fold == "in-order"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a version is the sum, or the mean, of all pushes that are folded with it, and not of one push."""
+        return self.combine or self.is_mean
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether pushes that are folded together are divided by their number; those that are combined are not."""
+        return self.fold not in ("each", "in-order")
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all workers are always at the same step."""
+        return self.fold == "all"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a worker goes on without waiting for anything."""
+        return self.grant == "at-once"
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether the scheme counts samples, so that every push must tell its batch."""
+        return self.scale in ("square-root", "batch") or self.tune
+
+    def with_options(self, text: str, **options: Any) -> "Policy":
+        """This policy with other values, whose spec has `text` added."""
+        return replace(self, spec=f"{self.spec},{text}", **options)
+
+
+def _spec_of(policy: Policy) -> str:
+    """A spec that names every value which is not the default."""
+    plain = {"scale": "one" if policy.fold in ("each", "in-order") else "mean"}
+    parts = []
+    for name, field in Policy.__dataclass_fields__.items():
+        value = getattr(policy, name)
+        if name != "spec" and value != plain.get(name, field.default):
+            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return f"policy:{','.join(parts)}"

@@ -1,0 +1,129 @@
+"""Update rules of the user's own: an elementwise function becomes a rule that the fold runs as fast as one of its own.
+
+Refuses to compile: kernels/update/jit.py does, and is imported when the first rule is made, for Numba takes its time.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.job.update_rules import Hyper, Rule, Update
+from fastps.kernels.update import fold
+
+_MAX_HYPERS = len(Hyper._fields) - 1  # the flags are no number of the user's
+
+
+@dataclass(frozen=True)
+class UserRule(Rule):
+    """A rule made of the user's function; call it with hyper-parameters to get an Update for `Store.create`."""
+
+    hyper_names: tuple[str, ...] = ()
+    takes_step: bool = False
+    function: Callable[..., Any] = field(default=lambda: None, compare=False)
+    machine_code: object = field(default=None, compare=False, repr=False)
+
+    def __call__(self, **hyper: float) -> Update:
+        """The rule with its hyper-parameters, all of them by name."""
+        if set(hyper) != set(self.hyper_names):
+            raise TypeError(
+                f"rule {self.name!r}: expected the hyper-parameters {', '.join(self.hyper_names)}, found"
+                f" {', '.join(hyper) or 'none'}"
+            )
+        places = Hyper._fields[: len(self.hyper_names)]  # the rule's own names take the fold's places, in order
+        return Update(self, Hyper(**{place: float(hyper[name]) for place, name in zip(places, self.hyper_names, strict=True)}))  # type: ignore[arg-type]
+
+    def reference(
+        self,
+        weight: npt.NDArray[np.float32],
+        state: Sequence[npt.NDArray[np.float32]],
+        gradient: npt.NDArray[np.float32],
+        hyper: Sequence[float],
+        learning_rate: float,
+        steps: int,
+    ) -> tuple[npt.NDArray[np.float32], list[npt.NDArray[np.float32]]]:
+        """Apply the function in Python, element by element: what the compiled rule is tested against
+        (kernels/update/reference.py).
+        """
+        numbers = [np.float32(learning_rate), *(np.float32(value) for value in hyper[1 : len(self.hyper_names)])]
+        if self.takes_step:
+            numbers.append(np.float32(steps + 1))
+        out = np.empty((1 + len(state), len(weight)), np.float32)
+        for index in range(len(weight)):
+            out[:, index] = self.function(weight[index], gradient[index], *(plane[index] for plane in state), *numbers)
+        return out[0], list(out[1:])
+
+
+def rule(
+    *, state: Sequence[str] = (), hyper: Sequence[str] = ("learning_rate",), initial: Sequence[float] = ()
+) -> Callable[[Callable[..., Any]], UserRule]:
+    """Make an update rule of a function of one element: `(weight, gradient, *state, *hyper) -> (weight, *state)`.
+
+    The function takes and returns float32 numbers, uses arithmetic, `if` and the functions of `math`, and is compiled at once.
+    Numbers that it uses from outside are part of it. The gradient is summed and scaled; `learning_rate` too, for disciplines
+    that scale it. A last hyper-parameter named `step` is how often the rule was applied to the parameter, from 1.
+
+    >>> @rule(hyper=("learning_rate", "decay"))
+    ... def shrinking(weight, gradient, learning_rate, decay):
+    ...     return weight * (1 - decay) - learning_rate * gradient
+    >>> shrinking(learning_rate=0.1, decay=0.01).hyper.learning_rate
+    0.1
+
+    Args:
+        state: names of the floats that are kept for each weight; at most 8.
+        hyper: names of the hyper-parameters, `learning_rate` first; at most 8, without `step`.
+        initial: what each state begins as; zeros if left out.
+
+    Raises ValueError, in one sentence, for a function that cannot be a rule.
+    """
+
+    def decorate(function: Callable[..., Any]) -> UserRule:
+        if not isinstance(function, FunctionType):
+            raise ValueError(f"expected a plain function to make a rule of, found {type(function).__name__}")
+        planes, names = tuple(state), tuple(hyper)
+        takes_step = names[-1:] == ("step",)
+        numbers = names[:-1] if takes_step else names
+        _check(function, planes, names, numbers, initial)
+        from fastps.kernels.update import jit
+
+        compiled = jit.compile_rule(function, len(planes), len(numbers), takes_step)
+        return UserRule(
+            function.__name__,
+            fold.RULE_USER,
+            planes,
+            tuple(float(value) for value in initial),
+            compiled.digest,
+            compiled.address,
+            numbers,
+            takes_step,
+            compiled.function,
+            compiled,
+        )
+
+    return decorate
+
+
+def _check(
+    function: FunctionType, planes: tuple[str, ...], names: tuple[str, ...], numbers: tuple[str, ...], initial: Sequence[float]
+) -> None:
+    name = function.__name__
+    if numbers[:1] != ("learning_rate",) or len(numbers) > _MAX_HYPERS or len(planes) > fold.MAX_USER_PLANES:
+        raise ValueError(
+            f"rule {name!r}: expected learning_rate as the first of at most {_MAX_HYPERS} hyper-parameters, and at most"
+            f" {fold.MAX_USER_PLANES} states, found {', '.join(names) or 'none'} and {len(planes)} states"
+        )
+    if len(initial) not in (0, len(planes)):
+        raise ValueError(f"rule {name!r}: expected an initial value for each of {len(planes)} states, found {len(initial)}")
+    expected = ("weight", "gradient", *planes, *names)
+    parameters = inspect.signature(function).parameters.values()
+    if tuple(each.name for each in parameters) != expected or any(
+        each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not each.empty for each in parameters
+    ):
+        raise ValueError(
+            f"rule {name!r}: expected the parameters ({', '.join(expected)}), without defaults, found"
+            f" {inspect.signature(function)}"
+        )

@@ -1,0 +1,90 @@
+"""Which jobs run on this machine: read from the kernel's own list of listening sockets, and asked whether they are ours.
+
+Refuses to keep a list, or a file for one: a job is running while somebody answers at one of its names, and not a moment longer.
+"""
+
+import os
+from pathlib import Path
+
+from fastps.errors import AttachError
+from fastps.kernels.shm.arena import ABI
+from fastps.membership import rendezvous
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+
+_TABLE = Path("/proc/net/unix")
+_LISTENS = 0x10000  # __SO_ACCEPTCON, in the column of flags
+_PREFIX = b"@fastps/"  # as the table shows rendezvous.place_name: its zero byte is an @
+_ASK_TIMEOUT_S = 0.2
+
+
+def listening() -> dict[str, set[rendezvous.Place]]:
+    """Every job at whose names somebody listens, of any user, and the places that are taken. Raises AttachError."""
+    try:
+        table = _TABLE.read_bytes()
+    except OSError as error:
+        raise AttachError(f"expected to read which jobs run from {_TABLE}, found: {error}") from error
+    return places_in(table)
+
+
+def arenas_of(job: str) -> list[str]:
+    """The names of a launched job's arenas that are there: its script's first optimizer has the job's name, the next JOB.1."""
+    return [job if instance == 0 else f"{job}.{instance}" for instance in instances_of(job)]
+
+
+def instances_of(job: str) -> list[int]:
+    """The numbers of a launched job's arenas that are there, 0 for JOB, 1 for JOB.1."""
+    found = []
+    for name in listening():
+        first, _, number = name.rpartition(".")
+        if name == job:
+            found.append(0)
+        elif first == job and number.isdecimal():
+            found.append(int(number))
+    return found
+
+
+def places_in(table: bytes) -> dict[str, set[rendezvous.Place]]:
+    """The jobs and places in a text of the form of /proc/net/unix; lines that are not of ours are passed over.
+
+    >>> lines = b"0: 2 0 00010000 0001 01 7 @fastps/mnist/host\\n0: 2 0 00010000 0001 01 8 @fastps/mnist/0\\n"
+    >>> sorted(places_in(lines)["mnist"], key=str)
+    [0, 'host']
+    """
+    found: dict[str, set[rendezvous.Place]] = {}
+    for line in table.split(b"\n"):
+        columns = line.split(None, 7)
+        if len(columns) != 8 or not columns[7].startswith(_PREFIX) or not int(columns[3], 16) & _LISTENS:
+            continue
+        job, slash, place = columns[7].removeprefix(_PREFIX).rpartition(b"/")
+        if not slash or not (place == b"host" or place.isdigit()):
+            continue
+        found.setdefault(os.fsdecode(job), set()).add("host" if place == b"host" else int(place))
+    return found
+
+
+def running_jobs(clock: Clock = SYSTEM_CLOCK) -> list[str]:
+    """The names of this user's running jobs, in order. Raises AttachError when the kernel's list cannot be read."""
+    return sorted(job for job, places in listening().items() if _is_ours(job, places, clock))
+
+
+def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
+    """Whether a process of this user answers for the job; one that is stopped, and so silent, counts."""
+    silent = False
+    for place in sorted(places, key=str):
+        try:
+            answer = rendezvous.ask(
+                job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S, clock=clock
+            )
+        except rendezvous.Absent:
+            continue
+        except rendezvous.Silent:
+            silent = True
+            continue
+        except rendezvous.OtherUser:
+            return False
+        except rendezvous.AbiDiffers:
+            return True  # ours, though of another fastps: attaching says what to do
+        os.close(answer.memfd)
+        os.close(answer.pidfd)
+        return True
+    return silent

@@ -1,0 +1,419 @@
+"""The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
+
+The first worker that fails is the root
+cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
+worker is replaced, by a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, cast
+
+from fastps.errors import UsageError, WorkerDiedError
+from fastps.kernels.shm.arena import MAX_LANES
+from fastps.membership import discovery
+from fastps.processes.absent_workers import NoShows
+from fastps.processes.fault_injection import FaultInjector, FaultReport
+from fastps.processes.options import JobOptions
+from fastps.processes.output import JobOutput
+from fastps.processes.spare_process import DEFAULT_IMPORTS, SpareProcess
+from fastps.processes.worker_environment import environment_of, style_of
+from fastps.processes.worker_output import ErrorLines, Lines
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
+from fastps.system.shared_memory import oom_kills
+from fastps.tracing import parts as trace_parts
+
+logger = logging.getLogger("fastps.launch")
+
+GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
+_DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
+_FAULT_TICK_S = 0.02  # how often injected faults look at the job
+_OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
+NO_OPTIONS = JobOptions()
+
+
+@dataclass
+class LaunchedWorker:
+    """One worker process: how it ended, and what it writes to stderr.
+
+    `restart` counts the processes that were lost before it in its place.
+    """
+
+    rank: int
+    process: "subprocess.Popen[bytes] | AdoptedProcess"
+    restart: int = 0
+    exit_code: int | None = None
+    ended_ns: int = 0
+    errors: ErrorLines = field(default_factory=ErrorLines)
+    was_out_of_memory: bool = False
+
+    @property
+    def tail(self) -> deque[str]:
+        """The last lines that it wrote to stderr, as they were shown."""
+        return self.errors.tail
+
+    @property
+    def process_id(self) -> int:
+        """Its process."""
+        return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal, unless it has ended."""
+        if self.exit_code is None:
+            self.process.send_signal(number)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended other than well."""
+        return self.exit_code not in (None, 0)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether its last lines say that it ended because another worker had."""
+        return any(WorkerDiedError.__name__ in line for line in self.tail)
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.exit_code is None:
+            return "still running"
+        if self.exit_code < 0:
+            return f"ended by {signal.Signals(-self.exit_code).name}{_OUT_OF_MEMORY if self.was_out_of_memory else ''}"
+        return f"exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: all workers, replaced ones too, the first that failed (None when none did), and whether Ctrl-C ended it.
+
+    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected. `began_ns`: when
+    the launcher began, before any worker had imported anything.
+    """
+
+    workers: list[LaunchedWorker]
+    first_failure: LaunchedWorker | None
+    interrupted: bool
+    seconds: float
+    began_ns: int
+    faults: FaultReport | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 a worker failed, 130 ended by Ctrl-C."""
+        return 130 if self.interrupted else 1 if self.first_failure else 0
+
+
+class Launcher:
+    """Runs `command` once a worker. Use `run`; everything that it started has ended when it returns.
+
+    Args:
+        command: program and arguments, the same for all workers.
+        workers: how many; at least 1.
+        sync: a spec for FASTPS_SYNC, or None to leave it to the script.
+        job: the job's name; random by default.
+        options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
+        env: how workers learn who they are: "fastps" (FASTPS_RANK and its like only), "torchrun" (RANK and its like, too), or
+            "auto": torchrun's where the script's own text names them.
+        imports: what a spare imports before it is needed.
+        prefix: whether each line of output begins with its worker's number.
+        trace: a file into which all workers record the run; it is written when the run has ended.
+        tracebacks: whether those of fastps' own errors are passed on, too; by default only where the program has --debug.
+
+    Raises:
+        UsageError: for a number of workers, or options, that no job can have.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workers: int,
+        *,
+        sync: str | None = None,
+        job: str | None = None,
+        options: JobOptions = NO_OPTIONS,
+        env: str = "auto",
+        imports: Sequence[str] = DEFAULT_IMPORTS,
+        prefix: bool = True,
+        trace: Path | None = None,
+        tracebacks: bool | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        if workers < 1:
+            raise UsageError(f"expected at least 1 worker, found {workers}: use -n 1 or more")
+        if workers > MAX_LANES:
+            raise UsageError(f"expected at most {MAX_LANES} workers, found {workers}: use a smaller -n")
+        if 0 < options.max_workers < workers:
+            raise UsageError(f"--max-workers: expected {workers} or more, the number of workers, found {options.max_workers}")
+        self.job = job or secrets.token_hex(8)
+        if trace is not None and options.restarts:
+            raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
+        self._command = list(command)
+        self._count = workers
+        self._sync = sync
+        self._options = options
+        self._style = style_of(env, self._command)
+        self._imports = list(imports)
+        self._restarts_left = options.restarts
+        self._port = 0
+        self._oom_kills = oom_kills()
+        self._spare: SpareProcess | None = None
+        self._spare_worker: LaunchedWorker | None = None  # its process
+        self._adopting = contextlib.ExitStack()
+        self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
+        self._no_shows = NoShows(self.job, clock)
+        self._output = JobOutput(clock, prefix)
+        self._trace = trace.resolve() if trace is not None else None
+        self._clock = clock
+        self._workers: list[LaunchedWorker] = []
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[int, Lines] = {}
+        self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
+        self._has_begun = False  # whether an arena was seen
+        self._open_pipes = 0
+        self._signals = [signal.SIGTERM, signal.SIGKILL]  # still to be sent, in order, once a deadline has passed
+        self._deadline_ns: int | None = None
+        self._interrupts = 0
+
+    def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
+        """Start all, and stay until all have ended. `on_tick` is called about every `tick_s` seconds meanwhile."""
+        began_ns = self._clock.now_ns()
+        ends = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self._on_interrupt) for number in ends]
+        try:
+            self._start()
+            while any(worker.exit_code is None for worker in self._workers):
+                self._handle_events(min(tick_s, _FAULT_TICK_S) if self._injector is not None else tick_s)
+                self._enforce_deadline()
+                if self._injector is not None and not self._interrupts:
+                    self._injector.tick([worker for worker in self._workers if worker.exit_code is None])
+                self._look_at_job()
+                if on_tick is not None:
+                    on_tick()
+            self._end_spare()
+            self._drain()
+        finally:
+            if self._injector is not None:
+                self._injector.close()
+            self._kill_all()
+            self._adopting.close()
+            for number, handler in zip(ends, previous, strict=True):
+                signal.signal(number, handler)
+            self._selector.close()
+            if self._trace is not None:
+                trace_parts.finish(self._trace, self.job)
+        seconds = (self._clock.now_ns() - began_ns) / 1e9
+        report = self._injector.report if self._injector is not None else None
+        first_failure = None if self._interrupts else self._root_cause()
+        return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
+
+    def _look_at_job(self) -> None:
+        if self._options.continues:
+            self._has_begun = self._has_begun or bool(discovery.arenas_of(self.job))
+            self._no_shows.tick()
+
+    def _root_cause(self) -> LaunchedWorker | None:
+        """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
+        failed = [worker for worker in self._workers if worker.failed]
+        if self._options.continues and any(worker.exit_code == 0 for worker in self._workers):
+            return None  # the others went on to the end
+        return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
+
+    def _start(self) -> None:
+        self._port = _free_port()
+        for rank in range(self._count):
+            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL, self._variables(rank, 0)))
+        if self._restarts_left:
+            self._prepare_spare()
+        logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _variables(self, rank: int, restart: int) -> dict[str, str]:
+        base = {**os.environ, **self._options.environment()}
+        if restart and self.job in discovery.listening():
+            base["FASTPS_JOINS"] = "1"  # others go on: it joins them, and does not begin the job again
+        return environment_of(
+            rank,
+            self._count,
+            self._port,
+            self.job,
+            self._sync,
+            base,
+            style=self._style,
+            restart=restart,
+            restarts=self._options.restarts,
+            trace=self._trace,
+        )
+
+    def _launch(self, rank: int, restart: int, command: list[str], stdin: int, variables: dict[str, str]) -> LaunchedWorker:
+        """Start a process, and listen to what it prints and to its end."""
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        return self._listen(LaunchedWorker(rank, process, restart))
+
+    def _listen(self, worker: LaunchedWorker) -> LaunchedWorker:
+        process, worker.errors = worker.process, ErrorLines(whole=self._tracebacks)
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (worker, None))
+        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            pipe = cast("IO[bytes]", stream)
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (worker, sink))
+            self._open_pipes += 1
+        return worker
+
+    def _prepare_spare(self) -> None:
+        """Start the process that will fork the replacements; only Python programs, without flags of Python, can be prepared."""
+        program = self._command[1] if len(self._command) > 1 else "-"
+        if self._command[0] == sys.executable and (program == "-m" or not program.startswith("-")):
+            self._adopting.enter_context(adopting_orphans())
+            ours, its = SpareProcess.pair()
+            variables = self._variables(0, 1)
+            with its:
+                command = [sys.executable, "-m", "fastps.processes.spare", *self._imports]
+                self._spare_worker = self._launch(0, 1, command, its.fileno(), variables)
+            self._spare = SpareProcess(ours, variables)
+
+    def _end_spare(self, kill: bool = False) -> None:
+        """Let it end by itself; or kill it, for one that is stopped would still obey its last order when it goes on."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        if kill and self._spare_worker is not None:
+            self._spare_worker.send(signal.SIGKILL)
+
+    def _replace(self, lost: LaunchedWorker) -> None:
+        """Start another worker in the place of a lost one: by the spare, or where none is ready, as a new process."""
+        self._restarts_left -= 1
+        restart = lost.restart + 1
+        variables = self._variables(lost.rank, restart)
+        forked = self._forked(variables)
+        if forked is None:
+            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL, variables)
+        else:
+            worker = self._listen(LaunchedWorker(lost.rank, forked, restart))
+        self._workers.append(worker)
+        logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
+        if not self._restarts_left:
+            self._end_spare()
+
+    def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
+        """A replacement that the spare has forked."""
+        if self._spare is None or not self._spare.is_ready:
+            return None
+        is_module = self._command[1] == "-m"
+        forked = self._spare.replacement(variables, self._command[2 if is_module else 1 :], module=is_module)
+        if forked is None:
+            logger.warning("the spare made no replacement: they are new processes from now on")
+            self._end_spare(kill=True)
+        return forked
+
+    def _handle_events(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            worker, sink = key.data
+            if sink is not None:
+                self._pass_on(key, worker, sink)
+                continue
+            self._selector.unregister(key.fileobj)
+            os.close(key.fd)
+            worker.exit_code = worker.process.wait()
+            worker.ended_ns = self._clock.now_ns()
+            logger.info("worker %d: %s", worker.rank, worker.ending)
+            if worker is self._spare_worker:
+                self._end_spare()
+            elif worker.failed:
+                self._on_loss(worker)
+
+    def _on_loss(self, worker: LaunchedWorker) -> None:
+        """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
+        self._output.hide_bars()  # what the log says of it would be written into them
+        killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
+        worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
+        if self._interrupts or not self._options.continues:
+            self._deadline_ns = self._deadline_ns or worker.ended_ns + GRACE_NS
+        elif self._restarts_left and not self._is_over():
+            self._replace(worker)
+        else:
+            self._no_shows.add(worker.rank)
+
+    def _is_over(self) -> bool:
+        """Whether the others are done with training: a replacement would find nobody to go on with."""
+        if any(other.exit_code == 0 for other in self._workers):
+            return True
+        return self._has_begun and not discovery.arenas_of(self.job)
+
+    def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
+        """Write whole lines on, each with its worker's number; the last of stderr are kept for the report."""
+        data = os.read(key.fd, 65536)
+        cut = self._lines.setdefault(key.fd, Lines())
+        lines = cut.feed(data) if data else cut.rest()
+        if sink is sys.stderr:
+            lines = worker.errors.feed(lines) + ([] if data else worker.errors.rest())
+        if not data:
+            del self._lines[key.fd]
+            self._selector.unregister(key.fileobj)
+            cast("IO[bytes]", key.fileobj).close()
+            self._open_pipes -= 1
+        for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
+            self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
+        if not data:
+            self._output.end(worker.rank, sink)
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """First Ctrl-C: pass it on, then SIGTERM and SIGKILL in turn. Second: kill at once."""
+        self._interrupts += 1
+        self._signal_all(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
+        self._deadline_ns = self._clock.now_ns() + GRACE_NS
+
+    def _enforce_deadline(self) -> None:
+        if self._deadline_ns is None or self._clock.now_ns() < self._deadline_ns:
+            return
+        self._signal_all(self._signals.pop(0) if len(self._signals) > 1 else self._signals[0])
+        self._deadline_ns = self._clock.now_ns() + GRACE_NS
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.exit_code is None:
+                worker.process.send_signal(number)
+
+    def _drain(self) -> None:
+        """Read what is left in the pipes; a worker's own child may keep one open, which ends nothing."""
+        deadline_ns = self._clock.now_ns() + _DRAIN_NS
+        while self._open_pipes and self._clock.now_ns() < deadline_ns:
+            self._handle_events(0.05)
+
+    def _kill_all(self) -> None:
+        self._end_spare()
+        for worker in [*self._workers, *([self._spare_worker] if self._spare_worker is not None else [])]:
+            if worker.exit_code is None:
+                worker.process.kill()
+                worker.exit_code = worker.process.wait()
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+            else:
+                cast("IO[bytes]", key.fileobj).close()
+
+
+def _free_port() -> int:
+    """A port for scripts that start torch.distributed themselves; fastps needs none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,72 @@
+"""How a launched job takes faults and keeps checkpoints: what `fastps run` and `fastps train` read, and workers find in their
+environment. Refuses to import torch, and to start anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastps.errors import UsageError
+from fastps.job.fault_policy import FaultPolicy
+from fastps.processes.fault_injection import FaultPlan
+from fastps.store.server_process import chosen_server
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Restarts, losses, checkpoints and injected faults of a launched job.
+
+    Attributes:
+        restarts: how many lost workers are replaced, in all; more than 0 lets the job go on without those.
+        on_worker_loss: "stop" or "continue"; "" leaves it to the script, or follows from `restarts`.
+        nonfinite: "reject", "raise" or "allow"; "" leaves it to the script.
+        max_workers: so many may be attached at a time; 0: as many as at the start.
+        checkpoint: directory for checkpoints; "": none.
+        every: updates between two of them.
+        resume: checkpoint, or directory of them, to begin with; "": none.
+        faults: what is injected; None: nothing.
+        server: who takes the turns, "workers" or "process"; "" leaves it to the script.
+
+    Raises UsageError for values that make no sense.
+
+    >>> JobOptions(restarts=3).environment()
+    {'FASTPS_ON_WORKER_LOSS': 'continue'}
+    """
+
+    restarts: int = 0
+    on_worker_loss: str = ""
+    nonfinite: str = ""
+    max_workers: int = 0
+    checkpoint: str = ""
+    every: int = 0
+    resume: str = ""
+    faults: FaultPlan | None = None
+    server: str = ""
+
+    def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise UsageError(f"--restarts: expected 0 or more, found {self.restarts}")
+        if self.every < 0 or (self.every and not self.checkpoint):
+            raise UsageError(f"--every: expected a number of updates, and --checkpoint DIR with it, found {self.every}")
+        if self.restarts and self.on_worker_loss == "stop":
+            raise UsageError("--restarts replaces lost workers, --on-worker-loss stop ends the job: expected one of the two")
+        chosen_server(self.server)
+        FaultPolicy(self.on_worker_loss or "stop", self.nonfinite or "reject", self.max_workers)
+
+    @property
+    def continues(self) -> bool:
+        """Whether a lost worker is no failure of the job, as far as the launcher knows."""
+        return self.restarts > 0 or self.on_worker_loss == "continue"
+
+    def environment(self) -> Mapping[str, str]:
+        """The variables that say it to the workers."""
+        loss = self.on_worker_loss or ("continue" if self.restarts else "")
+        values = {
+            "FASTPS_ON_WORKER_LOSS": loss,
+            "FASTPS_NONFINITE": self.nonfinite,
+            "FASTPS_MAX_WORKERS": str(self.max_workers or ""),
+            "FASTPS_CHECKPOINT": self.checkpoint,
+            "FASTPS_CHECKPOINT_EVERY": str(self.every or ""),
+            "FASTPS_RESUME": self.resume,
+            "FASTPS_SERVER": self.server,
+        }
+        return {name: value for name, value in values.items() if value}

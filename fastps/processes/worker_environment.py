@@ -1,0 +1,105 @@
+"""What a launched worker finds in its environment: its number and job by fastps' own variables, or by torchrun's as well.
+
+Libraries that see torchrun's variables start a process group and average gradients themselves (Accelerate, Lightning, the
+Trainer), so a script gets them only where it asks for them. Starts nothing.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from fastps.device.placement import gpu_variables
+from fastps.errors import UsageError
+from fastps.job.environment import TRACE_VARIABLE
+
+Style = Literal["fastps", "torchrun"]
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    "TORCHELASTIC_RUN_ID",
+)
+_ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
+
+
+def style_of(wanted: str, command: Sequence[str]) -> Style:
+    """How to tell the workers of `command` who they are; "auto": by torchrun's variables where the script's text names them.
+
+    Modules are looked for below the working directory. Raises UsageError for a word that is none of the three.
+
+    >>> style_of("torchrun", ["python", "train.py"])
+    'torchrun'
+    """
+    if wanted in get_args(Style):
+        return wanted  # type: ignore[return-value]
+    if wanted != "auto":
+        raise UsageError(f"--env: expected fastps, torchrun or auto, found {wanted!r}")
+    return "torchrun" if any(_ASKS.search(text) for text in _texts_of(command)) else "fastps"
+
+
+def _texts_of(command: Sequence[str]) -> list[bytes]:
+    """The program that a command runs, as text, where it is one of Python's."""
+    arguments = list(command[1:])
+    while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+        arguments.pop(0)  # a flag of Python's own
+    if arguments[:1] == ["-m"]:
+        module = Path(*"".join(arguments[1:2]).split("."))
+        candidates = [module.with_suffix(".py"), module / "__main__.py"]
+    else:
+        candidates = [Path(argument) for argument in arguments[:1]]
+    try:
+        return [path.read_bytes() for path in candidates if path.is_file()]
+    except OSError:
+        return []
+
+
+def environment_of(
+    rank: int,
+    workers: int,
+    port: int,
+    job: str,
+    sync: str | None,
+    base: Mapping[str, str],
+    *,
+    style: Style = "fastps",
+    restart: int = 0,
+    restarts: int = 0,
+    trace: Path | None = None,
+) -> dict[str, str]:
+    """The variables of one worker: its number and job, and a fair number of threads unless the user set one.
+
+    In the style "fastps" torchrun's variables that `base` may have are taken out.
+    """
+    cores = len(os.sched_getaffinity(0))
+    variables = {name: value for name, value in base.items() if name not in _OF_TORCHRUN}
+    variables |= {
+        "FASTPS_RANK": str(rank),
+        "FASTPS_WORKERS": str(workers),
+        "FASTPS_JOB": job,
+        "PYTHONUNBUFFERED": base.get("PYTHONUNBUFFERED", "1"),
+    }
+    if style == "torchrun":
+        variables |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(workers),
+            "LOCAL_WORLD_SIZE": str(workers),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(workers),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(restarts),
+            "TORCHELASTIC_RUN_ID": job,
+        }
+    variables |= gpu_variables(rank, base)
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    if sync is not None:
+        variables["FASTPS_SYNC"] = sync
+    if trace is not None:
+        variables[TRACE_VARIABLE] = str(trace)
+    return variables

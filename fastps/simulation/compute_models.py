@@ -1,0 +1,111 @@
+"""Models of how long a step's computing takes, as values and as text. Refuses to draw: kernels/simulation/compute_time.pyx
+does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import UsageError
+from fastps.kernels.simulation.compute_time import ComputeTimes
+from fastps.simulation.units import read_ns
+
+USAGE = {
+    "constant": "constant:TIME",
+    "normal": "normal:MEAN,DEVIATION",
+    "lognormal": "lognormal:MEDIAN,SIGMA",
+    "pareto": "pareto:LEAST,SHAPE",
+    "replay": "replay:FILE",
+}
+
+
+@dataclass(frozen=True)
+class ComputeModel:
+    """How long each worker computes.
+
+    Attributes:
+        kind: "constant"; "normal"; "lognormal", whose sigma is the standard deviation of the logarithm; "pareto"; "replay".
+        location_ns: the time, mean, median or least time, in ns.
+        spread: of "normal" the standard deviation in ns, of "lognormal" sigma, of "pareto" the shape.
+        factors: worker to what its times are multiplied by; 1 where none is given.
+        bursts: (mean ns from one burst to the next, mean ns that one lasts, factor meanwhile), or None.
+        replay: of "replay" the times in ns: one list for all workers, or one for each; at its end a list begins again.
+        blocked: what each of these steps waits without a core beside its time, which needs one then; none without.
+    """
+
+    kind: str = "constant"
+    location_ns: float = 10e6
+    spread: float = 0.0
+    factors: Mapping[int, float] = field(default_factory=dict)
+    bursts: tuple[float, float, float] | None = None
+    replay: Sequence[Sequence[int]] = ()
+    blocked: Sequence[Sequence[int]] = ()
+
+    def build(self, workers: int, seed: int) -> ComputeTimes:
+        """The compiled model for so many workers. Raises UsageError for values that do not fit."""
+        beyond = next((worker for worker in self.factors if not 0 <= worker < workers), None)
+        if beyond is not None:
+            raise UsageError(f"expected factors for workers 0 to {workers - 1}, found one for worker {beyond}")
+        factors = np.ones(workers)
+        for worker, factor in self.factors.items():
+            factors[worker] = factor
+        replay = self._lists(self.replay, workers) if self.kind == "replay" else None
+        blocked = self._lists(self.blocked, workers)[0] if self.blocked else None
+        try:
+            return ComputeTimes(
+                self.kind, self.location_ns, self.spread, factors, seed, bursts=self.bursts, replay=replay, blocked=blocked
+            )
+        except ValueError as error:
+            raise UsageError(f"compute times: {error}") from None
+
+    def _lists(self, given: Sequence[Sequence[int]], workers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        lists = [np.asarray(times, np.int64) for times in given]
+        if len(lists) == 1:
+            lists *= workers
+        if len(lists) != workers:
+            raise UsageError(f"times to replay: expected one list for all workers or {workers}, found {len(lists)}")
+        bounds = np.cumsum([0, *(len(times) for times in lists)], dtype=np.int64)
+        return np.concatenate(lists), bounds
+
+
+def parse_compute(text: str) -> ComputeModel:
+    """Read a model such as "lognormal:10ms,0.3". Raises UsageError.
+
+    A file of "replay" has a line of times with units for all workers, or a line for each.
+
+    >>> parse_compute("normal:10ms,500us").spread
+    500000.0
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in USAGE:
+        raise UsageError(f"--compute: expected one of {', '.join(USAGE.values())}, found {text!r}")
+    if kind == "replay":
+        return ComputeModel("replay", 0.0, 0.0, replay=_read_times(Path(rest)))
+    parts = rest.split(",")
+    if len(parts) != (1 if kind == "constant" else 2):
+        raise UsageError(f"--compute: expected {USAGE[kind]}, found {text!r}")
+    spread = 0.0
+    if kind == "normal":
+        spread = read_ns("--compute", parts[1])
+    elif kind != "constant":
+        try:
+            spread = float(parts[1])
+        except ValueError:
+            raise UsageError(f"--compute: expected {USAGE[kind]} with a number, found {text!r}") from None
+    model = ComputeModel(kind, read_ns("--compute", parts[0]), spread)
+    model.build(1, 0)
+    return model
+
+
+def _read_times(file: Path) -> list[list[int]]:
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--compute replay: expected a text file of times, found {file}: {error}") from None
+    found = [[round(read_ns("--compute replay", time)) for time in line.split()] for line in lines if line.strip()]
+    if not found:
+        raise UsageError(f"--compute replay: expected a line of times such as 10ms 12ms, found none in {file}")
+    return found

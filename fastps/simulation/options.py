@@ -1,0 +1,112 @@
+"""The text of `fastps simulate`'s options, read into values. Refuses to simulate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastps.errors import UsageError
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policies
+from fastps.simulation.compute_models import parse_compute
+from fastps.simulation.simulate import Simulation
+from fastps.simulation.units import read_bytes, read_ns, read_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationTexts:
+    """The options as they were written; `fastps simulate --help` says what each is."""
+
+    compute: str
+    speed: Sequence[str] = ()
+    straggler: Sequence[str] = ()
+    burst: str | None = None
+    model_bytes: str = "0"
+    bandwidth: str = "0"
+    worker_bandwidth: str = "0"
+    latency: str = "0s"
+    service_time: str = "0s"
+    service_rate: str = "0"
+    update_time: str = "0s"
+    slow_server: Sequence[str] = ()
+    late_push: str | None = None
+    late_pull: str | None = None
+
+
+def read_simulation(texts: SimulationTexts, **numbers: Any) -> Simulation:
+    """The simulation that the options describe; `numbers` go to Simulation as they are. Raises UsageError."""
+    factors = {worker: 1 / factor for worker, factor in _factors("--speed", texts.speed).items()}
+    for worker, factor in _factors("--straggler", texts.straggler).items():
+        factors[worker] = factors.get(worker, 1.0) * factor
+    bursts = None
+    if texts.burst is not None:
+        every, length, slower = _split("--burst", texts.burst, 3, "EVERY:LENGTH:FACTOR such as 10s:500ms:3")
+        bursts = (read_ns("--burst", every), read_ns("--burst", length), _number("--burst", slower, 1e-9, 1e9))
+    return Simulation(
+        compute=replace(parse_compute(texts.compute), factors=factors, bursts=bursts),
+        model_bytes=read_bytes("--model-bytes", texts.model_bytes),
+        bandwidth=read_rate("--bandwidth", texts.bandwidth),
+        worker_bandwidth=read_rate("--worker-bandwidth", texts.worker_bandwidth),
+        latency_ns=round(read_ns("--latency", texts.latency)),
+        service_ns=round(read_ns("--service-time", texts.service_time)),
+        service_rate=read_rate("--service-rate", texts.service_rate),
+        update_ns=round(read_ns("--update-time", texts.update_time)),
+        slow_servers=_factors("--slow-server", texts.slow_server),
+        late_pushes=_late("--late-push", texts.late_push),
+        late_pulls=_late("--late-pull", texts.late_pull),
+        **numbers,
+    )
+
+
+def read_policies(sync: str, shards: int | None) -> list[Policy]:
+    """The policies of a list of specs, with so many shards if that is given. Raises PolicyError."""
+    policies = parse_policies(sync)
+    if shards is None:
+        return policies
+    return [
+        policy if policy.shards == shards else policy.with_options(f"shards={shards}", shards=shards) for policy in policies
+    ]
+
+
+def _split(name: str, text: str, count: int, expected: str) -> list[str]:
+    parts = text.split(":")
+    if len(parts) != count:
+        raise UsageError(f"{name}: expected {expected}, found {text!r}")
+    return parts
+
+
+def _number(name: str, text: str, least: float, most: float) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = float("nan")
+    if not least <= found <= most:
+        raise UsageError(f"{name}: expected a number of {least:g} to {most:g}, found {text!r}")
+    return found
+
+
+def _factors(name: str, texts: Sequence[str]) -> dict[int, float]:
+    """NUMBER:FACTOR or FIRST-LAST:FACTOR, several separated by commas.
+
+    >>> _factors("--speed", ["0:3,2-3:0.5"])
+    {0: 3.0, 2: 0.5, 3: 0.5}
+    """
+    found: dict[int, float] = {}
+    for text in (part for written in texts for part in written.split(",")):
+        numbers, factor = _split(name, text, 2, "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3")
+        first, dash, last = numbers.partition("-")
+        try:
+            chosen = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            raise UsageError(f"{name}: expected NUMBER:FACTOR or FIRST-LAST:FACTOR, found {text!r}") from None
+        if len(chosen) > 10_000_000:
+            raise UsageError(f"{name}: expected at most 10000000 workers, found {text!r}")
+        found.update(dict.fromkeys(chosen, _number(name, factor, 1e-6, 1e6)))
+    return found
+
+
+def _late(name: str, text: str | None) -> tuple[float, int]:
+    """SHARE:TIME."""
+    if text is None:
+        return 0.0, 0
+    share, delay = _split(name, text, 2, "SHARE:TIME such as 0.0016:4s")
+    return _number(name, share, 0.0, 1.0), round(read_ns(name, delay))

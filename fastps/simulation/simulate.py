@@ -1,0 +1,274 @@
+"""Simulations: a policy, workers that compute so long, and a network, played in virtual time by the store's own scheduler.
+
+Says what is simulated and what came out; kernels/simulation/simulator.pyx plays it. Refuses to decide anything, and to show
+anything.
+
+The model: each worker computes, pushes its gradient to every shard's server, waits until the scheduler grants its next step,
+and gets the weights with the grant. A server's port (a leaf's in a tree, a worker's own under overlap) is shared evenly by the
+transfers in progress, each direction by itself. In a tree a leaf sits beside the root, as it does on one node. A server takes
+no time unless it is given some; then it handles one message after the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import Error, UsageError
+from fastps.job.policy import Policy
+from fastps.kernels.simulation import totals as simulation_totals
+from fastps.kernels.simulation.network import Network
+from fastps.kernels.simulation.simulator import LINES, Simulator
+from fastps.simulation.compute_models import ComputeModel
+from fastps.store.transfers import link_of
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.training.runs import zero_gap_share
+
+Row = dict[str, Any]
+
+CORE_SLICE_NS = 4_000_000  # of Linux where its clock ticks 250 times a second; it changes workers at ticks
+SLICE_EVENTS = 200_000  # events between two looks at Ctrl-C and the progress: about a tenth of a second
+MOST_WORKERS = 10_000_000
+MOST_LINKS_SHOWN = 64
+
+TRACE_DTYPE = np.dtype(
+    [("time_ns", "<i8"), ("version", "<i8"), ("detail", "<i8"), ("worker", "<i4"), ("shard", "<i2"), ("kind", "<i2")]
+)
+TRACE_KINDS = LINES  # a line's `kind` is an index of it; kernels/simulation/simulator.pyx says what each line holds
+
+
+class DeadlockError(Error, RuntimeError):
+    """Everybody waits, and nothing will happen any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What is simulated.
+
+    Attributes:
+        workers, steps: workers, and steps of each. The run ends when workers x steps pushes have been received, by whomever,
+            as a training run on a budget of samples does.
+        leave: instead each worker leaves after its own steps, and the run ends with the last.
+        compute: how long a step's computing takes.
+        batch: samples of a step; batches that R2SP tunes take as much longer to compute.
+        model_bytes: of a push and of a pull, over all shards, which have equal parts.
+        bandwidth: bytes per second of each server's port, each direction; 0: without bound.
+        worker_bandwidth: of each worker's port, an even part of which each shard's transfer has at most; 0: without bound.
+        latency_ns: from a transfer's last byte sent to its arrival.
+        service_ns: of a server for each message that it handles, a push or an answer, one after the other.
+        service_rate: bytes per second at which it goes through a message, to sum a gradient or to send weights; 0: at once.
+        update_ns: of a server for each update that it makes.
+        slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
+        late_pushes, late_pulls: (share of the messages, ns that they come late).
+        cores: that all workers share while they compute (kernels/simulation/cpu.pyx); 0: each has one of its own.
+        slice_ns: how long a worker has a core while others wait for one.
+        half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
+        seed: decides all draws: one seed, one trace, on any machine.
+    """
+
+    workers: int = 4
+    steps: int = 100
+    leave: bool = False
+    compute: ComputeModel = field(default_factory=ComputeModel)
+    batch: int = 32
+    model_bytes: float = 0.0
+    bandwidth: float = 0.0
+    worker_bandwidth: float = 0.0
+    latency_ns: int = 0
+    service_ns: int = 0
+    service_rate: float = 0.0
+    update_ns: int = 0
+    slow_servers: Mapping[int, float] = field(default_factory=dict)
+    late_pushes: tuple[float, int] = (0.0, 0)
+    late_pulls: tuple[float, int] = (0.0, 0)
+    cores: float = 0.0
+    slice_ns: int = CORE_SLICE_NS
+    half_duplex: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("workers", self.workers, MOST_WORKERS), ("steps", self.steps, 10**12)):
+            if not 1 <= value <= most:
+                raise UsageError(f"--{name}: expected 1 to {most}, found {value}")
+        if not 1 <= self.batch <= 10**9:
+            raise UsageError(f"--batch-size: expected 1 to 1000000000, found {self.batch}")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"--seed: expected 0 to 2^64 - 1, found {self.seed}")
+        if not 0 <= self.cores <= 1e6:
+            raise UsageError(f"--cores: expected 0 (one for each worker) to 1e6, found {self.cores:g}")
+        if self.slice_ns < 1:
+            raise UsageError(f"slice_ns: expected 1 or more, found {self.slice_ns}")
+        if (self.bandwidth or self.worker_bandwidth) and not self.model_bytes:
+            raise UsageError("--bandwidth needs --model-bytes: a transfer of nothing takes no time")
+        if self.service_rate and not self.model_bytes:
+            raise UsageError("--service-rate needs --model-bytes: nothing is gone through at once")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of one simulation: the row of the report, and the trace's lines if they were asked for."""
+
+    row: Row
+    trace: npt.NDArray[np.void] | None
+
+
+def simulate(
+    policy: Policy,
+    simulation: Simulation,
+    *,
+    trace: bool = False,
+    tick: Callable[[int, int], None] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Outcome:
+    """Play one simulation. `tick(pushes, of)` is called every tenth of a second or so.
+
+    Raises PolicyError, UsageError, or DeadlockError if everybody waits for ever.
+
+    >>> from fastps import SSP
+    >>> row = simulate(SSP(3), Simulation(workers=2, steps=100, compute=ComputeModel(factors={0: 3.0}))).row
+    >>> row["staleness_max"], round(row["steps_per_s"], 1)
+    (3, 67.8)
+    """
+    simulator = build(policy, simulation, trace=trace)
+    budget = simulation.workers * simulation.steps * simulator.n_shards
+    began_ns = clock.now_ns()
+    try:
+        while simulator.run(SLICE_EVENTS):
+            if tick is not None:
+                tick(simulator.received, budget)
+    except RuntimeError as error:
+        raise DeadlockError(f"{policy.spec}: {error}") from None
+    row = _row(policy, simulation, simulator, clock.now_ns() - began_ns)
+    return Outcome(row, np.frombuffer(simulator.trace(), TRACE_DTYPE) if trace else None)
+
+
+def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Simulator:
+    """The compiled simulator of one run, not yet begun. Raises PolicyError and UsageError."""
+    if policy.overlap and policy.shards > 1:
+        raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
+    if policy.warm_up:
+        raise UsageError(
+            f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
+        )
+    values = dict(policy.values(simulation.workers))
+    links, link_of_worker = _links(policy, simulation.workers)
+    is_partial = policy.pull < 1
+    return Simulator(
+        values,
+        simulation.compute.build(simulation.workers, simulation.seed),
+        _network(policy, simulation, links),
+        link_of_worker,
+        shards=policy.shards,
+        shard_bytes=simulation.model_bytes / policy.shards,
+        # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
+        needed=ceil(policy.pull * policy.shards - 1e-9),
+        pull_timeout_ns=int(policy.pull_timeout * 1e9) if is_partial else -1,
+        slots=policy.slots(simulation.workers),
+        overlap=policy.overlap,
+        batch=simulation.batch,
+        steps=simulation.steps,
+        leave=simulation.leave,
+        trace=trace,
+        service_ns=_service(policy, simulation),
+        cores=simulation.cores,
+        slice_ns=simulation.slice_ns,
+    )
+
+
+def _links(policy: Policy, workers: int) -> tuple[int, npt.NDArray[np.int32]]:
+    """How many links there are, and each worker's first: its servers', its leaf's, or its own (fastps/store/transfers.py)."""
+    first = np.fromiter((link_of(policy, rank, workers) for rank in range(workers)), np.int32, workers)
+    return (int(first[-1]) + 1) * policy.shards, (first * policy.shards).astype(np.int32)
+
+
+def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
+    beyond = next((shard for shard in simulation.slow_servers if not 0 <= shard < policy.shards), None)
+    if beyond is not None:
+        raise UsageError(f"--slow-server: expected a shard of 0 to {policy.shards - 1}, found {beyond}")
+    bandwidth = np.full(links, simulation.bandwidth)
+    latency_ns = np.full(links, simulation.latency_ns, np.int64)
+    for shard, factor in simulation.slow_servers.items():
+        if not factor >= 1:
+            raise UsageError(f"--slow-server: expected a factor of at least 1, found {factor:g}")
+        bandwidth[shard :: policy.shards] /= factor
+        latency_ns[shard :: policy.shards] = round(simulation.latency_ns * factor)
+    try:
+        return Network(
+            bandwidth,
+            latency_ns,
+            most=simulation.worker_bandwidth / policy.shards,
+            late_pushes=simulation.late_pushes,
+            late_pulls=simulation.late_pulls,
+            half_duplex=simulation.half_duplex,
+            seed=simulation.seed,
+        )
+    except ValueError as error:
+        raise UsageError(f"network: {error}") from None
+
+
+def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
+    """float64[shards, 3]: ns of each server for a message, a byte of it, and an update."""
+    byte_ns = 1e9 / simulation.service_rate if simulation.service_rate else 0.0
+    times_ns = np.tile([float(simulation.service_ns), byte_ns, float(simulation.update_ns)], (policy.shards, 1))
+    for shard, factor in simulation.slow_servers.items():
+        times_ns[shard] *= factor
+    return times_ns
+
+
+def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
+    totals = simulation_totals.totals(simulator)
+    shards = [simulation_totals.shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
+    seconds = simulator.ended_ns / 1e9
+    steps = simulator.received / simulator.n_shards
+    active_ns = max(1, totals["compute_ns"] + totals["wait_ns"])
+    return {
+        "sync": policy.spec,
+        "workers": simulation.workers,
+        "shards": simulator.n_shards,
+        "seconds": seconds,
+        "steps": int(steps),
+        "steps_per_s": steps / seconds,
+        "samples_per_s": simulator.samples / seconds,
+        "staleness_mean": totals["staleness_sum"] / max(1, totals["folded"]),
+        "staleness_max": totals["staleness_max"],
+        "sigma_mean": sum(shard["sigma_mean"] for shard in shards) / len(shards),
+        "staleness": simulation_totals.staleness_counts(simulator),
+        "wait_share": totals["wait_ns"] / active_ns,
+        "grant_wait_share": totals["grant_wait_ns"] / simulator.n_shards / active_ns,
+        "dropped": totals["dropped"],
+        "stale_blocks": totals["stale_blocks"],
+        "updates": sum(shard["updates"] for shard in shards),
+        "zero_gap_share": zero_gap_share(shards, seconds * simulation.workers / max(1.0, steps)),
+        "gaps_ns": [shard["gaps_ns"] for shard in shards],
+        **_link_use(simulator),
+        **_server_use(simulator),
+        "seed": simulation.seed,
+        "events": simulator.events,
+        "wall_seconds": wall_ns / 1e9,
+        "events_per_s": simulator.events / max(1e-9, wall_ns / 1e9),
+    }
+
+
+def _link_use(simulator: Simulator) -> Row:
+    """The share of each port's bandwidth that was used: mean, most, and each where they are few."""
+    found = [simulator.network.use(port, simulator.ended_ns) for port in range(2 * simulator.network.n_links)]
+    shares = [use["share"] for use in found]
+    named = [
+        {"link": port // 2, "direction": "pull" if port % 2 else "push", **use}
+        for port, use in enumerate(found[: 2 * MOST_LINKS_SHOWN])
+    ]
+    return {"link_share_mean": sum(shares) / len(shares), "link_share_max": max(shares), "links": named}
+
+
+def _server_use(simulator: Simulator) -> Row:
+    """The share of the time that servers, in a tree also leaves, were busy: mean and most; and the longest line before one."""
+    found = [simulator.service.use(station, simulator.ended_ns) for station in range(simulator.service.n_stations)]
+    shares = [use["busy_share"] for use in found]
+    return {
+        "server_share_mean": sum(shares) / len(shares),
+        "server_share_max": max(shares),
+        "server_line_max": int(max(use["peak"] for use in found)),
+    }

@@ -1,0 +1,110 @@
+"""Push and pull in threads of their own while the next gradient is computed: Rudra-adv* (section 3.3).
+
+The push thread sends one gradient at a time: the next is never sent before the last was delivered, so that no gradients are
+added up on the way. The pull thread keeps the newest weights in a communication buffer; the worker takes them by swapping pins.
+Refuses to know what a push or a transfer is: it is given functions.
+"""
+
+import threading
+from collections.abc import Callable
+
+from fastps.errors import damaged
+from fastps.kernels.protocol.lane import Lane
+from fastps.system.clock import Clock
+
+_LOOK_NS = 200_000  # how often the pull thread looks for a new version
+
+
+class Background:
+    """The two threads of one worker; `transfer` is what a pull costs on the way."""
+
+    def __init__(self, lane: Lane, transfer: Callable[[], object], clock: Clock) -> None:
+        self._lane = lane
+        self._transfer = transfer
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._delivery: Callable[[], None] | None = None
+        self._failure: BaseException | None = None
+        self._ready: tuple[int, int] | None = None
+        self._held_version = -1
+        self._ends = False
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(loop,), name=f"fastps-{name}", daemon=True)
+            for name, loop in (("push", self._send_loop), ("pull", self._pull_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, deliver: Callable[[], None]) -> None:
+        """Hand a gradient to the push thread; waits until the one before was delivered. Raises what a delivery raised."""
+        self.wait_until_delivered()
+        with self._changed:
+            self._delivery = deliver
+            self._changed.notify_all()
+
+    def wait_until_delivered(self) -> None:
+        """Wait until nothing is on its way. Raises what a delivery raised."""
+        with self._changed:
+            while self._delivery is not None and self._failure is None:
+                self._changed.wait(0.05)
+            if self._failure is not None:
+                raise self._failure
+
+    def newest(self) -> int | None:
+        """Take the newest weights that have come, by a swap; their buffer, or None when there are none newer."""
+        with self._changed:
+            if self._ready is None:
+                return None
+            buffer, version = self._ready
+            self._lane.take_prefetched(buffer, version)
+            self._ready = None
+            self._changed.notify_all()
+        return buffer
+
+    def close(self) -> None:
+        """End both threads; what is on its way is delivered first, unless a delivery failed."""
+        with self._changed:
+            while self._delivery is not None and self._failure is None:
+                self._changed.wait(0.05)
+            self._ends = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as failure:
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()
+
+    def _send_loop(self) -> None:
+        while True:
+            with self._changed:
+                while self._delivery is None and not self._ends:
+                    self._changed.wait()
+                deliver = self._delivery
+            if deliver is None:
+                return
+            deliver()
+            with self._changed:
+                self._delivery = None
+                self._changed.notify_all()
+
+    def _pull_loop(self) -> None:
+        """Fetch each new version; older ones that nobody took are replaced, and one that is held already is not fetched."""
+        while not self._ends:
+            if self._lane.arena.shard_version(0) == self._held_version:
+                self._clock.sleep_ns(_LOOK_NS)
+                continue
+            with self._changed:
+                self._ready = None  # its buffer is about to be replaced
+                fetched = self._lane.prefetch()
+                if fetched[0] < 0:
+                    raise damaged("the commit word")
+            self._transfer()
+            with self._changed:
+                self._ready = fetched
+                self._held_version = fetched[1]

@@ -1,0 +1,219 @@
+"""What anyone may see of a running job: one row of counters a worker, and one a shard.
+
+Refuses to take part: it maps read-only, never pins and never takes a turn.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+from fastps.errors import ArenaError
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
+from fastps.membership import discovery
+from fastps.membership.rendezvous import Place
+from fastps.store import store
+from fastps.system import shared_memory as memory_of
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+
+_TRIES = 4  # looks at the counters before one is taken that a commit fell into
+_STATES = {
+    LANE_FREE: "not attached",
+    LANE_JOINING: "joining",
+    LANE_LIVE: "live",
+    LANE_LEAVING: "leaving",
+    LANE_LEFT: "left",
+    LANE_FAILED: "failed",
+    LANE_DEAD: "died",
+}
+
+
+@dataclass(frozen=True)
+class WorkerStatistics:
+    """A worker's counters: times in nanoseconds, staleness in versions, counts since it attached."""
+
+    rank: int
+    state: str
+    steps: int
+    samples: int
+    wait_ns: int
+    compute_ns: int
+    folded: int
+    dropped: int
+    rejected: int
+    staleness_sum: int
+    staleness_max: int
+    stale_blocks: int
+    loss: float
+    version: int
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of the folded pushes; 0 before the first."""
+        return self.staleness_sum / self.folded if self.folded else 0.0
+
+    @property
+    def wait_share(self) -> float:
+        """Fraction of its time that the worker waited, 0 to 1."""
+        total_ns = self.wait_ns + self.compute_ns
+        return self.wait_ns / total_ns if total_ns else 0.0
+
+
+@dataclass(frozen=True)
+class ShardStatistics:
+    """A shard's counters since the job began: its version, and how stale the pushes were that it folded, in versions.
+
+    `staleness` has (versions, pushes) for each staleness that occurred; 255 versions stand for 255 or more. `sigma_mean` is the
+    mean over all updates of their mean staleness (Rudra, equation 2).
+    """
+
+    shard: int
+    version: int
+    updates: int
+    sigma_mean: float
+    staleness: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that is seen of a job at one moment.
+
+    Attributes:
+        seen_ns: when, on the machine's monotonic clock.
+        settled: whether no shard published a version while the counters were copied.
+        failures: what the workers that failed said, by worker.
+        over: whether the job has ended: every worker has left, failed or died, or nobody answers for the job any more.
+    """
+
+    seen_ns: int
+    workers: list[WorkerStatistics]
+    shards: list[ShardStatistics]
+    settled: bool
+    failures: dict[int, str]
+    over: bool
+
+
+def statistics_of(arena: Arena) -> list[WorkerStatistics]:
+    """A row for every lane of the arena."""
+    rows = []
+    for lane in range(arena.lanes):
+        counters = arena.counters(lane)
+        rows.append(
+            WorkerStatistics(
+                rank=lane,
+                state=_STATES.get(arena.lane_state(lane), "unknown"),
+                steps=counters["steps"],
+                samples=counters["samples"],
+                wait_ns=counters["wait_ns"],
+                compute_ns=counters["compute_ns"],
+                folded=counters["folded"],
+                dropped=counters["dropped"],
+                rejected=counters["rejected"],
+                staleness_sum=counters["staleness_sum"],
+                staleness_max=counters["staleness_max"],
+                stale_blocks=counters["stale_blocks"],
+                loss=counters["loss"],
+                version=arena.version,
+            )
+        )
+    return rows
+
+
+def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
+    """A row for every shard of the arena."""
+    rows = []
+    for shard in range(arena.shards):
+        histograms = arena.histograms(shard)
+        rows.append(
+            ShardStatistics(
+                shard=shard,
+                version=arena.shard_version(shard),
+                updates=histograms["updates"],
+                sigma_mean=histograms["average_staleness"],
+                staleness=histograms["staleness"],
+            )
+        )
+    return rows
+
+
+class Observer:
+    """A read-only view of a running job, for progress displays. Raises AttachError while the job has no arena.
+
+    >>> import numpy as np
+    >>> import fastps
+    >>> with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=0.5)) as job, job.attach(0) as worker:
+    ...     worker.step({"w": np.ones(3)})
+    ...     observer = fastps.observe(job.job)
+    ...     look = observer.look()
+    ...     observer.close()
+    >>> look.workers[0].steps, look.shards[0].version, look.shards[0].staleness, look.settled, look.over
+    (1, 1, [(0, 1)], True, False)
+    """
+
+    def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
+        answer = store.find(job, None, timeout_s, clock)
+        os.close(answer.pidfd)
+        self._job = job
+        self._clock = clock
+        try:
+            self._arena = Arena(memory_of.map_shared(answer.memfd, writable=False))
+        except ValueError as error:
+            raise ArenaError(f"job {job}: {error}") from error
+        finally:
+            os.close(answer.memfd)
+
+    def statistics(self) -> list[WorkerStatistics]:
+        """A row for every worker, as it stands now."""
+        return statistics_of(self._arena)
+
+    def members(self) -> list[tuple[int, int]]:
+        """(generation, LANE_ state) of every worker's lane, as they stand now."""
+        return self._arena.members()[: self._arena.lanes]
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self._arena.version
+
+    def look(self) -> Look:
+        """Everything at once. The counters are copied again while versions are published meanwhile, a few times at most.
+
+        Even a settled look may have part of the next update's counts: its holder counts before it publishes.
+        """
+        settled = False
+        for _ in range(_TRIES):
+            before = self._versions()
+            workers, shards = statistics_of(self._arena), shard_statistics_of(self._arena)
+            settled = before == self._versions()
+            if settled:
+                break
+        places = discovery.listening().get(self._job, set())
+        workers = [self._with_death(row, places) for row in workers]
+        return Look(
+            seen_ns=self._clock.now_ns(),
+            workers=workers,
+            shards=shards,
+            settled=settled,
+            failures={row.rank: self._arena.failure(row.rank) for row in workers if row.state == "failed"},
+            over=not places or all(row.state in ("left", "failed", "died") for row in workers),
+        )
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        del self._arena
+
+    def _versions(self) -> list[int]:
+        return [self._arena.shard_version(shard) for shard in range(self._arena.shards)]
+
+    def _with_death(self, row: WorkerStatistics, places: set[Place]) -> WorkerStatistics:
+        """The row, saying "died" if its worker ended without leaving: it is present, was before, and nobody answers for it.
+
+        A worker answers before it is live, and until after it has left; a lane is never used again.
+        """
+        present = (_STATES[LANE_LIVE], _STATES[LANE_LEAVING])
+        now = _STATES.get(self._arena.lane_state(row.rank), "unknown")
+        gone = row.state in present and now in present and row.rank not in places
+        return replace(row, state="died" if gone else now)
+
+
+def observe(job: str, timeout_s: float = 0.1, clock: Clock = SYSTEM_CLOCK) -> Observer:
+    """Attach read-only to the running job of this name."""
+    return Observer(job, timeout_s, clock)

@@ -1,0 +1,138 @@
+"""The server's process, as who creates a store starts it and lets go of it.
+
+A process of its own, in a session of its own, that inherits the arena's memory and is told the rest on its standard input. It
+begins to serve before anybody can join, and ends by itself when nobody is left (server.py); who started it reaps it. Refuses to
+kill it while a worker is there: it is the workers' server, not its parent's.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fastps.device.interface import Device
+from fastps.errors import AttachError, UsageError
+from fastps.job.layout import Layout
+from fastps.job.update_rules import Rule
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
+
+if TYPE_CHECKING:
+    from fastps.store.store import Store
+
+CHOICES = ("workers", "process")
+WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
+_POLL_NS = 1_000_000
+_END_S = 5.0  # a server that nobody needs ends within milliseconds; one that is stopped would never
+_START_S = 60.0  # importing numpy on a machine that is busy; the timeout of waits may be shorter
+
+
+def chosen_server(given: str | None = None) -> str:
+    """Who takes the turns: what is given, else the environment's FASTPS_SERVER, else "workers". Raises UsageError.
+
+    >>> chosen_server("process")
+    'process'
+    """
+    found = given or os.environ.get("FASTPS_SERVER") or "workers"
+    if found not in CHOICES:
+        raise UsageError(f"expected server to be one of {', '.join(CHOICES)}, found {found!r}")
+    return found
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a server is told. `memfd`: the arena, under the same number there. `rule`: a rule of the user's own, by value.
+    `make_device`: makes the device that the server owns, for a job whose shards lie there.
+    """
+
+    job: str
+    layout: Layout
+    timeout_s: float
+    memfd: int
+    rule: bytes
+    make_device: Callable[[], Device] | None
+
+
+class ServerProcess:
+    """A server that this process has started; one that inherits the object by fork has no part in it."""
+
+    def __init__(self, store: "Store", make_device: Callable[[], Device] | None = None) -> None:
+        """Start it, and wait until it serves. Call `begin` once the store answers. Raises AttachError."""
+        self._parent = os.getpid()
+        layout, rule = _picklable(store.layout)
+        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, make_device)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fastps.processes.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            pass_fds=[store.descriptor],
+            start_new_session=True,  # Ctrl-C and hang-ups are for the workers
+        )
+        try:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is told below
+                pickle.dump(order, self._process.stdin)
+                self._process.stdin.flush()
+            self._await_serving(store)
+        except BaseException:
+            self._process.kill()
+            self.begin()
+            self._process.wait()
+            raise
+
+    def _await_serving(self, store: "Store") -> None:
+        deadline_ns = store.clock.now_ns() + int(_START_S * 1e9)
+        while not store.arena.is_served():
+            ended = self._process.poll()
+            if ended is not None or store.clock.now_ns() >= deadline_ns:
+                found = "none" if ended is None else f"that it ended with exit code {ended}"
+                raise AttachError(
+                    f"job {store.job}: expected a server process within {_START_S:g} s, found {found}: see its own"
+                    " output, or leave the turns to the workers (server='workers')"
+                )
+            store.clock.sleep_ns(_POLL_NS)
+
+    @property
+    def process_id(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def begin(self) -> None:
+        """From now on it ends when no worker is there and the store answers no more."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def let_go(self, lane_states: bytes) -> None:
+        """The store is closed: wait for its end, or where workers are left, let a thread do so. May be called twice."""
+        if os.getpid() != self._parent or self._process.returncode is not None:
+            return
+        self.begin()
+        if any(state in WORKER_PRESENT for state in lane_states):
+            threading.Thread(target=self._process.wait, name="fastps-reaper", daemon=True).start()
+            return
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _picklable(layout: Layout) -> tuple[Layout, bytes]:
+    """The layout with a rule that is mere data, and what a rule of the user's own is compiled from, else nothing."""
+    rule = layout.rule
+    if not rule.address:
+        return layout, b""
+    from numba import cloudpickle
+
+    from fastps.job.user_rules import UserRule
+
+    assert isinstance(rule, UserRule)
+    plain = Rule(rule.name, rule.number, rule.planes, rule.initial, rule.digest)
+    source = rule.function, len(rule.planes), len(rule.hyper_names), rule.takes_step
+    return replace(layout, rule=plain), bytes(cloudpickle.dumps(source))  # type: ignore[no-untyped-call]

@@ -1,0 +1,561 @@
+"""A worker: pushes, waits for grants, pulls weights. The Python half of kernels/protocol/worker_lane.pyx.
+
+Refuses to know torch, what is done while it waits (turn_taker.py), and to decide: the scheduler does.
+"""
+
+import logging
+import math
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.checkpoint.format import PinnedVersion
+from fastps.errors import Error, UsageError, damaged
+from fastps.job import limits as config
+from fastps.job.update_rules import Hyper
+from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
+from fastps.kernels.protocol.worker_lane import EARLY, FULL
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.membership import rendezvous
+from fastps.membership.membership import Membership
+from fastps.store.background import Background
+from fastps.store.late_responses import LateResponses
+from fastps.store.transfers import Transfers, link_of
+from fastps.store.waiting import TurnTaker
+from fastps.tracing import recorder as recording
+
+if TYPE_CHECKING:
+    from fastps.store.store import Store
+
+logger = logging.getLogger("fastps.worker")
+
+_live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_MOST_NAMED = 256  # combinations of buffers whose views are kept
+_MOST_PULLS = 16  # in a row without a push, where the others wait for the slowest worker
+
+
+class Worker(TurnTaker):
+    """One attached worker. Made by `Store.attach`; only one thread may use it.
+
+    Attributes:
+        rank: this worker's lane.
+        steps: steps pushed so far, counted as the scheduler counts them: a worker that joins later begins at the slowest's.
+        earlier_steps: steps that this process's worker pushed in an arena before this one (sync="auto").
+        begun_at: `steps` when this worker attached.
+        generation: how many workers had this lane before.
+        version: the version of the weights that were pulled last.
+        batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
+        stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
+        weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
+        gradients: name to array in the slot of the next push, float32 or as the store's gradient_type says; write them, then
+            call `step`.
+        posts: pushes and null pushes so far; with overlap the last may still be on its way.
+        delays: what `delay_responses` was told.
+        recorder: what writes this worker's part of a trace, or None.
+        injected_transfer_ns: what `transfer_ms` was told.
+    """
+
+    _turns_are_plain = True  # whether try_turn is TurnTaker's own
+
+    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
+        super().__init__(store, rank)
+        lane = self.lane
+        self.earlier_steps = 0
+        self.generation = generation
+        self.buffers = [0] * self._shards
+        counted = store.arena.counters(rank)  # of the lane's workers before
+        self._steps_before, lane.samples = counted["steps"], counted["samples"]
+        lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
+        self.closed = False
+        self._left = False
+        self._answerer = answerer
+        policy = self._policy
+        self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
+        self._pushes_itself = self._turns_are_plain and not policy.overlap
+        lane.granted_ns = self._clock.now_ns()
+        self._pulled_at = self._idle_at = -1  # pushes by then, at the last pull, and at the last that had no push before it
+        self._pulls_in_a_row = 0
+        slots = store.layout.slots
+        self._sent_hypers: list[list[Hyper] | None] = [None] * slots
+        self._sent_presence: list[bytes | None] = [None] * slots
+        # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
+        self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
+        self._is_partial = self._needed_shards < self._shards
+        self.delays: tuple[float, float, int] | None = None
+        self._background: Background | None = None
+        self.transfer_ms(0.0)
+        self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
+        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
+        self.recorder: recording.Recorder | None = None
+        self._membership = Membership(self, generation)
+        if generation:
+            self._membership.join()
+        lane.steps = self.begun_at = lane.granted() - 1
+        if lane.steps < 0:
+            raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
+        lane.earlier_steps = self._steps_before - self.begun_at
+        _live.add(self)
+        self.pull()
+        self.recorder = recording.recorder_for(self)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
+        """Push the gradients in the slot (or these, which are copied into it), wait for the grant, pull.
+
+        Raises WorkerDiedError, TimeoutExceededError, KeyError or ValueError for gradients of other names or shapes.
+        """
+        if self.lane.awaits:
+            self.advance()  # the slot may still have to be read
+        if gradients is not None:
+            for name, view in self.gradients.items():
+                view[...] = np.asarray(gradients[name], np.float32).reshape(view.shape)
+        self.push(self.store.hypers)
+        self.advance()
+        self.pull()
+
+    def push(
+        self,
+        hypers: list[Hyper],
+        *,
+        presence: bytes | None = None,
+        scale: float = 1.0,
+        null: bool = False,
+        samples: int = 0,
+    ) -> None:
+        """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone.
+
+        Where the step before still waits to be granted, for its `advance` was left by an error, that comes first.
+        """
+        self.check_usable()
+        if self._policy.overlap:
+            self._start_background()
+        if self._needs_samples and samples < 1:
+            raise UsageError(
+                f"{self._policy.spec} scales by samples: expected the size of the batch with each push, found none;"
+                " tell it by report_loss(loss, samples) or DistributedOptimizer(batch_size=)"
+            )
+        now_ns, lane = self._clock.now_ns(), self.lane
+        if not null:
+            slot, present = lane.slot, self._everything if presence is None else presence
+            if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
+                self._write_slot_header(slot, hypers, present)
+        if self._pushes_itself and self.recorder is None and not self._has_transfers:
+            outcome = lane.push(now_ns, scale, samples, null)
+            if outcome != DONE and outcome != BUSY:
+                self._push_late(outcome, scale, samples, null)
+        else:
+            self._push_on_its_way(now_ns, scale, samples, null)
+        if self.delays is not None:
+            self._responses.draw(lane.steps)
+        if now_ns - self._looked_ns > config.LIVENESS_NS:
+            self._look(now_ns)
+
+    def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
+        """See to what came of a push: its turn, a step that has to be waited for first, or a full ring."""
+        if outcome == EARLY:
+            self.advance()
+            outcome = self.lane.push(self._clock.now_ns(), scale, samples, null)
+        self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
+
+    def _push_once_there_is_room(self, scale: float, samples: int, null: bool) -> int:
+        """Push where the ring was full: that was time waited, not computed."""
+        outcome, began_ns = FULL, self._clock.now_ns()
+        while outcome == FULL:
+            self._wait_for_room()
+            now_ns = self._clock.now_ns()
+            self.lane.wait_ns += now_ns - began_ns
+            self.lane.granted_ns += now_ns - began_ns
+            began_ns = now_ns
+            outcome = self.lane.push(now_ns, scale, samples, null)
+        return outcome
+
+    def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
+        """The same where a transfer takes time, another thread delivers, a server is called, or the step is recorded."""
+        if self.lane.awaits:
+            self.advance()
+        recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
+        step, slot, version = self.lane.begin_push(now_ns, samples, null)
+        if recorder is not None:
+            recorder.computed(now_ns, posts, step, version, samples, null)
+        kind = KIND_NULL if null else KIND_PUSH
+        if self._background is None:
+            self._deliver(kind, step, slot, version, scale, loss, samples)
+        else:
+            self._background.send(partial(self._deliver, kind, step, slot, version, scale, loss, samples))
+        if self._background is not None or self._has_transfers:
+            self.lane.wait_ns += self._clock.now_ns() - now_ns
+        if recorder is not None:
+            recorder.pushed(self._clock.now_ns())
+
+    def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
+        """Send one push on its way and run the turn if it is free."""
+        transfer_ns = self._transfers.make() if self._has_transfers else 0
+        recorder = self.recorder  # the worker's own thread may end it
+        if recorder is not None:
+            recorder.posted(step, self._clock.now_ns(), transfer_ns)
+        self._post(kind, step, slot, version, scale, loss, samples)
+        self.try_turn()
+
+    def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
+        """Post one descriptor, once there is room for it."""
+        while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
+            self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        posted = self.lane.posted()
+        if self.lane.done() > posted:  # or there would never be room
+            raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
+        self._wait(0, posted - config.RING_SIZE + 1)
+
+    def advance(self) -> None:
+        """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        if self.forked:
+            raise self._forked_error()
+        if not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once) or self._responses.late:
+            granted = 0 if self._goes_on_at_once else self.lane.steps + 1
+            granted_ns = self._wait(granted, self.lane.slot_free_at, self._needed_shards)
+            if self._is_partial:
+                granted_ns = self._wait_for_more(granted)
+            self.lane.advance_late(granted_ns)
+        if self.recorder is not None:
+            self.recorder.granted(self.lane.granted_ns)
+        self._membership.report_rejections()
+
+    def pull(self) -> list[int]:
+        """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
+
+        A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
+        Raises UsageError for a worker that only pulls where others wait for the slowest.
+        """
+        if self.forked or self.closed:
+            self._refuse()
+        if self.lane.posts == self._pulled_at:
+            self._pull_again()
+        self._pulled_at = self.lane.posts
+        transfer_ns = self._make_transfer() if self._has_transfers and self._background is None else 0
+        if self._background is not None:
+            newest = self._background.newest()
+            if newest is not None:
+                self.buffers[0] = newest
+        elif self._is_partial:
+            self._pull_fresh()
+        elif (shard := self.lane.pull_all(self.buffers)) >= 0:
+            raise damaged(f"the commit word of shard {shard}")
+        if self.recorder is not None:
+            self.recorder.pulled(transfer_ns)
+        return self.buffers
+
+    def _pull_again(self) -> None:
+        """Count pulls without a push between them: a lane that is only read holds up whoever waits for the slowest worker."""
+        self._pulls_in_a_row = self._pulls_in_a_row + 1 if self.lane.posts == self._idle_at else 1
+        self._idle_at = self.lane.posts
+        if self._pulls_in_a_row > _MOST_PULLS and not self._goes_on_at_once and not self._left:
+            raise UsageError(
+                f"worker {self.rank} has pulled {self._pulls_in_a_row} times since its last push: under {self._policy.spec} the"
+                " others wait for every attached worker, so expected a push after each pull; a process that only looks at the"
+                " weights has to stay out of the job (fastps.observe for counters, checkpoints for weights)"
+            )
+
+    def _make_transfer(self) -> int:
+        """The injected time of a pull, in ns; none where the version has not changed (Rudra, section 3.2)."""
+        if self.store.arena.version == self.lane.version:
+            return 0
+        began_ns = self._clock.now_ns()
+        transfer_ns = self._transfers.make()
+        now_ns = self._clock.now_ns()
+        self.lane.wait_ns += now_ns - began_ns
+        self.lane.granted_ns = now_ns
+        return transfer_ns
+
+    def _pull_fresh(self) -> None:
+        for shard in range(self._shards):
+            if not self._is_fresh(shard, self.lane.steps + 1):
+                self.lane.stale_blocks += 1
+            elif (buffer := self.lane.pull(shard)) >= 0:
+                self.buffers[shard] = buffer
+            else:
+                raise damaged(f"the commit word of shard {shard}")
+
+    def transfer_ms(self, duration_ms: float) -> None:
+        """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
+        link = link_of(self._policy, self.rank, self.store.layout.workers)
+        self._has_transfers = duration_ms > 0
+        self.injected_transfer_ns = int(duration_ms * 1e6)
+        self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
+
+    def carry_on(self, before: "Worker") -> None:
+        """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
+        self.earlier_steps = before.earlier_steps + before.own_steps
+        lane, earlier = self.lane, before.lane
+        lane.earlier_steps += self.earlier_steps
+        lane.samples, lane.wait_ns, lane.compute_ns = earlier.samples, earlier.wait_ns, earlier.compute_ns
+        lane.stale_blocks, lane.loss = earlier.stale_blocks, earlier.loss
+        self.transfer_ms(before.injected_transfer_ns / 1e6)
+        if before.delays is not None:
+            self.delay_responses(*before.delays)
+        lane.publish()
+
+    def _start_background(self) -> None:
+        """The first step begins the threads, so that a transfer time set before counts for them."""
+        if self._background is None:
+            self._background = Background(self.lane, lambda: self._transfers.make(), self._clock)
+
+    def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
+        """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
+        self.delays = (share, delay_s, seed)
+        self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps pushed so far."""
+        return self.lane.steps
+
+    @property
+    def own_steps(self) -> int:
+        """Steps that this worker itself has pushed."""
+        return self.lane.steps - self.begun_at
+
+    @property
+    def slot(self) -> int:
+        """The slot of the next push."""
+        return self.lane.slot
+
+    @property
+    def posts(self) -> int:
+        """Pushes and null pushes so far."""
+        return self.lane.posts
+
+    @property
+    def loss(self) -> float:
+        """What others shall see of the training; travels with the next push."""
+        return self.lane.loss
+
+    @loss.setter
+    def loss(self, loss: float) -> None:
+        self.lane.loss = loss
+
+    @property
+    def stale_blocks(self) -> int:
+        """Shards that were not fresh when a step began."""
+        return self.lane.stale_blocks
+
+    @property
+    def batch_size(self) -> int:
+        """The batch that the last grant carried; 0: the worker's own choice."""
+        return self.lane.batch()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that were pulled last."""
+        return self.lane.version
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker pushes no more."""
+        return self._left or self.closed
+
+    @property
+    def push_folded(self) -> bool:
+        """Whether every push of this worker is done with."""
+        return self.lane.done() >= self.lane.posted()
+
+    @property
+    def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """Name to read-only array of the pulled weights; the arrays are those of one version until the next pull."""
+        key = tuple(self.buffers)
+        named = self._named_weights.get(key)
+        if named is None:
+            named = self._named(self.store.weight_views(key))
+            for view in named.values():
+                view.flags.writeable = False
+            if len(self._named_weights) >= _MOST_NAMED:
+                self._named_weights.clear()  # shards combine in many ways
+            self._named_weights[key] = named
+        return named
+
+    @property
+    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
+        if self.slot not in self._named_gradients:
+            self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
+        return self._named_gradients[self.slot]
+
+    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        pairs = zip(self.store.layout.parameters, views, strict=True)
+        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
+
+    def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
+        """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        if self._sent_hypers[slot] != hypers:
+            if len(hypers) != self.store.layout.groups:
+                raise UsageError(
+                    f"expected hyper-parameters of {self.store.layout.groups} groups, as the job was made for, found"
+                    f" {len(hypers)}: add a group to the torch optimizer before it is wrapped"
+                )
+            for group, hyper in enumerate(hypers):
+                self.lane.set_hyper(slot, group, *hyper)
+            self._sent_hypers[slot] = list(hypers)
+        if self._sent_presence[slot] != presence:
+            self.lane.set_presence(slot, presence)
+            self._sent_presence[slot] = presence
+
+    # -- beginning and ending together ---------------------------------------------------------------
+
+    def wait_for_start(self) -> None:
+        """Wait until every worker of the job has attached: a common beginning for measurements."""
+        self._check_not_forked()
+        arena, workers = self.store.arena, self.store.layout.workers
+        self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self._timeout_text)
+        self.lane.granted_ns = self._clock.now_ns()
+        if self.recorder is not None:
+            self.recorder.pulled(0)
+
+    def wait_for_others(self) -> None:
+        """Leave, wait until every other worker has come and left too, and pull the final weights.
+
+        Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
+        """
+        self._check_not_forked()
+        self._leave()
+        self.wait_until(self._others_are_done, 5_000_000, self._timeout_text)
+        self.pull()
+
+    def _stay_for_latecomers(self) -> None:
+        """Answer until every worker of the start has attached, or another is there whom it can ask.
+
+        Under schemes that wait for nobody one may be done before another has begun, which would then find no job. After the
+        timeout, or where a worker has died, the others are given up.
+        """
+        text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for workers of the start that never came"
+        try:
+            self.wait_until(self._nobody_needs_it, 5_000_000, lambda: text)
+        except Error as error:
+            logger.warning("%s", str(error))  # not its traceback, which holds the arena
+
+    def _nobody_needs_it(self) -> bool:
+        """Whether all have come, or one is there who stays: who leaves says so first, so that of two who leave one sees it."""
+        self.try_turn()
+        states = self.store.arena.lane_states()
+        return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
+
+    def _others_are_done(self) -> bool:
+        """Whether nobody else will push, and everything that was pushed is folded."""
+        self.try_turn()
+        states = self.store.arena.lane_states()
+        if LANE_FREE in states[: self.store.layout.workers]:
+            return False  # under schemes that wait for nobody a worker may come when this one has finished
+        for lane, state in enumerate(states):
+            counters = self.store.arena.counters(lane)
+            if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
+                return False
+        return True
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
+        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra, waits=waits)
+
+    def model_buffers(self) -> Mapping[str, npt.NDArray[Any]]:
+        """None: they are a torch module's."""
+        return {}
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        """Raise UsageError in a forked child or after close."""
+        if self.forked or self.closed or self._left:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        if self.forked:
+            raise self._forked_error()
+        raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
+
+    def close(self, failure: str | None = None, *, stays: bool = False) -> None:
+        """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
+
+        With `stays` the last one there stays until the workers of the start have come.
+
+        Everything posted before is folded or handed to whoever holds the turn. May be called twice, and does nothing in a
+        forked child.
+        """
+        if self.closed or self.forked:
+            return
+        self.closed = True
+        try:
+            if failure is None:
+                self._leave()
+                if stays:
+                    self._stay_for_latecomers()
+            self._end_background()
+        except BaseException as error:  # the others may count on this worker still, or wait for a turn that it holds
+            failure = failure or f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            recorder = self.recorder  # it lets go of this worker when it has finished
+            try:
+                if recorder is not None:
+                    recorder.finish(failure)
+            finally:
+                self._give_lane_back(failure)
+            if recorder is not None:
+                recorder.merge_if_last()
+
+    def _give_lane_back(self, failure: str | None) -> None:
+        self.lane.unpin()  # first: once it has finished, the lane may have another owner
+        self.store.arena.finish(self.rank, failure, self.generation)
+        self.store.stop_answering(self._answerer)
+        self._membership.close()
+        _live.discard(self)
+
+    def _leave(self) -> None:
+        """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
+        if self._left:
+            return
+        if self._background is not None:
+            self._background.wait_until_delivered()
+        self._end_background()
+        self._left = True
+        self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
+        self.store.arena.leave(self.rank, self.generation)
+        self.try_turn()
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(None if error is None else f"{type(error).__name__}: {error}")
+
+
+def presence_of(present: range | list[int], parameters: int) -> bytes:
+    """The bitmap of the parameters that have a gradient: uint64 words, little endian.
+
+    >>> presence_of([0, 2], 3)[0]
+    5
+    """
+    bits = sum(1 << index for index in present)
+    return bits.to_bytes(8 * -(-parameters // 64), "little")
+
+
+def _after_fork_in_child() -> None:
+    for worker in list(_live):
+        worker.forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,560 @@
+"""fastps.DistributedOptimizer: two lines that put a torch training loop on the embedded parameter server.
+
+Gradients are copied into the worker's slot by a hook while they are in the cache (backward's own time), weights are taken by
+re-pointing `p.data` at the published buffer, and only inside `step()`. Refuses to touch the model's forward or backward, and to
+change anything that it cannot give back at `close()`.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from fastps.advice.auto_sync import WarmUp, move, room_bytes
+from fastps.checkpoint.format import Array, PinnedVersion
+from fastps.checkpoint.periodic import Checkpointing, buffers_of
+from fastps.errors import Error, ParameterChangedError, UsageError
+from fastps.job import environment
+from fastps.job.fault_policy import FaultPolicy
+from fastps.job.layout import GradientType, Layout, Parameter, place
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Hyper
+from fastps.store import instances as job_instances
+from fastps.store.server_process import chosen_server
+from fastps.store.store import Store
+from fastps.store.worker import Worker
+from fastps.system import exit_handlers as exits
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.malloc import keep_freed_memory
+from fastps.torch import foreign as torch_foreign
+from fastps.torch import join as torch_join
+from fastps.torch import state as torch_state
+from fastps.torch.checkpoint import described_group
+from fastps.torch.evaluation import Evaluation
+from fastps.torch.gradients import Gradients, HalfGradients, loss_scaling
+from fastps.torch.join import Joining
+from fastps.torch.model_buffers import BufferRounds, ModelBuffers
+from fastps.torch.update_rules import Hypers, rows_of, rule_of
+from fastps.torch.weights import Weights, shaped_tensors
+
+logger = logging.getLogger("fastps.torch")
+_CURE = (
+    "to evaluate other weights use `with optimizer.shown_weights(tensors)`, to change the job's weights for all workers call"
+    " optimizer.replace_weights(tensors)"
+)
+_GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+
+
+class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
+    """Wraps a torch optimizer; its arithmetic then runs in the fold, on what all workers push.
+
+    Usage, the same script alone, under `fastps run -n 4` and under torchrun:
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp")
+    >>> opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    >>> opt.version
+    1
+    >>> opt.close()
+
+    Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
+    as dropped; with "bsp" the result is that of one process with the batches of all workers together.
+    Three limits: parameters are float32 and dense; weights change only in `step()`, and writing to them elsewhere is refused by
+    name at the next one, unless by `.data`, which torch does not count and all workers read (`shown_weights` is for evaluating
+    others; load others after `close()`); under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
+    after `step()`, for its memory is being read by others.
+
+    Args:
+        optimizer: torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop. param_groups are shared with it, so lr schedulers on either
+            work.
+        sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp". With "auto" the
+            first 32 steps are bsp's, and what they took decides how to go on (docs/traces.md).
+        batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
+        model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
+        on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
+        server: who takes the turns: the "workers" that wait, or a "process" of its own that worker 0 starts; default: the
+            environment's FASTPS_SERVER, else "workers" (docs/architecture.md says when it is worth it).
+        checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
+            environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
+        resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.
+        seeds: kept with each checkpoint, for whoever resumes.
+        push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
+            beyond float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays there after `step()`.
+        timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
+        job, rank, workers: the job's name, this worker's number in it, from 0, and how many there are, for processes that no
+            launcher has started (multiprocessing, Ray, a notebook); default: the environment's. `fastps.spawn` says them.
+
+    Raises:
+        UsageError,
+        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError, CheckpointError: before anything is changed.
+    """
+
+    # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
+    _step_supports_amp_scaling = True
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *_arguments: Any, **_options: Any) -> "DistributedOptimizer":
+        """For a model on a GPU the optimizer that knows where its memory is (torch_cuda.py)."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
+                f" {type(optimizer).__name__}"
+            )
+        if cls is DistributedOptimizer and any(
+            tensor.device.type == "cuda" for group in optimizer.param_groups for tensor in group["params"]
+        ):
+            from fastps.torch.staged import optimizer_class
+
+            cls = optimizer_class(optimizer)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sync: str | Policy | None = None,
+        *,
+        model: torch.nn.Module | None = None,
+        batch_size: int = 0,
+        on_worker_loss: str | None = None,
+        nonfinite: str | None = None,
+        max_workers: int | None = None,
+        server: str | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        seeds: Mapping[str, int] | None = None,
+        push_dtype: torch.dtype = torch.float32,
+        timeout_s: float | None = None,
+        job: str | None = None,
+        rank: int | None = None,
+        workers: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
+        torch_foreign.check_model(model)
+        instance = job_instances.following() if job is None else 0
+        self._identity = environment.identity(job, rank, workers, instance=instance)
+        self._names_job = job is not None
+        pushed = torch_join.gradient_type(push_dtype)
+        self._inner = optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its lr schedulers would miss the calls of its own step
+        self._rule = rule_of(optimizer)
+        self._hypers_read = Hypers(self._rule)
+        self._wrapped = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapped = True
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+        self._buffers = ModelBuffers(model)
+        self._push_dtype = push_dtype
+        faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
+        self._server = chosen_server(server)
+        layout = self._layout(model, policy, faults, pushed)
+        names = [parameter.name for parameter in layout.parameters]
+        torch_foreign.check_memory(self._tensors, names)
+        torch_foreign.check_not_averaged(self._tensors)
+        torch_foreign.check_dense(self._tensors, names)
+        torch_join.check_apart(self._tensors, layout)
+        wanted = Checkpointing.wanted(checkpoint, every)
+        resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
+        resumed = torch_join.resumed_from(resume, layout, model, self.param_groups)
+        if policy.warm_up:
+            torch_join.check_may_move(wanted is not None or resumed is not None, faults)
+        self._model, self._seeds = model, dict(seeds or {})
+        self._earlier_versions = 0
+        self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
+        self._use(self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock)))
+        self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._hook(index))
+            for index, tensor in enumerate(self._tensors)
+            if tensor.requires_grad
+        ]
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse_load))
+        self._in_no_sync = False
+        self._has_begun = False
+        self._batch_size = batch_size
+        self._samples = batch_size
+        self._take_weights()
+        self._checkpointing = None
+        if wanted is not None:
+            pin = partial(self.pin_whole_version, {}, waits=False)
+            self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
+        torch_join.limit_threads(layout.workers)
+        keep_freed_memory(4 * layout.buffer_floats)
+
+    # -- joining -----------------------------------------------------------------------------------
+
+    def _use(self, worker: Worker) -> None:
+        """Let this worker's arena be where gradients go and weights come from."""
+        self._worker, self._store = worker, worker.store
+        self._clip = self.policy.clip
+        self._weights = Weights(self._tensors, self._store, self._tensor_views)
+        self._is_late = worker.generation > 0
+        slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
+        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
+        self._rounds = BufferRounds(self._buffers, worker)
+        exits.register(worker, self.close, self.wait_for_others)
+
+    def _take_advice(self, warm_up: WarmUp) -> None:
+        """The warm-up is over: go on under the discipline that suits it, in a new arena if it is another."""
+        self._warm_up = None
+        policy = warm_up.choose()
+        if policy is None:
+            return
+        old, versions = self._worker, self._store.version
+        next_instance = self._identity.instance + 1 if self._names_job else job_instances.following()
+        self._identity = self._identity.of_instance(next_instance)
+        moved = move(old, policy, self._identity.name, self._hypers())
+        self._earlier_versions += versions
+        self._gradients.leave()
+        self._use(moved)
+        self._take_weights()
+        exits.forget(old)
+        old.close()
+        old.store.close()
+
+    def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
+        parameters = place(rows_of(self.param_groups, model), policy.shards)
+        extra_bytes = self._buffers.nbytes + room_bytes(policy)
+        rest = extra_bytes, faults, pushed
+        return Layout(
+            parameters, len(self.param_groups), self._rule, policy, self._identity.workers, *rest, server=self._server
+        )
+
+    def _join(self, layout: Layout, to: Joining) -> Worker:
+        def write_state(store: Store) -> None:
+            """What the optimizer has when it is wrapped (loaded from a checkpoint, say) is what the job begins with."""
+            buffers = [0] * store.arena.shards
+            torch_state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
+
+        return torch_join.join(layout, self._tensors, self._hypers(), to, write_state if any(self._entries()) else None)
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Each parameter's entry of the torch optimizer's state, empty where it has none."""
+        return [self.state.get(tensor, {}) for tensor in self._tensors]
+
+    def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
+        return shaped_tensors(self._store, views)
+
+    def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        """Tensors over a slot of this worker's lane."""
+        return self._slot_views(self._store.gradient_views(self._worker.rank, slot))
+
+    def _slot_views(self, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over flat views of a slot, one a parameter, of the layout's type of gradients."""
+        return shaped_tensors(self._store, views, self._store.layout.gradient_type)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def _gradients_kind(self) -> type[Gradients]:
+        """What brings gradients into the slots."""
+        return Gradients if self._push_dtype == torch.float32 else HalfGradients
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What autograd calls after it accumulated into a parameter's `p.grad`."""
+        return lambda tensor: self._gradients.put(index, self._worker.lane.slot, tensor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch does; with set_to_none=False those that there are become zeros."""
+        self._gradients.zero(self._worker.lane.slot, set_to_none)
+
+    def expose_gradients(self) -> None:
+        """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
+
+        For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
+        where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
+        """
+        if self._gradients.is_apart:
+            self._worker.advance()
+        self._gradients.expose(self._worker.lane.slot)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients over several backwards: `step()` is refused inside, as a reminder that it would push.
+
+        Several backwards before one `step()` accumulate without this, too; it is here for those who write for DDP.
+        """
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push this worker's gradients, wait for the grant, take the newest weights. Returns the closure's loss, if any.
+
+        Parameters without a gradient are left alone, as in torch. Raises WorkerDiedError, TimeoutExceededError,
+        ParameterChangedError, UsageError. Where its wait ended by an error or Ctrl-C, the next call waits on before it pushes.
+        """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    # torch wraps step() in a profiler's record and its hooks, at 50 us a call; without hooks there is no need for either.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._in_no_sync:
+            raise UsageError("step() was called inside no_sync(): leave the block before the step that pushes")
+        worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
+        worker.check_usable()
+        if not self._has_begun:
+            torch_foreign.check_not_averaged(self._tensors)
+        if gradients.is_apart:
+            worker.advance()  # the step before, whose wait was left by an error
+        if (changed := self._weights.changed()) >= 0:
+            self._refuse_write(changed)
+        presence = gradients.adopt(worker.lane.slot)
+        scale, skipped = 1.0, False
+        if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
+            scale, skipped = loss_scaling(self.__dict__)  # they are there for a GradScaler's steps only
+        if self._is_late:
+            skipped = skipped or self._begins_void()
+        if self._clip:
+            scale *= gradients.clip_factor(worker.lane.slot, self._clip, scale)
+        if warm_up is not None and worker.steps + 1 == warm_up.steps:
+            warm_up.publish()
+        hypers = self._hypers_read.of(self.param_groups)
+        try:
+            worker.push(hypers, presence=presence, scale=scale, null=skipped, samples=self._samples)
+            if not skipped:
+                gradients.release()
+            worker.advance()
+        except BaseException:
+            if worker.lane.awaits:
+                gradients.part()
+            raise
+        self._take_weights()
+        if warm_up is not None and worker.steps == warm_up.steps:
+            self._take_advice(warm_up)
+        if self._checkpointing is not None:
+            self._checkpointing.after_step()
+        return loss
+
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
+
+    def _hypers(self) -> list[Hyper]:
+        return self._hypers_read.of(self.param_groups)
+
+    def _take_weights(self) -> None:
+        """Let every parameter be of the newest version."""
+        self._weights.show(self._worker.pull())
+        if self._has_begun:
+            return
+        if self._total_steps == 0 and self._is_running():
+            self._is_late = True
+            self._weights.show_copies()  # a script that loads weights now must not write into those of the others
+        self._weights.remember()  # what was written before the first step was allowed
+        self._has_begun = self._total_steps > 0
+
+    def _is_running(self) -> bool:
+        """Whether the others have begun without this worker: it replaces one, or its discipline lets nobody wait for it."""
+        pulled = [self._worker.lane.shard_version(shard) for shard in range(self._store.arena.shards)]
+        return self._is_late or pulled != (self._first_versions or [0] * len(pulled))
+
+    def _refuse_write(self, changed: int) -> None:
+        """Others read these very buffers, so a write outside of step() would reach them at a random moment.
+
+        Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
+        A parameter that was pointed elsewhere reaches nobody, and the next step would point it back.
+        """
+        if self._weights.has_moved(changed):
+            raise ParameterChangedError(
+                f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
+                f" load): expected it to stay where fastps shows the job's weights, for the next step points it back; {_CURE}"
+            )
+        if self._total_steps == 0:
+            return
+        raise ParameterChangedError(
+            f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
+            f" workers read the same memory; {_CURE}, and avoid layers that renormalize their weights (max_norm)"
+        )
+
+    def _begins_void(self) -> bool:
+        """Whether this worker joined a running job and its script then loaded other weights, as at a job's beginning.
+
+        Its first gradient is not of the job's weights: a null push goes in its place.
+        """
+        worker = self._worker
+        if not self._is_late or worker.own_steps or self._weights.changed() < 0:
+            return False
+        logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
+        return True
+
+    # -- what torch expects of an optimizer --------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the arena is made: add the group to the torch optimizer before wrapping it."""
+        if self._wrapped:
+            raise UsageError(
+                "add_param_group() after wrapping is not supported, for the arena is made: add the group to the"
+                " torch optimizer first, then wrap it"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
+        self._worker.check_usable()
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        found = torch_state.entries(self._worker, self._tensor_views, self._rule, groups)
+        self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this or of the wrapped optimizer gave; every worker calls it, before its first step.
+
+        Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
+        """
+        self._worker.check_usable()
+        if self._total_steps:
+            raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
+        super().load_state_dict(state_dict)
+        self._inner.param_groups = self.param_groups
+        self._inner.state = self.state
+        self._publish_state()
+
+    def replace_weights(self, values: Iterable[torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
+        """Make these tensors, one a parameter in the order of the param_groups, the weights of the whole job.
+
+        One worker calls it, at any time between steps; the others take them with their next pull, and gradients that are on
+        their way are applied to them. A function is given copies of the newest weights and returns what shall take their
+        place, so that no update is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])`, as
+        WGAN clamps. The rule's state, the version and the step counts stay.
+
+        Raises ValueError for tensors of other shapes, and what waiting for the shards raises; then nothing has changed.
+        """
+        self._worker.check_usable()
+        make = values if callable(values) else lambda _: values
+        torch_state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
+        self._take_weights()
+        self._weights.remember()
+
+    def _publish_state(self) -> None:
+        """Make worker 0's the job's."""
+        if self._worker.rank == 0 and not self._worker.generation:
+            torch_state.publish(self._worker, self._tensor_views, self._rule, self._entries())
+            self._take_weights()
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Updates that all workers together have made so far."""
+        return self._earlier_versions + self._store.version
+
+    @property
+    def policy(self) -> Policy:
+        """The discipline that is in force; with sync="auto" another after the warm-up."""
+        return self._store.layout.policy
+
+    @property
+    def _total_steps(self) -> int:
+        return self._worker.earlier_steps + self._worker.own_steps
+
+    @property
+    def worker(self) -> Worker:
+        """The attached worker beneath; with sync="auto" another after the warm-up."""
+        return self._worker
+
+    def report_loss(self, loss: float, samples: int = 0) -> None:
+        """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
+        self._worker.loss = loss
+        self._samples = samples or self._batch_size
+
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
+        groups = [described_group(group) for group in self.param_groups]
+        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
+
+    def model_buffers(self) -> dict[str, Array]:
+        """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""
+        return buffers_of(self._model)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch for the next step: the grant's where it carries one (R2SP's tuning), else the one given at wrapping."""
+        return self._worker.batch_size or self._batch_size
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def wait_for_start(self) -> None:
+        """Wait until every worker of the job has attached."""
+        self._worker.wait_for_start()
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker has closed, and take the final weights: what worker 0 calls before it saves them.
+
+        This worker pushes no more. `average_buffers()` then gives the buffers that all workers left with.
+        """
+        self._leave_buffers()
+        self._worker.wait_for_others()
+        self._take_weights()
+
+    def _leave_buffers(self) -> None:
+        """Let the others average this worker's buffers after it has left, unless that would keep it from leaving."""
+        if self._worker.has_left:
+            return
+        try:
+            self._rounds.leave()
+        except Error as error:
+            logger.warning("the model's buffers of worker %d are not published: %s", self._worker.rank, error)
+
+    def close(self, failure: str | None = None) -> None:
+        """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
+
+        Called at exit if not before. With `failure` the others end with an error that says it. Whoever is the last one there
+        stays, up to the timeout, until the workers of the start have come whom its scheme did not wait for. The state of the
+        wrapped torch optimizer stays as it was: call `state_dict()` before, to go on with it.
+        """
+        if self._worker.closed or self._worker.forked:
+            return
+        if self._checkpointing is not None:
+            self._checkpointing.close(failed=failure is not None)
+        if self._has_begun and (changed := self._weights.changed()) >= 0:
+            logger.warning(
+                "parameter %r was written to after the last step(): other workers read the same memory; close() first",
+                self._name(changed),
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self._weights.show_copies()
+        self._gradients.keep()
+        self._weights.leave()
+        if failure is None:
+            self._leave_buffers()
+        try:
+            self._worker.close(failure, stays=True)
+        finally:
+            exits.forget(self._worker)
+            self._store.close()
+
+    def __enter__(self) -> "DistributedOptimizer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(None if error is None else f"{type(error).__name__}: {error}")
+
+    def _name(self, index: int) -> str:
+        parameter: Parameter = self._store.layout.parameters[index]
+        return parameter.name
+
+
+def _refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """For the wrapped optimizer, until `close`."""
+    raise UsageError(
+        "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
+        " DistributedOptimizer before the first step"
+    )

@@ -1,0 +1,126 @@
+"""The rule's state and the weights' moving average as tensors: what goes between a job's arena and a torch optimizer's state.
+
+Copies, of one version, made under the turns of all shards. Refuses to know param_groups, and when any of it is asked for.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastps.job.update_rules import Rule
+from fastps.store.store import Store
+from fastps.store.worker import Worker
+from fastps.torch.update_rules import entry_of
+
+Tensors = list[torch.Tensor]
+MakeTensors = Callable[[list[Any]], Tensors]
+"""Makes tensors, with the parameters' strides, of flat views of the arena, one a parameter."""
+
+
+def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
+    """Copies of the moving average of the weights."""
+    worker.hold_turns()
+    try:
+        _, buffers = worker.store.committed()
+        views = worker.store.plane_views(buffers, worker.store.layout.planes - 1)
+        return [average.clone() for average in tensors_of(views)]
+    finally:
+        worker.release_turns(False)
+
+
+def entries(
+    worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any] | None]:
+    """For each parameter, of the param_group in `groups`: its entry of torch's state; None before the rule's first step."""
+    worker.hold_turns()
+    try:
+        _, buffers = worker.store.committed()
+        steps = [int(count[0]) for count in worker.store.rule_steps(buffers)]
+        planes = {
+            name: [view.clone() for view in tensors_of(worker.store.plane_views(buffers, plane))]
+            for plane, name in enumerate(rule.planes)
+        }
+    finally:
+        worker.release_turns(False)
+    of_each = [{name: tensors[index] for name, tensors in planes.items()} for index in range(len(groups))]
+    return [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """For each shard the published buffers and the free ones, of weights and of the rule's state."""
+
+    weights: list[int]
+    state: list[int]
+    new_weights: list[int]
+    new_state: list[int]
+
+
+@contextlib.contextmanager
+def _republished(worker: Worker) -> Iterator[_Buffers]:
+    """Inside, all shards are held and the free buffers are to be written; then they are published, unless that raised."""
+    worker.hold_turns()
+    published = False
+    try:
+        spares = [worker.lane.spare(shard) for shard in range(worker.store.arena.shards)]
+        yield _Buffers(*worker.store.committed(), [pair[0] for pair in spares], [pair[1] for pair in spares])
+        published = True
+    finally:
+        worker.release_turns(published)
+
+
+def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+    """Make each parameter's entry of torch's state, empty where it has none, the job's. Weights and version stay."""
+    store = worker.store
+    with _republished(worker) as of:
+        _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
+        if store.layout.policy.ema:
+            last = store.layout.planes - 1
+            _copy(store.plane_views(of.state, last), store.plane_views(of.new_state, last))
+        write(store, of.new_state, tensors_of, rule, given)
+
+
+def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
+    """Make what `make` returns of the newest weights the job's weights. The rule's state and the version stay.
+
+    Raises ValueError for tensors of another number or shape, and what `make` raises; then nothing has changed.
+    """
+    store = worker.store
+    with _republished(worker) as of, torch.no_grad():
+        newest = tensors_of(store.weight_views(of.weights))
+        values = list(make([tensor.clone() for tensor in newest]))
+        if [value.shape for value in values] != [tensor.shape for tensor in newest]:
+            raise ValueError(
+                f"expected a tensor for each of {len(newest)} parameters, in their order and shapes, found"
+                f" {[tuple(value.shape) for value in values]}"
+            )
+        for target, value in zip(tensors_of(store.weight_views(of.new_weights)), values, strict=True):
+            target.copy_(value)
+        for plane in range(store.layout.planes):
+            _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
+        _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
+
+
+def write(
+    store: Store, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write each parameter's entry of torch's state into its shard's state buffer; without one, what the rule begins with."""
+    steps = store.rule_steps(buffers)
+    for index, entry in enumerate(given):
+        has_state = any(entry.get(name) is not None for name in rule.planes)
+        steps[index][0] = int(entry.get("step", 1)) if has_state else 0
+    for plane, name in enumerate(rule.planes):
+        for values, entry in zip(tensors_of(store.plane_views(buffers, plane)), given, strict=True):
+            value = entry.get(name)
+            if value is None:
+                values.fill_(rule.initial_value(plane))
+            else:
+                values.copy_(value)
+
+
+def _copy(sources: Sequence[Any], views: Sequence[Any]) -> None:
+    for source, view in zip(sources, views, strict=True):
+        view[:] = source

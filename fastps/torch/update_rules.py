@@ -1,0 +1,183 @@
+"""Which torch optimizers the fold can run, and how their param_groups become hyper-parameters.
+
+Everything that would silently compute something else is refused by name. Refuses to hold state: `state_of` only says how torch
+names what the fold keeps.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fastps.errors import UnsupportedError, UsageError
+from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule, adagrad_rule, rmsprop_rule
+from fastps.job.user_rules import UserRule
+from fastps.kernels.update import fold
+from fastps.torch.rule_optimizer import RuleOptimizer
+
+# Choices of implementation, not of arithmetic: the fold is its own implementation.
+_IGNORED_OPTIONS = ("foreach", "fused")
+_REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+
+_OF_PARAMETERS = ("params", "param_names")  # what a param_group says of its parameters, not of their rule
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of a torch optimizer. Raises UnsupportedError naming the optimizer or the option."""
+    kind = type(optimizer)
+    if isinstance(optimizer, RuleOptimizer):
+        return optimizer.rule
+    if kind not in _KNOWN:
+        raise UnsupportedError(
+            "expected torch.optim.SGD, Adam, AdamW, Adagrad, RMSprop or a fastps.RuleOptimizer, found"
+            f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
+        )
+    for group in optimizer.param_groups:
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise UnsupportedError(f"{kind.__name__}({option}=True) is not supported: create the optimizer without it")
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    if kind is torch.optim.SGD:
+        return MOMENTUM_RULE if has_momentum else SGD_RULE
+    if kind is torch.optim.Adagrad:
+        # Of the constructor, and so one for all groups: torch fills the sums there.
+        return adagrad_rule(optimizer.defaults["initial_accumulator_value"])
+    if kind is torch.optim.RMSprop:
+        return rmsprop_rule(has_momentum, any(group["centered"] for group in optimizer.param_groups))
+    return ADAM_RULE
+
+
+def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
+    """A param_group's hyper-parameters as they stand now; a learning rate that is a tensor is read."""
+    if isinstance(rule, UserRule):
+        # The rule's own names take the fold's places, in order.
+        values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
+        return Hyper(*values)  # type: ignore[arg-type]
+    flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
+    if rule.name == "adam":
+        beta1, beta2 = group["betas"]
+        flags |= fold.HYPER_DECOUPLED if group.get("decoupled_weight_decay") else 0
+        return Hyper(
+            float(group["lr"]), 0.0, 0.0, float(group["weight_decay"]), float(beta1), float(beta2), group["eps"], flags=flags
+        )
+    if rule.name == "adagrad":
+        decays = float(group["weight_decay"]), float(group["lr_decay"])
+        return Hyper(float(group["lr"]), 0.0, 0.0, decays[0], 0.0, 0.0, group["eps"], decays[1], flags)
+    for option, plane in (("momentum", "momentum_buffer"), ("centered", "grad_avg")):
+        if group.get(option) and plane not in rule.planes:
+            raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
+    if rule.name == "rmsprop":
+        flags |= fold.HYPER_CENTERED if group["centered"] else 0
+        decay, alpha = float(group["weight_decay"]), float(group["alpha"])
+        return Hyper(float(group["lr"]), group["momentum"], 0.0, decay, 0.0, alpha, group["eps"], 0.0, flags)
+    flags |= fold.HYPER_NESTEROV if group["nesterov"] else 0
+    return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
+
+
+class Hypers:
+    """The hyper-parameters of all param_groups, made anew only after one of them was given another value.
+
+    >>> group = {"params": [], "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}
+    >>> hypers = Hypers(SGD_RULE)
+    >>> hypers.of([group]) is hypers.of([group])
+    True
+    >>> group["lr"] = 0.25
+    >>> hypers.of([group])[0].learning_rate
+    0.25
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._groups: list[dict[str, Any]] | None = None  # as they were; None: they cannot be compared
+        self._made: list[Hyper] = []
+
+    def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
+        """One a group, as they stand now; the caller leaves the list as it is."""
+        if self._groups is None or self._groups != groups:
+            self._made = [hyper_of(group, self._rule) for group in groups]
+            options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
+            # The parameters are the very same lists, which are not looked into.
+            self._groups = [dict(group) for group in groups] if all(map(_cannot_change, options)) else None
+        return self._made
+
+
+def _cannot_change(value: object) -> bool:
+    """A tensor or a list can be given other values while it stays the same object."""
+    return (
+        value is None
+        or isinstance(value, int | float | str)
+        or (isinstance(value, tuple) and all(isinstance(part, int | float) for part in value))
+    )
+
+
+def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
+    """A parameter's entry of torch's state after so many steps; `plane` gives the tensor of a name. None: torch keeps none."""
+    names = _state_names(group, rule)
+    if not steps or not names:
+        return None
+    # All but SGD count steps.
+    entry: dict[str, Any] = {} if rule.name == "sgd" else {"step": torch.tensor(float(steps))}
+    return entry | {name: plane(name) for name in names}
+
+
+def _state_names(group: Mapping[str, Any], rule: Rule) -> list[str]:
+    """The planes that torch itself would keep for a parameter of this group: others are kept for other groups."""
+    if isinstance(rule, UserRule):
+        return list(rule.planes)
+    options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
+    return [name for name in rule.planes if name not in options or group[options[name]]]
+
+
+Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""A parameter's name, shape, stride and param_group."""
+
+
+def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list[Row]:
+    """The parameters of all param_groups, in order, by the names that `model` has for them.
+
+    Raises UsageError if there are none, UnsupportedError for one that cannot lie in the arena.
+
+    >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
+    [('param_groups[0][0]', (2, 3), (3, 1), 0)]
+    """
+    names = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
+    rows = []
+    for group_index, group in enumerate(groups):
+        for index, tensor in enumerate(group["params"]):
+            given = group.get("param_names")
+            name = names.get(id(tensor)) or (given[index] if given else f"param_groups[{group_index}][{index}]")
+            check_parameter(name, tensor)
+            rows.append((name, tuple(tensor.shape), tuple(tensor.stride()), group_index))
+    if not rows:
+        raise UsageError("expected an optimizer with at least one parameter, found none")
+    return rows
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise UnsupportedError for a parameter that cannot lie in the arena: another dtype, layout or device."""
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a dense tensor, found {parameter.layout}; sparse is not supported"
+        )
+    if parameter.dtype is not torch.float32:
+        raise UnsupportedError(f"parameter {name!r}: expected float32, found {parameter.dtype}; use model.float()")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a tensor on the CPU or a CUDA GPU, found one on {parameter.device}"
+        )
+    if parameter.numel() and not _is_dense(parameter):
+        raise UnsupportedError(
+            f"parameter {name!r}: expected a tensor without gaps or overlaps, found shape {tuple(parameter.shape)} with stride"
+            f" {tuple(parameter.stride())}; use .contiguous() before wrapping"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory exactly once, in some order of the dimensions (channels_last does)."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,110 @@
+"""The weights of one worker between two pulls: how a model's parameters come to be those of a published buffer.
+
+`p.data` is pointed at the buffer that the worker has pinned: nothing is copied. Refuses to know when a pull is made, and
+whether what it pulled is new.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastps.store.store import Store
+from fastps.torch.tensor_loops import tensor_loops
+
+
+class Weights:
+    """The parameters `tensors` of a store; `tensors_of` makes tensors with their strides of flat views, a parameter each."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], store: Store, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
+    ) -> None:
+        self.tensors = tensors
+        self._store = store
+        self._tensors_of = tensors_of
+        self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
+        self._prepared: dict[tuple[int, int], Any] = {}  # the same, as the loops take them
+        parameters = store.layout.parameters
+        self._of_shard = [
+            [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
+            for shard in range(store.arena.shards)
+        ]
+        self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
+        self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
+        if len(self._shard_loops) == 1:  # the usual case, without a call between
+            self.remember, self.changed = self._shard_loops[0].remember, self._shard_loops[0].changed  # type: ignore[method-assign]
+
+    def show(self, pulled: list[int]) -> None:
+        """Let every parameter be what is in its shard's pulled buffer: no copy."""
+        for place in enumerate(pulled):
+            loops = self._shard_loops[place[0]]
+            values = self._prepared.get(place)
+            if values is None:
+                values = self._prepared[place] = loops.prepare(self.of(*place), self._store.memory)
+            loops.show(values)
+
+    def remember(self) -> None:
+        """What was written to the parameters up to now, and where they were pointed, is allowed."""
+        for loops in self._shard_loops:
+            loops.remember()
+
+    def changed(self) -> int:
+        """The index of the first parameter that was written to or pointed elsewhere since then, or -1."""
+        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
+            if (found := loops.changed()) >= 0:
+                return indices[found]
+        return -1
+
+    def has_moved(self, index: int) -> bool:
+        """Whether that parameter was pointed at other memory since then."""
+        for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
+            if index in indices:
+                return loops.has_moved(indices.index(index))
+        return False
+
+    def of(self, shard: int, buffer: int) -> list[torch.Tensor]:
+        """Tensors over the parameters of one shard in a weights buffer."""
+        found = self._made.get((shard, buffer))
+        if found is None:
+            made = self._tensors_of(self._store.weight_views(buffer))
+            found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
+        return found
+
+    def show_copies(self) -> None:
+        """Let every parameter be a copy of its own of what it is."""
+        for tensor in self.tensors:
+            tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+
+    def leave(self) -> None:
+        """Keep no tensor of the store's memory: it is about to go."""
+        self._made.clear()
+        self._prepared.clear()
+        self._shard_loops.clear()
+
+
+def shaped_tensors(store: Store, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
+    """Tensors over flat views of the store's memory, each with a storage of its own exact size and the parameter's strides.
+
+    `dtype` names the type of the tensors, which for bfloat16 NumPy lacks. The memory stays mapped as long as one of them lives.
+    """
+    begin = np.frombuffer(store.memory, np.uint8).ctypes.data
+    return [
+        torch.utils.dlpack.from_dlpack(store.memory.tensor(view.ctypes.data - begin, parameter.shape, parameter.stride, dtype))
+        for view, parameter in zip(views, store.layout.parameters, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def shown(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, these parameters are `values`, which are nobody else's, on the parameters' device; then what they were before."""
+    kept = [tensor.data for tensor in tensors]
+    try:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data = value.to(tensor.device)
+        yield
+    finally:
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.data = value

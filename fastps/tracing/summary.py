@@ -1,0 +1,98 @@
+"""What a trace says in short: a row a worker, and one of the whole run. Refuses to judge (trace_check.py) and to predict."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.tracing.file import DROPPED, FOLDED, Lines, Trace
+
+Row = dict[str, Any]
+
+
+def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
+    """What each step waited without wanting a core.
+
+    Where the machine does not tell how long threads waited for a core, the worker that lost the smallest share of its time is
+    taken to have lost it to the cores alone, and the others as much for the processor time that they used.
+    """
+    lost_ns = (steps["computed_ns"] - steps["begin_ns"] - steps["cpu_ns"]).astype(np.float64)
+    if (steps["queue_ns"] >= 0).all():
+        queued_ns = steps["queue_ns"].astype(np.float64)
+    else:
+        workers = np.unique(steps["worker"])
+        of = [steps["worker"] == worker for worker in workers]
+        queued_ns = steps["cpu_ns"] * min(lost_ns[lines].sum() / max(1, steps["cpu_ns"][lines].sum()) for lines in of)
+    found_ns: npt.NDArray[np.int64] = np.maximum(0, lost_ns - queued_ns).astype(np.int64)
+    return found_ns
+
+
+def span_ns(trace: Trace) -> int:
+    """From the first step's beginning to the last push."""
+    return int(trace.steps["computed_ns"].max() - trace.steps["begin_ns"].min()) if len(trace.steps) else 0
+
+
+def summary_row(trace: Trace) -> Row:
+    """The whole run: speed, staleness, waiting, drops."""
+    seconds = span_ns(trace) / 1e9
+    steps = len(trace.steps)
+    folded = trace.pushes[trace.pushes["fate"] == FOLDED]
+    waited, total = 0, 0
+    for worker in range(trace.workers):
+        of_worker = _waiting(trace.steps_of(worker))
+        waited, total = waited + of_worker[0], total + of_worker[1]
+    return {
+        "sync": trace.header["sync"],
+        "workers": trace.workers,
+        "shards": trace.header["shards"],
+        "seconds": seconds,
+        "steps": steps,
+        "steps_per_s": steps / seconds if seconds else 0.0,
+        "staleness_mean": float(folded["staleness"].mean()) if len(folded) else 0.0,
+        "staleness_max": int(folded["staleness"].max(initial=0)),
+        "wait_share": waited / max(1, total),
+        "dropped": int((trace.pushes["fate"] == DROPPED).sum()),
+        "recorded": list(trace.header["recorded"]),
+        "unfinished": list(trace.header["unfinished"]),
+    }
+
+
+def worker_rows(trace: Trace) -> list[Row]:
+    """A row a worker: where its steps' time went, in ms, and what became of its pushes."""
+    return [_worker_row(trace, worker) for worker in range(trace.workers)]
+
+
+def _worker_row(trace: Trace, worker: int) -> Row:
+    steps = trace.steps_of(worker)
+    pushes = trace.pushes[trace.pushes["worker"] == worker]
+    folded = pushes[pushes["fate"] == FOLDED]
+    waited, total = _waiting(steps)
+    wall_ns = steps["computed_ns"] - steps["begin_ns"]
+    return {
+        "worker": worker,
+        "steps": len(steps),
+        "compute_ms_mean": _mean_ms(wall_ns),
+        "compute_ms_median": float(np.median(wall_ns)) / 1e6 if len(steps) else 0.0,
+        "compute_ms_p95": float(np.percentile(wall_ns, 95)) / 1e6 if len(steps) else 0.0,
+        "cpu_ms_mean": _mean_ms(steps["cpu_ns"]),
+        "queue_ms_mean": _mean_ms(np.maximum(steps["queue_ns"], 0)) if (steps["queue_ns"] >= 0).all() else None,
+        "blocked_ms_mean": _mean_ms(blocked_ns(steps)),
+        "store_cpu_ms_mean": _mean_ms(steps["store_cpu_ns"]),
+        "transfer_ms_mean": _mean_ms(steps["push_transfer_ns"] + steps["pull_transfer_ns"]),
+        "wait_share": waited / max(1, total),
+        "staleness_mean": float(folded["staleness"].mean()) if len(folded) else 0.0,
+        "staleness_max": int(folded["staleness"].max(initial=0)),
+        "dropped": int((pushes["fate"] == DROPPED).sum()),
+    }
+
+
+def _waiting(steps: Lines) -> tuple[int, int]:
+    """The time that a worker neither computed nor pushed nor pulled, and all its time, in ns."""
+    whole = steps[steps["end_ns"] > 0]
+    if not len(whole):
+        return 0, 0
+    return int((whole["granted_ns"] - whole["pushed_ns"]).sum()), int((whole["end_ns"] - whole["begin_ns"]).sum())
+
+
+def _mean_ms(durations_ns: npt.NDArray[Any]) -> float:
+    return float(durations_ns.mean()) / 1e6 if len(durations_ns) else 0.0

@@ -1,0 +1,201 @@
+"""Whole training runs from outside: launch the workers, show progress, merge what they measured into one row, compare rows.
+
+Refuses to train: training.py does, in the workers.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from sys import executable
+
+from rich.console import Console
+
+from fastps.cli.report import LiveWorkers, Row, failure_panel
+from fastps.errors import Error
+from fastps.job.policy import Policy
+from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
+from fastps.processes.options import JobOptions
+from fastps.store.observer import Observer, observe
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.training.data import Dataset
+from fastps.training.options import TrainingOptions
+
+
+class RunFailedError(Error):
+    """A run's workers did not all finish; the report was shown already. `exit_code` is for the command line."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__("the run was interrupted" if outcome.interrupted else "the run failed")
+        self.exit_code = outcome.exit_code
+
+
+def train(
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    job: JobOptions = NO_OPTIONS,
+    progress: bool = True,
+    trace: Path | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Row:
+    """Run one training job on `data`, recorded into `trace` if given, and return its row, with what injected faults cost.
+
+    Raises RunFailedError.
+    """
+    results, outcome = _run(options, data, console, job, progress, trace, clock)
+    replaced = sum(worker.restart > 0 for worker in outcome.workers)
+    row = merged(options, results, outcome.began_ns if replaced else None)
+    if job.restarts:
+        row["restarts"] = replaced
+    if outcome.faults is not None:
+        row["chaos"] = outcome.faults.row()
+    return row
+
+
+def results_of(
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    progress: bool = True,
+    trace: Path | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> list[Row]:
+    """Run one training job on `data` and return what each worker measured. Raises RunFailedError."""
+    return _run(options, data, console, NO_OPTIONS, progress, trace, clock)[0]
+
+
+def _run(
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    job: JobOptions,
+    progress: bool,
+    trace: Path | None,
+    clock: Clock,
+) -> tuple[list[Row], Outcome]:
+    """What each worker measured who came to the end, worker 0 first, and how the job ended."""
+    with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
+        file = Path(folder) / "options.json"
+        options.save(file)
+        data.save(file.parent)  # read once, here; the workers map it
+        command = [executable, "-m", "fastps.training.worker_main", str(file)]
+        imports = ["fastps.torch.optimizer", "fastps.training.data", "fastps.training.models", "fastps.training.prefetch"]
+        launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace, clock=clock)
+        outcome = _run_watched(launcher, options, data, console, progress, clock)
+        if outcome.exit_code:
+            if outcome.first_failure is not None:
+                console.print(failure_panel(outcome))
+            raise RunFailedError(outcome)
+        files = [Path(folder) / f"worker-{rank}.json" for rank in range(options.workers)]
+        return [json.loads(file.read_text()) for file in files if file.is_file()], outcome
+
+
+def _run_watched(
+    launcher: Launcher, options: TrainingOptions, data: Dataset, console: Console, progress: bool, clock: Clock
+) -> Outcome:
+    if not progress:
+        return launcher.run()
+    observer: Observer | None = None
+    began_ns = 0
+
+    def tick() -> None:
+        nonlocal observer, began_ns
+        if observer is None:
+            try:
+                observer = observe(launcher.job, timeout_s=1e-9, clock=clock)
+            except Error:
+                return  # no arena yet
+        rows = observer.statistics()
+        if not began_ns and any(row.steps for row in rows):
+            began_ns = clock.now_ns()
+        view.show(rows, (clock.now_ns() - began_ns) / 1e9 if began_ns else 0.0)
+
+    title = f"{options.sync}, {options.workers} workers, job {launcher.job}"
+    with LiveWorkers(console, title, options.epochs * len(data.train_labels)) as view:
+        outcome = launcher.run(tick)
+    if observer is not None:
+        observer.close()
+    return outcome
+
+
+def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | None = None) -> Row:
+    """One row of a run from its workers' results: seconds from the common start to the last end, steps of all workers.
+
+    `began_ns` is the start where results cannot tell it: replacements begin late, and count the steps of all before them.
+    """
+    if began_ns is None:
+        began_ns = min(row["began_ns"] for row in results)
+    seconds = (max(row["ended_ns"] for row in results) - began_ns) / 1e9
+    total = {
+        key: sum(row[key] for row in results) for key in ("steps", "samples", "wait_ns", "compute_ns", "folded", "dropped")
+    }
+    shards = results[0]["histograms"]
+    return {
+        "sync": options.sync,
+        "chosen": results[0]["sync"],
+        "workers": options.workers,
+        "push_dtype": options.push_dtype,
+        "seconds": seconds,
+        "steps": total["steps"],
+        "steps_per_s": total["steps"] / seconds,
+        "samples_per_s": total["samples"] / seconds,
+        "test_accuracy": results[0]["final_accuracy"],
+        "staleness_mean": sum(row["staleness_sum"] for row in results) / max(1, total["folded"]),
+        "staleness_max": max(row["staleness_max"] for row in results),
+        "wait_share": total["wait_ns"] / max(1, total["wait_ns"] + total["compute_ns"]),
+        "dropped": total["dropped"],
+        "stale_blocks": sum(row["stale_blocks"] for row in results),
+        "sigma_mean": sum(shard["average_staleness"] for shard in shards) / max(1, len(shards)),
+        "staleness_of_shards": [staleness_row(shard["staleness"]) for shard in shards],
+        "zero_gap_share": zero_gap_share(shards, seconds * options.workers / max(1, total["steps"])),
+        "seed": options.seed,
+        "accuracy_over_time": results[0]["accuracy_over_time"],
+    }
+
+
+def staleness_row(histogram: Sequence[tuple[int, int]]) -> Row:
+    """Min, mean, median, max, deviation and count of a shard's staleness, as Chen et al. 2017, Table 1 has them by layer.
+
+    >>> staleness_row([(1, 2), (4, 2)])
+    {'min': 1, 'mean': 2.5, 'median': 2.5, 'max': 4, 'deviation': 1.5, 'count': 4}
+    """
+    count = sum(number for _, number in histogram)
+    if not count:
+        return {"min": 0, "mean": 0.0, "median": 0.0, "max": 0, "deviation": 0.0, "count": 0}
+    values = [float(value) for value, number in histogram for _ in range(number)]
+    return {
+        "min": histogram[0][0],
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "max": histogram[-1][0],
+        "deviation": statistics.pstdev(values),
+        "count": count,
+    }
+
+
+def zero_gap_share(shards: Sequence[Row], iteration_s: float) -> float:
+    """The fraction of gaps between consecutive updates that are under 1 % of the mean iteration time, 0 to 1 (R2SP, Fig. 8)."""
+    limit_ns = 0.01 * iteration_s * 1e9
+    gaps: list[tuple[int, int]] = [(least_ns, count) for shard in shards for least_ns, count in shard["gaps_ns"]]
+    return sum(count for least_ns, count in gaps if least_ns < limit_ns) / max(1, sum(count for _, count in gaps))
+
+
+def compare(
+    policies: Sequence[Policy],
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    *,
+    progress: bool = True,
+    clock: Clock = SYSTEM_CLOCK,
+) -> list[Row]:
+    """The same training under each policy, one after the other, on the same seed and data."""
+    rows = []
+    for policy in policies:
+        rows.append(train(replace(options, sync=policy.spec), data, console, progress=progress, clock=clock))
+    return rows

@@ -1,0 +1,244 @@
+"""The main job: one worker's training loop on real images.
+
+Run by the launcher as `python -m fastps.training.worker_main OPTIONS.json`; the worker writes what it measured to a file beside
+it. Refuses to show anything: report.py and compare.py do.
+"""
+
+import copy
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import fastps
+from fastps.job.policy import Policy
+from fastps.job.specs import parse_policy
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.training.data import Dataset, open_saved
+from fastps.training.models import accuracy, inputs_of, model_for
+from fastps.training.options import TrainingOptions, extra_wait_ns
+from fastps.training.prefetch import Prefetch
+
+if TYPE_CHECKING:
+    from fastps.kernels.shm.arena import Histograms
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker measured; times in nanoseconds on the machine's one monotonic clock."""
+
+    rank: int
+    steps: int
+    samples: int
+    began_ns: int
+    ended_ns: int
+    wait_ns: int
+    compute_ns: int
+    folded: int
+    dropped: int
+    staleness_sum: int
+    staleness_max: int
+    stale_blocks: int
+    accuracy_over_time: list[tuple[float, float]]
+    final_accuracy: float
+    histograms: "list[Histograms]"
+    sync: str  # the discipline at the end
+
+
+class Batches:
+    """The images in an order that all workers agree on, a new one every pass; nobody shares a sample.
+
+    With `draw`, which counts for all workers together, each batch is the next of the one order, so that a lost worker's share
+    is served by the others. Without it each worker has a share of its own, from `begun` samples on: the same whoever is slow,
+    as schemes need that keep all workers level.
+    """
+
+    def __init__(
+        self, data: Dataset, options: TrainingOptions, rank: int, begun: int = 0, draw: Callable[[int], int] | None = None
+    ) -> None:
+        self._data = data
+        self._options = options
+        self._rank = rank
+        self._next = begun
+        self._draw = draw
+        self._orders: dict[int, torch.Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield self.next()
+
+    def next(self, tuned: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch, of `tuned` samples if that is not 0; a new pass begins where the last one ends."""
+        size = tuned or self._options.batch_size
+        first = self._next if self._draw is None else self._draw(size)
+        self._next += size
+        chosen, position = [], first
+        while position < first + size:
+            order = self._order(position)
+            begin = position % len(order)
+            chosen.append(order[begin : begin + first + size - position])
+            position += len(chosen[-1])
+        index = torch.cat(chosen).numpy()
+        return inputs_of(self._data, self._data.train_images[index]), torch.from_numpy(self._data.train_labels[index])
+
+    def _order(self, position: int) -> torch.Tensor:
+        """The pass that a sample's place lies in: the whole of it, or this worker's share."""
+        samples = len(self._data.train_labels)
+        rank, workers = (0, 1) if self._draw is not None else (self._rank % self._options.workers, self._options.workers)
+        number = position // len(range(rank, samples, workers))
+        if number not in self._orders:
+            generator = torch.Generator().manual_seed(1_000_003 * self._options.seed + number)
+            self._orders = {number: torch.randperm(samples, generator=generator)[rank::workers]}
+        return self._orders[number]
+
+
+class TrainingRun:
+    """One worker's run: steps until all workers together have drawn the run's budget of samples."""
+
+    def __init__(self, options: TrainingOptions, data: Dataset, rank: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._options = options
+        self._rank = rank
+        self._clock = clock
+        self._policy: Policy = parse_policy(options.sync)
+        self._data = data
+        self._budget = options.epochs * len(data.train_labels)
+        resume = os.environ.get("FASTPS_RESUME")
+        self._drawn_before = fastps.load(resume).drawn if resume else 0
+        torch.manual_seed(options.seed)
+        self._model = model_for(data)
+        # Weights at the end of each epoch, kept by worker 0 and judged when the clock is off.
+        self._snapshots: list[tuple[float, dict[str, torch.Tensor]]] = []
+
+    def run(self) -> WorkerResult:
+        """Train, then return what was measured; worker 0 also judges the snapshots and the final weights."""
+        options = self._options
+        if options.straggler:
+            torch.set_num_threads(1)  # processor time of the step is then the time of this thread
+        inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
+        seeds = {"seed": options.seed}
+        push_dtype = getattr(torch, options.push_dtype)
+        with fastps.DistributedOptimizer(
+            inner, sync=self._policy, model=self._model, seeds=seeds, push_dtype=push_dtype
+        ) as optimizer:
+            batches = self._batches(optimizer.worker)
+            if options.warm_start and not optimizer.worker.generation:
+                load_weights(self._model, Path(options.warm_start))
+            optimizer.worker.transfer_ms(options.transfer_ms)
+            optimizer.worker.delay_responses(options.pull_delay_share, options.pull_delay_s, options.seed)
+            optimizer.wait_for_start()
+            began_ns = self._clock.now_ns()
+            self._steps(optimizer, batches, began_ns)
+            ended_ns = self._clock.now_ns()
+            final = math.nan
+            if self._rank == 0:
+                optimizer.wait_for_others()
+                with optimizer.averaged_weights():
+                    final = self._judge(self._model.state_dict())
+                    if options.weights_file:
+                        save_weights(self._model, Path(options.weights_file))
+            row = optimizer.statistics()[self._rank]
+            histograms, sync = optimizer.histograms(), optimizer.policy.spec
+        curve = [(seconds, self._judge(weights)) for seconds, weights in self._snapshots]
+        return WorkerResult(
+            rank=self._rank,
+            steps=row.steps,
+            samples=row.samples,
+            began_ns=began_ns,
+            ended_ns=ended_ns,
+            wait_ns=row.wait_ns,
+            compute_ns=row.compute_ns,
+            folded=row.folded,
+            dropped=row.dropped,
+            staleness_sum=row.staleness_sum,
+            staleness_max=row.staleness_max,
+            stale_blocks=row.stale_blocks,
+            accuracy_over_time=curve,
+            final_accuracy=final,
+            histograms=histograms,
+            sync=sync,
+        )
+
+    def _steps(self, optimizer: fastps.DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
+        """Step until the budget is drawn. Batches are read ahead, unless the grant decides their size."""
+        with Prefetch(() if self._policy.tune else batches) as ahead:
+            while not self._finished(optimizer):
+                tuned = optimizer.worker.batch_size
+                self._step(optimizer, *(batches.next(tuned) if self._policy.tune else next(ahead)))
+                if self._rank == 0:
+                    self._keep_snapshot(optimizer, began_ns)
+
+    def _batches(self, worker: fastps.Worker) -> Batches:
+        """Where all workers are at the same step, each has its share from its step on; elsewhere they draw from one order."""
+        if self._policy.is_level:
+            return Batches(self._data, self._options, self._rank, worker.steps * self._options.batch_size)
+        return Batches(self._data, self._options, self._rank, draw=worker.store.arena.draw)
+
+    def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        cpu_ns = self._clock.thread_cpu_ns()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self._model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._clock.sleep_ns(extra_wait_ns(self._options, self._rank, self._clock.thread_cpu_ns() - cpu_ns))
+        optimizer.report_loss(float(loss.detach()), len(labels))
+        optimizer.step()
+
+    def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
+        """Samples that all workers together have drawn."""
+        if optimizer.policy.is_level and not optimizer.policy.warm_up:
+            # All are at the same step, also those who resumed or joined.
+            steps = optimizer.worker.earlier_steps + optimizer.worker.steps
+            return steps * self._options.batch_size * self._options.workers
+        return self._drawn_before + sum(row.samples for row in optimizer.statistics())
+
+    def _finished(self, optimizer: fastps.DistributedOptimizer) -> bool:
+        return self._drawn(optimizer) >= self._budget
+
+    def _keep_snapshot(self, optimizer: fastps.DistributedOptimizer, began_ns: int) -> None:
+        epochs = self._drawn(optimizer) * self._options.epochs // self._budget
+        if epochs > len(self._snapshots):
+            seconds = (self._clock.now_ns() - began_ns) / 1e9
+            self._snapshots.append((seconds, copy.deepcopy(self._model.state_dict())))
+
+    def _judge(self, weights: dict[str, torch.Tensor]) -> float:
+        judge = copy.deepcopy(self._model)
+        judge.load_state_dict(weights)
+        return accuracy(judge, self._data)
+
+
+def save_weights(model: torch.nn.Module, file: Path) -> None:
+    """Write a model's weights as arrays (.npz): nothing that would have to be unpickled."""
+    with file.open("wb") as stream:
+        np.savez(stream, **{name: value.numpy() for name, value in model.state_dict().items()})
+
+
+def load_weights(model: torch.nn.Module, file: Path) -> None:
+    """Begin with the weights that `save_weights` wrote. Raises UsageError for a file of other weights."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            model.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+    except (OSError, ValueError, RuntimeError) as error:
+        raise fastps.UsageError(f"--warm-start {file}: expected the weights of this model, found others ({error})") from None
+
+
+def main(options_file: str) -> None:
+    """Run this process's worker as the options file says, on the data set saved beside it, and write its result there, too."""
+    path = Path(options_file)
+    rank = fastps.rank()
+    result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), rank).run()
+    path.with_name(f"worker-{rank}.json").write_text(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except fastps.Error as error:
+        sys.exit(f"fastps: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,129 @@
+"""What the machine allows: the plain C loops and the plain shared word that `fastps bench` compares fastps with.
+
+Nothing of fastps calls this. What it refuses to be: part of the store, or right to the bit.
+"""
+
+from libc.math cimport pow, sqrt
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from fastps.kernels.protocol.ring cimport fps_pause, fps_tail_acquire, fps_tail_release
+
+cdef extern from "baseline/roofline.h" nogil:
+    ctypedef struct fps_limit_job:
+        const float *gradients[16]
+        const float *weights_in
+        const float *mean_in
+        const float *square_in
+        float *weights_out
+        float *mean_out
+        float *square_out
+        float minus_rate
+        float momentum
+        float beta2
+        float root_correction2
+        float epsilon
+
+    void fps_limit_run(const fps_limit_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming)
+
+COUNTS = (1, 2, 3, 4, 8, 16)  # numbers of gradients that have a loop of their own
+cdef enum:
+    LINE_BYTES = 64
+LINE = LINE_BYTES
+
+
+cdef class Loop:
+    """One pass over memory: the sum of the gradients, then SGD with momentum, or Adam's first step on one gradient.
+
+    Reads weights (float32[n]) and state (float32[1 or 2, n]), writes weights_out and state_out; all begin on cache lines.
+    """
+
+    cdef fps_limit_job job
+    cdef bint is_adam
+    cdef int count
+    cdef int64_t length
+    cdef list keep
+
+    def __cinit__(self, list gradients not None, const float[::1] weights not None, const float[:, ::1] state not None,
+                  float[::1] weights_out not None, float[:, ::1] state_out not None, *, double learning_rate, double momentum,
+                  double beta2=0.0, double epsilon=0.0):
+        cdef const float[::1] gradient
+        cdef int index
+        if len(gradients) not in COUNTS:
+            raise ValueError(f"expected {', '.join(str(count) for count in COUNTS)} gradients, found {len(gradients)}")
+        self.is_adam = state.shape[0] == 2
+        self.count = len(gradients)
+        self.length = weights.shape[0]
+        self.keep = [gradients, weights, state, weights_out, state_out]
+        memset(&self.job, 0, sizeof(self.job))
+        for index, values in enumerate(gradients):
+            gradient = values
+            self.job.gradients[index] = &gradient[0]
+            _check(gradient.shape[0], self.length, <uintptr_t> &gradient[0])
+        _check(state.shape[1], self.length, <uintptr_t> &state[0, 0])
+        _check(weights_out.shape[0], self.length, <uintptr_t> &weights_out[0])
+        _check(state_out.shape[1], self.length, <uintptr_t> &state_out[0, 0])
+        self.job.weights_in = &weights[0]
+        self.job.weights_out = &weights_out[0]
+        self.job.mean_in = &state[0, 0]
+        self.job.mean_out = &state_out[0, 0]
+        if self.is_adam:
+            _check(state_out.shape[0], 2, <uintptr_t> &state_out[1, 0] | <uintptr_t> &state[1, 0])
+            self.job.square_in = &state[1, 0]
+            self.job.square_out = &state_out[1, 0]
+        self.job.minus_rate = -learning_rate / (1 - momentum) if self.is_adam else -learning_rate
+        self.job.momentum = momentum
+        self.job.beta2 = beta2
+        self.job.root_correction2 = sqrt(1 - pow(beta2, 1))
+        self.job.epsilon = epsilon
+
+    def run(self, int64_t first, int64_t last, bint streaming, int64_t times=1, Loop back=None):
+        """The floats [first, last), `times` times over, with streaming or normal stores. Releases the GIL.
+
+        Every second time it is the loop `back`, which may read what this one writes, and write what it reads.
+        """
+        cdef const fps_limit_job *other = &(self if back is None else back).job
+        cdef int64_t time
+        if back is not None and (back.is_adam, back.count, back.length) != (self.is_adam, self.count, self.length):
+            raise ValueError("expected a way back with the same rule, number of gradients and length, found another")
+        if not 0 <= first <= last <= self.length or first % 16:
+            raise ValueError(f"expected a range within {self.length} floats from a multiple of 16, found {first} to {last}")
+        with nogil:
+            for time in range(times):
+                fps_limit_run(other if time % 2 else &self.job, self.is_adam, self.count, first, last, streaming)
+
+
+cdef int _check(int64_t length, int64_t expected, uintptr_t address) except -1:
+    if length != expected or address % LINE_BYTES:
+        raise ValueError(f"expected {expected} values that begin on a cache line, found {length} at {address:#x}")
+    return 0
+
+
+def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t patience=2_000_000_000):
+    """Two processes hand a number to and fro through two cache lines, `count` times: what no lane can be faster than.
+
+    `memory` is 128 shared bytes, zero at the start; one process is `first`. Raises TimeoutError after `patience` looks.
+    """
+    cdef uint64_t *mine
+    cdef uint64_t *theirs
+    cdef uint64_t begin, i
+    cdef int64_t tries = 0
+    if memory.shape[0] < 2 * LINE_BYTES:
+        raise ValueError(f"expected {2 * LINE_BYTES} bytes, found {memory.shape[0]}")
+    mine = <uint64_t *> (&memory[0] + (0 if first else LINE_BYTES))
+    theirs = <uint64_t *> (&memory[0] + (LINE_BYTES if first else 0))
+    with nogil:
+        begin = mine[0]
+        for i in range(begin + 1, begin + count + 1):
+            if first:
+                fps_tail_release(mine, i)
+            tries = 0
+            while fps_tail_acquire(theirs) != i and tries <= patience:
+                tries += 1
+                fps_pause()
+            if tries > patience:
+                break
+            if not first:
+                fps_tail_release(mine, i)
+    if tries > patience:
+        raise TimeoutError(f"expected an answer within {patience} looks, found none")

@@ -1,0 +1,163 @@
+"""Pushes that arrive in random order, played to a scheduler without Python in between: what a benchmark of decisions times.
+
+Any worker that may push is as likely to be next as any other, so that clocks come apart and memory is met in no order that a
+processor could guess. A few that have arrived stand in line, as descriptors do that are posted and not yet drained; the
+scheduler is told of them, and fetches what they need meanwhile. What it refuses to be: a simulator (no time passes but a fixed
+one from push to push), or fair to speeds.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from fastps.kernels.scheduling.state cimport (
+    NEVER_NS,
+    prefetch,
+    roster_begin,
+    roster_touched,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.scheduling.scheduler cimport Scheduler, scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+
+cdef enum:
+    STEP_NS = 1000   # from push to push
+    SAMPLES = 32     # of a push whose grant carried no batch
+    LINE = 8         # pushes that stand in line, a power of two
+    DRAWN = 4        # numbers drawn before they are used, so that no time of this file's own memory is in a decision
+    SOON = 4         # of the line, pushes whose workers' neighbours are fetched, too
+
+# A worker that may push, and the version of its last grant: the timestamp of its push, as a store's worker would send it.
+cdef struct ready_t:
+    int64_t read_version
+    int32_t worker
+
+
+cdef class Arrivals:
+    """Random arrivals at `scheduler`, which nobody else may give events meanwhile; what is folded is not told.
+
+    >>> from fastps.kernels.scheduling.scheduler import Scheduler
+    >>> scheduler = Scheduler(4, fold="each", grant="at-once")
+    >>> Arrivals(scheduler).play(100)
+    100
+    >>> sum(scheduler.clock(worker) for worker in range(4))
+    100
+    """
+
+    cdef readonly Scheduler scheduler
+    cdef ready_t *ready
+    cdef int32_t n_ready
+    cdef ready_t line[LINE]
+    cdef uint32_t line_begin
+    cdef uint32_t line_end
+    cdef uint64_t random
+    cdef uint64_t drawn[DRAWN]
+    cdef uint32_t n_drawn
+    cdef int64_t now_ns
+    cdef readonly int64_t decisions  # events answered so far: pushes and timers
+
+    def __cinit__(self, Scheduler scheduler not None, uint64_t seed=0):
+        cdef int32_t i
+        if scheduler.other != NULL:
+            raise ValueError("expected a scheduler with one record, found one whose commits alternate")
+        self.scheduler = scheduler
+        self.random = seed
+        self.ready = <ready_t *> calloc(scheduler.state.n_workers, sizeof(ready_t))
+        if self.ready == NULL:
+            raise MemoryError("expected memory for the workers that may push, found none")
+        for i in range(DRAWN):
+            self.drawn[i] = self._draw()
+        for i in range(scheduler.state.n_workers):
+            if roster_workers(scheduler.state)[i].live and not roster_workers(scheduler.state)[i].waiting:
+                self.ready[self.n_ready].worker = i
+                self.n_ready += 1
+
+    def __dealloc__(self):
+        free(self.ready)
+
+    def play(self, int64_t events):
+        """Play `events` pushes; timers that are due, or for which all wait, are fired before the next push.
+
+        Returns the folds. Raises RuntimeError if nobody may push and no timer is set.
+        """
+        cdef int64_t played = 0, version = self.scheduler.state.version
+        with nogil:
+            while played < events and self._play_next():
+                played += 1
+        if played < events:
+            raise RuntimeError(f"expected {events} pushes, found that after {played} nobody may push and no timer is set")
+        return self.scheduler.state.version - version
+
+    cdef bint _play_next(self) noexcept nogil:
+        """One push by the first in line; False when there is none."""
+        cdef scheduler_t *state = self.scheduler.state
+        cdef const ready_t *chosen
+        cdef worker_t *w
+        cdef int64_t samples = SAMPLES
+        self.now_ns += STEP_NS
+        self._fire_timers(state)
+        self._fill_line(state)
+        if self.line_begin == self.line_end:
+            return False
+        if self.line_end - self.line_begin > SOON:
+            scheduler_expect(state, self.line[(self.line_begin + SOON) % LINE].worker, True)
+        chosen = &self.line[self.line_begin % LINE]
+        self.line_begin += 1
+        w = &roster_workers(state)[chosen.worker]
+        roster_begin(state)
+        w.consumed += 1
+        if state.policy.tune_batches and w.batch > 0:
+            samples = w.batch
+        scheduler_push(state, chosen.worker, self.now_ns, chosen.read_version, samples)
+        self.decisions += 1
+        self._note_grants(state)
+        return True
+
+    cdef inline void _fire_timers(self, scheduler_t *state) noexcept nogil:
+        """All that are due, and if nobody may push those that come first."""
+        cdef int64_t due_ns = scheduler_due(state)
+        while due_ns != NEVER_NS and (due_ns <= self.now_ns or (self.n_ready == 0 and self.line_begin == self.line_end)):
+            self.now_ns = max(self.now_ns, due_ns)
+            roster_begin(state)
+            scheduler_fire(state)
+            self.decisions += 1
+            self._note_grants(state)
+            due_ns = scheduler_due(state)
+
+    cdef inline void _fill_line(self, const scheduler_t *state) noexcept nogil:
+        cdef int32_t index
+        while self.n_ready > 0 and self.line_end - self.line_begin < LINE:
+            index = self._choose()
+            self.line[self.line_end % LINE] = self.ready[index]
+            scheduler_expect(state, self.ready[index].worker, False)
+            self.line_end += 1
+            self.n_ready -= 1
+            self.ready[index] = self.ready[self.n_ready]
+
+    cdef inline uint64_t _draw(self) noexcept nogil:
+        """A number below 2^32 (splitmix64)."""
+        cdef uint64_t bits
+        self.random += <uint64_t> 0x9E3779B97F4A7C15
+        bits = self.random
+        bits = (bits ^ (bits >> 30)) * <uint64_t> 0xBF58476D1CE4E5B9
+        bits = (bits ^ (bits >> 27)) * <uint64_t> 0x94D049BB133111EB
+        return (bits ^ (bits >> 31)) >> 32
+
+    cdef inline int32_t _choose(self) noexcept nogil:
+        """The place of a worker that may push, any of them; what will be chosen a few calls later is fetched."""
+        cdef uint64_t *drawn = &self.drawn[self.n_drawn % DRAWN]
+        cdef int32_t place = <int32_t> ((drawn[0] * <uint64_t> self.n_ready) >> 32)
+        drawn[0] = self._draw()
+        self.n_drawn += 1
+        prefetch(&self.ready[(drawn[0] * <uint64_t> self.n_ready) >> 32])
+        return place
+
+    cdef inline void _note_grants(self, const scheduler_t *state) noexcept nogil:
+        """Whoever was granted by this event reads the newest version, and may push."""
+        cdef int32_t i, worker
+        for i in range(state.n_touched_workers):
+            worker = roster_touched(state)[i]
+            if roster_workers(state)[worker].granted_at == state.sequence:
+                self.ready[self.n_ready].worker = worker
+                self.ready[self.n_ready].read_version = state.version
+                self.n_ready += 1

@@ -1,0 +1,57 @@
+"""The test hooks for Python: count the stores to shared memory, die at the n-th, switch a mutant on. Only in a build for tests.
+
+hooks.h says what is counted. What it refuses to be: part of a build that anyone trains with (setup.py leaves it out).
+"""
+
+from libc.stdint cimport int64_t
+
+cdef extern from "base/failpoints.h" nogil:
+    """
+    static const char *const fps_mutant_names[] = {
+    #define FPS_MUTANT_NAME(symbol, name, text) name,
+        FPS_MUTANTS(FPS_MUTANT_NAME)
+    };
+    static const char *const fps_mutant_texts[] = {
+    #define FPS_MUTANT_TEXT(symbol, name, text) text,
+        FPS_MUTANTS(FPS_MUTANT_TEXT)
+    };
+    """
+    enum:
+        FPS_N_MUTANTS
+    const char **fps_mutant_names
+    const char **fps_mutant_texts
+
+    ctypedef struct fps_hook_table:
+        int64_t accesses
+        int64_t stores
+        int64_t die_at
+        int64_t mutant
+    fps_hook_table fps_hooks
+
+# Name to what is wrong.
+MUTANTS = {fps_mutant_names[index].decode(): fps_mutant_texts[index].decode() for index in range(FPS_N_MUTANTS)}
+
+
+def stores():
+    """Stores to shared memory so far, by this process."""
+    return fps_hooks.stores
+
+
+def accesses():
+    """Stores and loads so far, by this process."""
+    return fps_hooks.accesses
+
+
+def die_at(int64_t store):
+    """Die by SIGKILL just before the store-th store from now on, counted from 1; 0: never."""
+    if store < 0:
+        raise ValueError(f"expected a store of at least 1, or 0 for never, found {store}")
+    fps_hooks.die_at = fps_hooks.stores + store if store else 0
+
+
+def switch_on(str mutant):
+    """Switch one of MUTANTS on, for the whole process; None: none of them."""
+    names = list(MUTANTS)
+    if mutant is not None and mutant not in MUTANTS:
+        raise ValueError(f"expected one of {', '.join(names)}, found {mutant!r}")
+    fps_hooks.mutant = -1 if mutant is None else names.index(mutant)

@@ -1,0 +1,61 @@
+# Who watches a simulated job and knows what must be true of it, for chaos.pyx and chaos_machine.pyx.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.scheduling.state cimport scheduler_t
+
+cdef enum:
+    MAX_WORKERS = 8
+    MAX_STEPS = 32
+    MAX_WATCHED_SHARDS = 2
+    REMEMBERED = 64         # versions whose weights are kept for readers; a power of two
+    SHARD_FLOATS = 256      # MAX_WORKERS * MAX_STEPS
+
+# What is known of one shard.
+cdef struct watched_t:
+    uint64_t commit
+    uint64_t record_state               # the state buffer of the last commit
+    int64_t cursor[8]
+    int64_t granted[8]
+    int32_t generation[8]
+    int64_t head[8]
+    int64_t seat_granted[8]
+    int64_t folded[8]                   # pushes, null pushes among them
+    int64_t nulls[8]
+    int64_t dropped[8]
+    int64_t rule_steps
+    char is_folded[8][32]
+    float state[256]                    # the rule's plane
+    float weights[64][256]              # by version
+
+cdef class Witness:
+    cdef Arena arena
+    cdef int32_t n_workers
+    cdef int32_t n_shards
+    cdef int32_t n_steps
+    cdef bint is_sum
+    cdef bint is_mean
+    cdef bint may_drop
+    cdef bint has_state
+    cdef int64_t bound                  # of clocks at a grant, or -1
+    cdef int64_t flips
+    cdef watched_t *shards
+    cdef char kinds[8][32]
+    cdef int64_t posted[8]              # descriptors, as their workers know
+    cdef int64_t promised[8]            # descriptors of whom a turn was told
+    cdef char message[512]
+
+    cdef void look(self, int32_t runs) noexcept nogil
+    cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
+    cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
+    cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
+
+    cdef void _begin(self)
+    cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil
+    cdef void _watch_seats(self, uint32_t shard, const scheduler_t *state) noexcept nogil
+    cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil
+    cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil
+    cdef int64_t _watch_weights(self, uint32_t shard, const scheduler_t *state, uint64_t before, uint64_t after) noexcept nogil
+    cdef void _watch_state(self, uint32_t shard, uint64_t record, int64_t n, double gradient) noexcept nogil
+    cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil

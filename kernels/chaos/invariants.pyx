@@ -1,0 +1,302 @@
+"""The witness of a simulated job: watches every event, and says what must be true of it and is not.
+
+It knows nothing of how the protocol works, only what it promises, and looks at what is published: commit words, records,
+cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
+worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
+
+What it refuses to be: part of the protocol, or of a build that anyone trains with.
+"""
+
+from libc.math cimport fabs
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdio cimport snprintf
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_PENDING,
+    fps_commit_buffer,
+    fps_commit_record,
+    fps_commit_version,
+    fps_record,
+    fps_turn_owner,
+)
+from fastps.kernels.protocol.ring cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_seat
+from fastps.kernels.scheduling.state cimport roster_slowest_clock, roster_workers, scheduler_t, worker_t
+
+cdef enum:
+    SHARD_BYTES = SHARD_FLOATS * sizeof(float)
+
+
+cdef inline bint _differs(double found, double expected) noexcept nogil:
+    return not fabs(found - expected) < 1e-3  # a NaN differs
+
+
+cdef class Witness:
+    """Watches `arena`, in which `n_workers` workers push `n_steps` steps each.
+
+    Args:
+        is_sum: whether pushes are folded together; is_mean: whether they are divided by their number then.
+        may_drop: whether late pushes may be dropped.
+        bound: how far ahead of the slowest a worker may be when it is granted a step; -1: any.
+    """
+
+    def __cinit__(self, Arena arena not None, int32_t n_workers, int32_t n_steps, *, bint is_sum, bint is_mean, bint may_drop,
+                  int64_t bound):
+        if not (1 <= n_workers <= MAX_WORKERS and 1 <= n_steps < MAX_STEPS and arena.header.n_shards <= MAX_WATCHED_SHARDS):
+            raise ValueError(f"expected at most {MAX_WORKERS} workers, {MAX_STEPS - 1} steps and {MAX_WATCHED_SHARDS} shards")
+        self.arena = arena
+        self.n_workers = n_workers
+        self.n_steps = n_steps
+        self.n_shards = arena.header.n_shards
+        self.is_sum = is_sum
+        self.is_mean = is_mean
+        self.may_drop = may_drop
+        self.has_state = arena.header.state_planes > 0
+        self.bound = bound
+        self.shards = <watched_t *> calloc(self.n_shards, sizeof(watched_t))
+        if not self.shards:
+            raise MemoryError()
+        self._begin()
+
+    def __dealloc__(self):
+        free(self.shards)
+
+    cdef void _begin(self):
+        cdef int32_t shard, index
+        for shard in range(self.n_shards):
+            self.shards[shard].commit = self.arena.domain(shard).commit
+            for index in range(self.n_workers):
+                self.shards[shard].granted[index] = self.shards[shard].seat_granted[index] = 1
+
+    cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil:
+        """Write the first violation down, with three numbers."""
+        if self.message[0] == 0:
+            snprintf(self.message, sizeof(self.message), what, a, b, c)
+
+    cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil:
+        return self.arena.weights(buffer) + self.arena.first[shard]
+
+    # -- at every event ----------------------------------------------------------------------------
+
+    cdef void look(self, int32_t runs) noexcept nogil:
+        """Look at what the event before this one published; `runs`: the worker that ran."""
+        cdef int32_t shard, index
+        cdef uint64_t commit, turn
+        cdef scheduler_t *state
+        for shard in range(self.n_shards):
+            commit = self.arena.domain(shard).commit
+            if commit != self.shards[shard].commit:
+                self._watch_flip(shard, commit, runs)
+            state = self.arena.scheduler(shard, fps_commit_record(commit))
+            self._watch_seats(shard, state)
+            turn = self.arena.domain(shard).turn
+            if fps_turn_owner(turn) == 0 and not turn & FPS_PENDING:
+                for index in range(self.n_workers):
+                    if roster_workers(state)[index].consumed < self.promised[index]:
+                        self.fail(b"stranded: a push of worker %ld is left behind by a turn that is free (shard %ld, step %ld)",
+                                  index, shard, roster_workers(state)[index].consumed)
+
+    cdef void _watch_seats(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
+        """Heads and grants never go back, and never say what is not committed."""
+        cdef int32_t index
+        cdef const fps_seat *seat
+        cdef const worker_t *worker
+        cdef watched_t *known = &self.shards[shard]
+        for index in range(self.n_workers):
+            seat = self.arena.seat(index, shard)
+            worker = &roster_workers(state)[index]
+            if <int64_t> seat.head > worker.cursor or <int64_t> seat.head < known.head[index]:
+                self.fail(b"head: worker %ld was told that descriptors below %ld are done with, committed are %ld",
+                          index, seat.head, worker.cursor)
+            if worker.generation != known.generation[index]:
+                known.generation[index] = worker.generation  # another owner has joined, at the slowest's step
+                known.granted[index] = worker.granted
+                known.seat_granted[index] = 0
+            if seat.generation == worker.generation and (
+                    seat.granted > worker.granted or seat.granted < known.seat_granted[index]):
+                self.fail(b"grant: worker %ld was told %ld steps, committed are %ld", index, seat.granted, worker.granted)
+            known.head[index] = seat.head
+            known.seat_granted[index] = seat.granted if seat.generation == worker.generation else 0
+
+    cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil:
+        """Whether `weights` are those of the version (or of a version that is too old to be remembered)."""
+        if version + REMEMBERED <= fps_commit_version(self.shards[shard].commit):
+            return True
+        return memcmp(weights, self.shards[shard].weights[version % REMEMBERED], SHARD_BYTES) == 0
+
+    # -- a flip ------------------------------------------------------------------------------------
+
+    cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil:
+        cdef watched_t *known = &self.shards[shard]
+        cdef uint64_t before = known.commit
+        cdef int64_t versions = <int64_t> fps_commit_version(commit) - <int64_t> fps_commit_version(before)
+        cdef fps_record *record = &self.arena.domain(shard).records[fps_commit_record(commit)]
+        cdef scheduler_t *state = self.arena.scheduler(shard, fps_commit_record(commit))
+        cdef int64_t passed = 0, expected, n
+        known.commit = commit
+        if fps_turn_owner(self.arena.domain(shard).turn) != <uint64_t> runs + 1:
+            self.fail(b"flip: worker %ld flipped shard %ld in the turn of worker %ld", runs, shard,
+                      <int64_t> fps_turn_owner(self.arena.domain(shard).turn) - 1)
+        if versions == 0 and fps_commit_record(commit) == fps_commit_record(before):
+            if fps_commit_buffer(commit) != fps_commit_buffer(before):
+                self.fail(b"flip: version %ld of shard %ld changed its buffer to %ld", fps_commit_version(commit), shard,
+                          fps_commit_buffer(commit))
+            return  # a turn was broken
+        self.flips += 1
+        if record.version != fps_commit_version(commit) or record.weights_buffer != fps_commit_buffer(commit) \
+                or <uint64_t> state.version != fps_commit_version(commit):
+            self.fail(b"record: version %ld was published with a record of version %ld and a scheduler of %ld",
+                      fps_commit_version(commit), record.version, state.version)
+            return
+        n = self._watch_weights(shard, state, before, commit)
+        self._watch_cursors(shard, state, &passed)
+        expected = passed
+        if self.is_sum and self.may_drop:
+            expected = 1 if n > 0 else min(versions, <int64_t> 1)  # what was passed may have been dropped
+        elif self.is_sum:
+            expected = min(passed, <int64_t> 1)
+        if versions != expected:
+            self.fail(b"version: %ld pushes were passed at once, and %ld versions (now %ld)", passed, versions, state.version)
+        if self.has_state:
+            self._watch_state(shard, record.state_buffer, n, 1.0 / n if self.is_mean else 1.0)
+        self._watch_grants(shard, state)
+
+    cdef int64_t _watch_weights(
+            self, uint32_t shard, const scheduler_t *state, uint64_t before, uint64_t after) noexcept nogil:
+        """Which pushes were folded: the differences of the weights. Returns how many."""
+        cdef watched_t *known = &self.shards[shard]
+        cdef const float *old = known.weights[fps_commit_version(before) % REMEMBERED]
+        cdef const float *new = self._range(shard, fps_commit_buffer(after))
+        cdef int32_t index, step
+        cdef int64_t n = 0
+        cdef double expected
+        for index in range(SHARD_FLOATS):
+            n += new[index] != old[index]
+        # Adagrad without an epsilon moves a weight by the learning rate, whatever its first gradient.
+        expected = 1.0 / n if self.is_mean and not self.has_state and n > 0 else 1.0
+        for index in range(MAX_WORKERS):
+            for step in range(MAX_STEPS):
+                if new[index * MAX_STEPS + step] == old[index * MAX_STEPS + step]:
+                    continue
+                if index >= self.n_workers or step >= self.posted[index] or self.kinds[index][step] != FPS_PUSH:
+                    self.fail(b"folded: worker %ld's step %ld changed shard %ld, and was not pushed", index, step, shard)
+                elif known.is_folded[index][step]:
+                    self.fail(b"folded twice: step %ld of worker %ld, in shard %ld", step, index, shard)
+                elif not known.cursor[index] <= step < roster_workers(state)[index].cursor:
+                    self.fail(b"folded: step %ld of worker %ld is not below the cursor %ld", step, index,
+                              roster_workers(state)[index].cursor)
+                elif _differs(old[index * MAX_STEPS + step] - new[index * MAX_STEPS + step], expected):
+                    self.fail(b"torn gradient: step %ld of worker %ld moved its weight by %ld millionths", step, index,
+                              <int64_t> (1e6 * (old[index * MAX_STEPS + step] - new[index * MAX_STEPS + step])))
+                known.is_folded[index][step] = 1
+                known.folded[index] += 1
+        memcpy(known.weights[fps_commit_version(after) % REMEMBERED], new, SHARD_BYTES)
+        return n
+
+    cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil:
+        """Cursors only move on, not beyond what was posted, and pass no push that is not folded (or may be dropped)."""
+        cdef watched_t *known = &self.shards[shard]
+        cdef const worker_t *worker
+        cdef int32_t index
+        cdef int64_t position
+        for index in range(self.n_workers):
+            worker = &roster_workers(state)[index]
+            if not known.cursor[index] <= worker.cursor <= worker.consumed <= self.posted[index]:
+                self.fail(b"cursor: worker %ld's went from %ld to %ld", index, known.cursor[index], worker.cursor)
+                continue
+            for position in range(known.cursor[index], worker.cursor):
+                if self.kinds[index][position] == FPS_LEAVE:
+                    continue
+                passed[0] += 1
+                if self.kinds[index][position] == FPS_NULL:
+                    known.folded[index] += 1
+                    known.nulls[index] += 1
+                elif not known.is_folded[index][position]:
+                    known.dropped[index] += 1
+                    if not self.may_drop:
+                        self.fail(b"lost: step %ld of worker %ld was passed in shard %ld, and not folded", position, index,
+                                  shard)
+            known.cursor[index] = worker.cursor
+
+    cdef void _watch_state(self, uint32_t shard, uint64_t buffer, int64_t n, double gradient) noexcept nogil:
+        """The rule's state (Adagrad's sum of squares) and its count of steps go with the weights."""
+        cdef watched_t *known = &self.shards[shard]
+        cdef const int64_t *steps = <const int64_t *> self.arena.state(buffer) + shard
+        cdef const float *plane = (<const float *> (self.arena.state(buffer) + self.arena.header.state_steps_bytes)
+                                   + self.arena.first[shard])
+        cdef int32_t index
+        if n == 0:
+            if buffer != known.record_state:
+                self.fail(b"state: nothing was folded in shard %ld, and the state's buffer went from %ld to %ld", shard,
+                          known.record_state, buffer)
+            return
+        known.record_state = buffer
+        known.rule_steps += 1 if self.is_sum else n
+        if steps[0] != known.rule_steps:
+            self.fail(b"state: the rule of shard %ld counts %ld steps, expected %ld", shard, steps[0], known.rule_steps)
+        for index in range(SHARD_FLOATS):
+            if plane[index] != known.state[index] and (known.state[index] != 0 or _differs(plane[index], gradient * gradient)):
+                self.fail(b"state: float %ld of shard %ld is %ld millionths", index, shard, <int64_t> (1e6 * plane[index]))
+        memcpy(known.state, plane, SHARD_BYTES)
+
+    cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
+        """No worker is granted a step that is too far ahead of the slowest.
+
+        Of a commit in which somebody joined, at a lower clock perhaps, it cannot be seen which came first.
+        """
+        cdef watched_t *known = &self.shards[shard]
+        cdef const worker_t *worker
+        cdef int32_t index
+        cdef bint joins = False
+        for index in range(self.n_workers):
+            joins = joins or roster_workers(state)[index].generation != known.generation[index]
+        for index in range(self.n_workers):
+            worker = &roster_workers(state)[index]
+            if worker.generation != known.generation[index]:
+                continue
+            if worker.granted < known.granted[index]:
+                self.fail(b"grant: worker %ld's went back from %ld to %ld", index, known.granted[index], worker.granted)
+            elif worker.granted > known.granted[index] and self.bound >= 0 and worker.live and not joins \
+                    and worker.granted - 1 - roster_slowest_clock(state) > self.bound:
+                self.fail(b"bound: worker %ld was granted step %ld, the slowest is at %ld", index, worker.granted,
+                          roster_slowest_clock(state))
+            known.granted[index] = worker.granted
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil:
+        """Everyone has ended. Nothing is held, and the ledger is even: what the arena counts, too.
+
+        `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to, or died
+        while they saw to it; they may hold a turn for ever, what they posted last may lie there, and the dead may still be
+        counted.
+        """
+        cdef int32_t shard, index
+        cdef scheduler_t *state
+        cdef watched_t *known
+        cdef int64_t folded, uncertain
+        cdef uint64_t owner
+        for shard in range(self.n_shards):
+            known = &self.shards[shard]
+            state = self.arena.scheduler(shard, fps_commit_record(known.commit))
+            owner = fps_turn_owner(self.arena.domain(shard).turn)
+            if owner != 0 and not (unnoticed >> (owner - 1)) & 1:
+                self.fail(b"turn: worker %ld holds the turn of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
+            for index in range(self.n_workers):
+                if (unnoticed >> index) & 1:
+                    continue
+                if known.cursor[index] != self.posted[index] \
+                        or <int64_t> self.arena.seat(index, shard).head != known.cursor[index]:
+                    self.fail(b"ledger: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
+                              known.cursor[index])
+                # Of a null push nobody can see whether it was folded or dropped, only that it was one of them.
+                uncertain = known.nulls[index] if self.may_drop else 0
+                folded = self.arena.seat(index, shard).folded
+                if not known.folded[index] - uncertain <= folded <= known.folded[index] \
+                        or folded + self.arena.seat(index, shard).dropped != known.folded[index] + known.dropped[index]:
+                    self.fail(b"ledger: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
+                              known.folded[index])
+                if roster_workers(state)[index].live and not (dead >> index) & 1:
+                    self.fail(b"roster: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)

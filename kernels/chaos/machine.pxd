@@ -1,0 +1,97 @@
+# The machine of a simulated job, for who lives on it (chaos_workers.pyx) and who makes jobs for it (chaos.pyx).
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.chaos.invariants cimport Witness
+
+cdef extern from "chaos/coroutine.h" nogil:
+    ctypedef struct fps_coroutine:
+        bint has_ended
+    int fps_coroutine_make(fps_coroutine *coroutine)
+    void fps_coroutine_free(fps_coroutine *coroutine)
+    void fps_coroutine_begin(fps_coroutine *coroutine, void (*body)(int) noexcept nogil, int number)
+    void fps_coroutine_yield(fps_coroutine *coroutine)
+    void fps_coroutine_resume(fps_coroutine *coroutine)
+
+cdef enum:
+    MOST_LIVES = 4                  # of one place: the first process's, and those of its replacements
+    BEGINNING_NS = 1_000_000_000    # when a job begins
+
+# What a simulated process does just now.
+cdef enum:
+    RUNS = 0
+    SLEEPS = 1      # until its event moves, or a time
+    STALLED = 2     # stopped, until a time
+    DEAD = 3
+    ENDED = 4
+    RESTARTS = 5    # dead, until its replacement begins
+
+# Kinds of faults, counted.
+cdef enum:
+    FAULT_CRASH = 0
+    FAULT_STALL = 1
+    FAULT_WAKE = 2      # a sleeper wakes for nothing, as by a signal
+    FAULT_SKEW = 3      # a process whose clock is wrong
+    FAULT_SLOW = 4      # a process that is given few steps
+    FAULT_RESTART = 5   # another process takes the lane of one that died
+    N_FAULTS = 6
+
+cdef struct process_t:
+    int32_t state
+    int64_t until_ns
+    const uint32_t *event
+    int64_t skew_ns
+    uint32_t weight         # how often it is chosen
+    int64_t died_ns
+    bint noticed            # by a survivor
+    bint settled            # somebody saw it, broke its turns and buried it
+    uint32_t generation     # how many had this place before
+
+ctypedef void (*what_a_process_does)(int index) noexcept nogil
+
+cdef class Machine:
+    cdef fps_coroutine coroutines[8]
+    cdef process_t processes[8]
+    cdef int32_t n_processes
+    cdef Arena arena
+    cdef Witness witness
+    cdef what_a_process_does born   # before it runs: its private memory is made
+    cdef what_a_process_does live   # all that it does, from its beginning
+    cdef int32_t runs           # the process that runs, or -1
+    cdef bint over              # a violation, or too many events: nobody is resumed again
+    cdef int64_t now_ns
+    cdef int64_t events
+    cdef int64_t calm_events    # events since the last fault
+    cdef int64_t calm_ns        # when that was over
+    cdef int64_t worst_detection_ns
+    cdef int64_t faults[6]
+    # What the seed decides.
+    cdef uint64_t random
+    cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults
+    cdef uint32_t busy_factor   # by how much likelier a fault is for who folds
+    cdef int32_t crashes_left
+    cdef int32_t stalls_left
+    cdef int32_t restarts_left
+
+    cdef void begin(self, int32_t n_processes, double skew_ns) noexcept
+    cdef void play(self, int64_t shared_least)
+
+    # For the processes.
+    cdef uint64_t draw(self) noexcept nogil
+    cdef int64_t clock(self, int32_t index) noexcept nogil
+    cdef void at_access(self) noexcept nogil
+    cdef void pause(self, int64_t duration_ns) noexcept nogil
+    cdef uint32_t deaths(self, int32_t index) noexcept nogil
+    cdef void notice(self, int32_t dead) noexcept nogil
+
+    cdef void _sleep(self, const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
+    cdef void _wake_sleeper(self, const uint32_t *event) noexcept nogil
+    cdef bint _may_die(self, const process_t *me) noexcept nogil
+    cdef void _die(self, process_t *me) noexcept nogil
+    cdef bint _is_busy(self) noexcept nogil
+    cdef void _begin_life(self, int32_t index) noexcept nogil
+    cdef void _replace(self, int32_t index) noexcept nogil
+    cdef void _switch(self) noexcept nogil
+    cdef int32_t _choose(self) noexcept nogil
+    cdef void _run(self) noexcept nogil

@@ -1,0 +1,57 @@
+# The workers of a simulated job; chaos_workers.pyx.
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.chaos.machine cimport Machine
+from fastps.kernels.chaos.invariants cimport Witness
+
+# A worker's private memory.
+cdef struct life_t:
+    uint32_t generation         # how many had this lane before
+    uint32_t buried[8]          # of each lane, the owners whom this process knows to be dead
+    int64_t looked_ns
+    int64_t steps               # as the scheduler counts them
+    int64_t pushes
+    uint64_t posts
+    uint32_t slot
+    uint64_t slot_free_at[8]
+    uint64_t versions[2]
+    int64_t buffers[2]
+
+cdef class Workers:
+    cdef Machine machine
+    cdef Arena arena
+    cdef Witness witness
+    cdef list lanes
+    cdef PyObject *_all_lanes[8][4]     # the same, by lane and generation
+    cdef PyObject *_lanes[8]            # of the present owners
+    cdef life_t lives[8]
+    cdef int32_t n_workers
+    cdef int32_t n_shards
+    # What the seed decides.
+    cdef int32_t n_steps
+    cdef int32_t spins
+    cdef bint at_once
+    cdef bint is_partial
+    cdef uint32_t null_share            # of 2 ** 16
+
+    cdef void play(self, double skew_ns, int64_t shared_least)
+
+    cdef void _be_born(self, int32_t index) noexcept nogil
+    cdef void _live(self, int32_t index) noexcept nogil
+    cdef void _join(self, int32_t index) noexcept nogil
+    cdef void _compute(self, int32_t index) noexcept nogil
+    cdef void _pull(self, int32_t index, bint is_first) noexcept nogil
+    cdef void _check_reads(self, int32_t index) noexcept nogil
+    cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
+    cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
+    cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
+    cdef void _try_turn(self, int32_t index) noexcept nogil
+    cdef void _look_now_and_then(self, int32_t index) noexcept nogil
+    cdef void _look_around(self, int32_t index) noexcept nogil
+    cdef bint _others_are_done(self, int32_t index) noexcept nogil
+    cdef void _leave(self, int32_t index) noexcept nogil

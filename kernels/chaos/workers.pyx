@@ -1,0 +1,308 @@
+"""The workers of a simulated job: each one's life, around the real lane, turn, holder and shared fold.
+
+What a worker does around the compiled protocol is fastps/store/worker.py's loop with turn_taker.py's waits, written again
+without Python: wait for the grant, pull, write the slot, post, try the turn, look at the peers, leave. What it refuses to be: a
+second protocol; or to know when it is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
+"""
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version, fps_member_state
+from fastps.kernels.chaos.machine cimport Machine
+from fastps.kernels.protocol.commit cimport TURN_AWAITING, TURN_LOST
+from fastps.kernels.update.fold cimport fps_hyper
+from fastps.kernels.protocol.combiner cimport Holder
+from fastps.kernels.protocol.ring cimport (
+    FPS_LANE_FREE,
+    FPS_LANE_JOINING,
+    FPS_LANE_LEAVING,
+    FPS_LANE_LEFT,
+    FPS_LANE_LIVE,
+    FPS_LEAVE,
+    FPS_NULL,
+    FPS_PUSH,
+)
+from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, Witness
+
+cdef extern from "base/atomics.h" nogil:
+    int64_t fps_grant_acquire(const int64_t *granted)
+    uint32_t fps_state_acquire(const uint32_t *state)
+    uint64_t fps_tail_acquire(const uint64_t *tail)
+    void fps_pin_exchange(uint64_t *pin, uint64_t value)
+    void fps_plain_store()
+
+cdef enum:
+    # fastps/job/limits.py's, in simulated time.
+    SLICE_NS = 50_000_000
+    LIVENESS_NS = 50_000_000
+    IDLE_NS = 5_000_000         # between two looks of who waits for the others' end
+    JOIN_NS = 500_000           # and of who waits to join
+    ROUNDS_AWAKE = 3            # of a wait that begins without sleep
+    LOOKS_AWAKE = 4             # in each
+    OVERDUE_NS = 200_000
+    GARBAGE = 1000              # what a slot holds while it is written
+
+cdef PyObject *_workers = NULL
+
+
+cdef void _born(int index) noexcept nogil:
+    (<Workers> _workers)._be_born(index)
+
+
+cdef void _live(int index) noexcept nogil:
+    (<Workers> _workers)._live(index)
+
+
+cdef class Workers:
+    """The processes of one job on `machine`. `lanes`: for each lane of `arena` one Lane for each process that may have it.
+
+    `steps`: pushes of a worker. `spins`: looks before it sleeps. `at_once`: it goes on without waiting for anything.
+    `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null.
+    """
+
+    def __cinit__(self, Machine machine not None, Arena arena not None, Witness witness not None, list lanes not None, *,
+                  int steps, int spins, bint at_once, bint is_partial, uint32_t null_share):
+        cdef int index, generation
+        self.machine, self.arena, self.witness, self.lanes = machine, arena, witness, lanes
+        self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
+        self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
+        self.null_share = null_share
+        for index, owners in enumerate(lanes):
+            for generation, lane in enumerate(owners):
+                self._all_lanes[index][generation] = <PyObject *> lane
+
+    cdef void play(self, double skew_ns, int64_t shared_least):
+        """Let all of them live, until they have ended or something is wrong."""
+        global _workers
+        _workers = <PyObject *> self
+        self.machine.arena, self.machine.witness = self.arena, self.witness
+        self.machine.born = _born
+        self.machine.live = _live
+        self.machine.begin(self.n_workers, skew_ns)
+        self.machine.play(shared_least)
+        _workers = NULL
+
+    cdef void _be_born(self, int32_t index) noexcept nogil:
+        """A process gets the lane: nothing is left of the private memory of who had it before."""
+        cdef life_t *me = &self.lives[index]
+        cdef int32_t other
+        memset(me, 0, sizeof(life_t))
+        me.generation = self.machine.processes[index].generation
+        for other in range(self.n_workers):
+            me.buried[other] = self.machine.processes[other].generation  # of the present owner it will be told
+        me.looked_ns = self.machine.clock(index)
+        self._lanes[index] = self._all_lanes[index][me.generation]
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    cdef void _live(self, int32_t index) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        cdef uint32_t kind
+        cdef int64_t generation
+        cdef int32_t shard
+        generation = self.arena._claim(index, index, True)
+        if generation != me.generation:
+            self.witness.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
+        for shard in range(self.n_shards):
+            (<Holder> (<Lane> self._lanes[index])._holders[shard]).generation = me.generation
+        me.posts = (<Lane> self._lanes[index]).words.tail
+        if generation > 0:
+            self._join(index)
+        me.steps = fps_grant_acquire(&self.arena.seat(index, 0).granted) - 1
+        self._pull(index, True)
+        while me.pushes < self.n_steps:
+            self._compute(index)
+            kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
+            self._push(index, kind)
+            self._wait(index, 0 if self.at_once else me.steps + 1, me.slot_free_at[me.slot], 1 if self.is_partial else 0)
+            self._pull(index, False)
+        self._leave(index)
+
+    cdef void _join(self, int32_t index) noexcept nogil:
+        """Wait until every shard counts this worker."""
+        cdef life_t *me = &self.lives[index]
+        (<Lane> self._lanes[index])._break_turns(index, me.generation - 1, self.machine.clock(index))
+        while not self.arena._has_joined(index):
+            self._try_turn(index)
+            self._look_around(index)
+            self.machine.pause(JOIN_NS)
+        self.arena._move(index, FPS_LANE_JOINING, FPS_LANE_LIVE)
+
+    # -- what is read ------------------------------------------------------------------------------
+
+    cdef void _compute(self, int32_t index) noexcept nogil:
+        """Read the pulled weights, now and then."""
+        cdef int32_t _look
+        for _look in range(<int32_t> (self.machine.draw() % 4)):
+            self.machine.at_access()
+            self._check_reads(index)
+
+    cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        cdef uint64_t commit
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            if self.is_partial and not is_first and self.arena.seat(index, shard).granted < me.steps + 1:
+                continue
+            commit = (<Lane> self._lanes[index])._pull(shard)
+            if fps_commit_version(commit) < me.versions[shard]:
+                self.witness.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit),
+                                  me.versions[shard])
+            me.versions[shard] = fps_commit_version(commit)
+            me.buffers[shard] = fps_commit_buffer(commit)
+        self._check_reads(index)
+
+    cdef void _check_reads(self, int32_t index) noexcept nogil:
+        """What is pinned is whole, and stays as it was published."""
+        cdef life_t *me = &self.lives[index]
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            if not self.witness.is_content(shard, me.versions[shard], self.witness._range(shard, me.buffers[shard])):
+                self.witness.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index,
+                                  me.versions[shard], shard)
+
+    # -- pushes, and waiting for what follows ------------------------------------------------------
+
+    cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
+        """The descriptor's own gradient, over whatever was there; who reads too early sees garbage."""
+        cdef life_t *me = &self.lives[index]
+        cdef char *slot = self.arena.slot(index, me.slot)
+        cdef fps_hyper *hyper = <fps_hyper *> slot
+        cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
+        cdef int32_t i, shard
+        fps_plain_store()
+        for i in range(self.n_shards * SHARD_FLOATS):
+            gradient[i] = GARBAGE
+        hyper.learning_rate = GARBAGE
+        fps_plain_store()
+        memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
+        fps_plain_store()
+        for shard in range(self.n_shards):
+            gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position] = 1.0
+        fps_plain_store()
+        hyper.learning_rate = 1.0
+        hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
+        (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.n_shards) - 1
+        (<Lane> self._lanes[index])._set_versions(me.slot)
+
+    cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        if kind == FPS_PUSH:
+            self._write_slot(index, me.posts)
+        self._post(index, kind)
+        me.steps += 1
+        me.pushes += 1
+        if kind == FPS_PUSH:
+            me.slot_free_at[me.slot] = me.posts
+            me.slot = (me.slot + 1) % self.arena.header.n_slots
+        self._try_turn(index)
+        self._look_now_and_then(index)
+
+    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        cdef uint64_t read_version = 0
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            read_version = max(read_version, me.versions[shard])
+        self.witness.kinds[index][me.posts] = kind
+        self.witness.posted[index] = me.posts + 1
+        while True:
+            if (<Lane> self._lanes[index])._post(
+                    kind, me.steps, me.slot, read_version, self.machine.clock(index), 1.0, 0.0, 1):
+                break
+            self._wait(index, 0, me.posts + 1 - self.arena.header.ring_size, 0)
+        me.posts += 1
+
+    cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
+        cdef int64_t due_ns, slice_ns
+        if shards == 0:
+            shards = self.n_shards
+        if self.spins == 0 and self.machine.draw() & 1 and self._wait_awake(index, granted, done, shards):
+            return
+        while True:
+            due_ns = (<Lane> self._lanes[index])._due_ns()
+            slice_ns = SLICE_NS
+            if due_ns >= 0:
+                due_ns -= self.machine.clock(index)
+                slice_ns = min(slice_ns, due_ns if due_ns > 0 else <int64_t> OVERDUE_NS)
+            if (<Lane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
+                return
+            self._try_turn(index)
+            self._look_now_and_then(index)
+
+    cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
+        """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
+        cdef int _round
+        for _round in range(ROUNDS_AWAKE):
+            if (<Lane> self._lanes[index])._wait_awake(granted, done, LOOKS_AWAKE, shards):
+                return True
+            self._try_turn(index)
+        return False
+
+    cdef void _try_turn(self, int32_t index) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        cdef int64_t posted = me.posts
+        cdef int outcome
+        while True:
+            outcome = (<Lane> self._lanes[index])._try_turns(self.machine.clock(index))
+            if outcome != TURN_AWAITING:
+                break
+            self._look_now_and_then(index)
+        if outcome < 0 or outcome == TURN_LOST:
+            self.witness.fail(b"turn: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
+                              (<Lane> self._lanes[index]).bad_lane)
+        self.witness.promised[index] = posted
+
+    # -- the others --------------------------------------------------------------------------------
+
+    cdef void _look_now_and_then(self, int32_t index) noexcept nogil:
+        if self.machine.clock(index) - self.lives[index].looked_ns > LIVENESS_NS:
+            self._look_around(index)
+
+    cdef void _look_around(self, int32_t index) noexcept nogil:
+        """Break the turns of the dead whom this process has not seen yet, and bury them: fastps/membership/membership.py."""
+        cdef life_t *me = &self.lives[index]
+        cdef int32_t dead
+        cdef uint32_t generation
+        me.looked_ns = self.machine.clock(index)
+        (<Lane> self._lanes[index])._break_stale_turns(me.looked_ns)
+        for dead in range(self.n_workers):
+            while dead != index and me.buried[dead] < self.machine.deaths(dead):
+                generation = me.buried[dead]
+                if generation == self.machine.processes[dead].generation:
+                    self.machine.notice(dead)
+                (<Lane> self._lanes[index])._break_turns(dead, generation, self.machine.clock(index))
+                self.arena._bury(dead, generation)
+                if generation == self.machine.processes[dead].generation:
+                    self.machine.processes[dead].settled = True
+                me.buried[dead] = generation + 1
+                self._try_turn(index)
+
+    cdef bint _others_are_done(self, int32_t index) noexcept nogil:
+        cdef int32_t other
+        self._try_turn(index)
+        for other in range(self.n_workers):
+            if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
+                    FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
+                return False
+            if (<Lane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
+                return False
+        return True
+
+    cdef void _leave(self, int32_t index) noexcept nogil:
+        cdef life_t *me = &self.lives[index]
+        cdef int32_t shard
+        self._post(index, FPS_LEAVE)
+        self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
+        self._try_turn(index)
+        while not self._others_are_done(index):
+            self._look_now_and_then(index)
+            self.machine.pause(IDLE_NS)
+        self._pull(index, True)
+        for shard in range(self.n_shards):
+            fps_pin_exchange(&self.arena.seat(index, shard).pin, 0)
+        self.arena._end(index, me.generation, FPS_LANE_LEFT)

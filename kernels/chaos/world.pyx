@@ -1,0 +1,127 @@
+"""A simulated world: several workers in one thread, who run the real lane, turn, holder and shared fold on a real arena.
+
+One seed, one history: it decides who runs when, who is stopped, who dies and what everybody's clock says. Here a job is made,
+played, and told what became of it.
+
+What it refuses to know: how processes are stopped and killed (chaos_machine.pyx), what a worker does (chaos_workers.pyx), and
+what must be true of it (witness.pyx).
+"""
+
+import mmap
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.plan import plan
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.chaos.machine cimport (
+    BEGINNING_NS,
+    DEAD,
+    FAULT_CRASH,
+    FAULT_RESTART,
+    FAULT_SKEW,
+    FAULT_SLOW,
+    FAULT_STALL,
+    FAULT_WAKE,
+    MOST_LIVES,
+    Machine,
+)
+from fastps.kernels.chaos.workers cimport Workers
+from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
+from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.chaos.invariants cimport SHARD_FLOATS, Witness
+
+cdef enum:
+    RING_SIZE = 8
+
+
+cdef class World:
+    """Runs one simulated job after the other; keeps the machine and the arena's memory in between."""
+
+    def __cinit__(self):
+        self.machine = Machine()
+        self.memory_bytes = 0
+
+    def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
+            bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
+            double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
+            int busy_factor, double skew_ns, dict policy not None):
+        """Play one seed; returns what happened as a dict.
+
+        Args:
+            workers, steps, shards, slots: measures; `adagrad`: a rule with state, else SGD.
+            is_sum, is_mean, may_drop, bound: what the witness must know of the policy.
+            partial: a step waits for one shard only. at_once: a worker goes on without waiting for anything.
+            helpers: how many waiting workers may be woken for a fold; 0: folds are not shared. shared_least: the shortest fold
+                that is, in floats moved.
+            spins: looks before a worker sleeps.
+            switch: chance of another worker's turn at an access. crash, stall, wake: chances of such a fault at an access.
+            busy_factor: by how much likelier crashes and stalls are for who holds a turn or helps with a fold.
+            null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
+            policy: the scheduler's values.
+        """
+        cdef Machine machine = self.machine
+        machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
+        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy)
+        self.witness = Witness(
+            self.arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
+        machine.switch_share = <uint32_t> (switch * (1 << 16))
+        machine.crash_share = <uint32_t> (crash * (1 << 24))
+        machine.stall_share = <uint32_t> (stall * (1 << 24))
+        machine.wake_share = <uint32_t> (wake * (1 << 24))
+        machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
+        machine.busy_factor = busy_factor
+        self.workers = Workers(machine, self.arena, self.witness, lanes, steps=steps, spins=spins, at_once=at_once,
+                               is_partial=partial, null_share=<uint32_t> (null * (1 << 16)))
+        self.workers.play(skew_ns, shared_least)
+        self._end(workers)
+        return self._outcome()
+
+    def _make(self, int workers, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy):
+        """A fresh arena in the same memory; returns, for each lane, those of the processes that may have it."""
+        header, size = plan(
+            lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards, buffer_floats=shards * SHARD_FLOATS,
+            rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD, state_planes=1 if adagrad else 0, extra_bytes=0,
+            buffers=workers + 2, shards=shards)
+        if size > self.memory_bytes:
+            self.memory, self.memory_bytes = mmap.mmap(-1, 2 * size), 2 * size
+        cdef unsigned char[::1] view = self.memory
+        memset(&view[0], 0, size)
+        format_memory(self.memory, header, [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)],
+                      shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
+        self.arena = Arena(self.memory)
+        lanes = [[Lane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]
+        for owners in lanes:
+            for lane in owners:
+                lane.share_folds(helpers)
+        return lanes
+
+    cdef void _end(self, int32_t n_workers) noexcept:
+        """Tell the witness who is dead, and of whom nobody saw it and lived to see to it."""
+        cdef int32_t index
+        cdef uint32_t dead = 0, unnoticed = 0
+        for index in range(n_workers):
+            if self.machine.processes[index].state == DEAD:
+                dead |= (<uint32_t> 1) << index
+                self.witness.posted[index] = self.arena.lane(index).tail  # not what it was about to post
+                if not self.machine.processes[index].settled:
+                    unnoticed |= (<uint32_t> 1) << index
+        if self.witness.message[0] == 0:
+            self.witness.end(dead, unnoticed)
+
+    def _outcome(self):
+        return {
+            "events": self.machine.events,
+            "flips": self.witness.flips,
+            "seconds": (self.machine.now_ns - BEGINNING_NS) / 1e9,
+            "crashes": self.machine.faults[FAULT_CRASH],
+            "stalls": self.machine.faults[FAULT_STALL],
+            "spurious_wakes": self.machine.faults[FAULT_WAKE],
+            "skewed_clocks": self.machine.faults[FAULT_SKEW],
+            "slow_processes": self.machine.faults[FAULT_SLOW],
+            "restarts": self.machine.faults[FAULT_RESTART],
+            "detection_s": self.machine.worst_detection_ns / 1e9,
+            "violation": (<bytes> self.witness.message).decode() or None,
+        }

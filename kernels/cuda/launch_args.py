@@ -1,0 +1,322 @@
+"""What a device is told to fold: an order, one block of bytes that the kernels of fold.cu read.
+
+Everything that depends on hyper-parameters, counts of steps or absent gradients is worked out here, on the host, in the double
+precision in which fold_run.h does it, so that a kernel only loads, multiplies and stores. Parameters that are treated alike
+(one param_group, the same pushes, as many steps) are one class, and a model's usual fold has a class a param_group.
+
+What it refuses to be: a place for memory or streams (fastps/device/interface.py), or for decisions; addresses are numbers that
+are passed on.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.kernels.cuda import host_fold as device_fold
+from fastps.kernels.update.fold import (
+    FOLD_EACH,
+    FOLD_SUM,
+    HYPER_CENTERED,
+    HYPER_DECOUPLED,
+    HYPER_MAXIMIZE,
+    HYPER_NESTEROV,
+    RULE_ADAGRAD,
+    RULE_ADAM,
+    RULE_RMSPROP,
+    RULE_SGD,
+)
+
+Bytes = npt.NDArray[np.uint8]
+Counts = npt.NDArray[np.int64]
+Hypers = Sequence[tuple[float, ...]]
+"""Of each param_group: learning rate, momentum, dampening, weight decay, beta1, beta2, epsilon, learning rate decay, flags."""
+
+TILE_FLOATS = 4096  # four vectors of four floats for each of a block's 256 threads
+THREADS = 256
+DTYPES = {"float32": device_fold.FLOAT32, "float16": device_fold.FLOAT16, "bfloat16": device_fold.BFLOAT16}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+RULE_NAMES = {RULE_SGD: "sgd", RULE_ADAM: "adam", RULE_ADAGRAD: "adagrad", RULE_RMSPROP: "rmsprop"}
+MOST_PLANES = {RULE_SGD: 1, RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_RMSPROP: 3}
+_ALIGNMENT = 16  # of a table within an order, and of a segment's offset in floats
+
+_TILE = np.dtype([("first", "<i8"), ("length", "<i4"), ("segment", "<i4")])
+_COEFFICIENTS = np.dtype(
+    [
+        *(
+            (name, "<f4")
+            for name in (
+                "scale",
+                "weight_decay",
+                "shrink",
+                "momentum",
+                "undampened",
+                "minus_rate",
+                "beta2",
+                "one_minus_beta2",
+                "root_correction2",
+                "epsilon",
+                "lerp_fraction",
+            )
+        ),
+        ("flags", "<i4"),
+    ]
+)
+_CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", "<i4"), ("is_plain", "<i4")])
+_ENTRY = np.dtype([("push", "<i4"), ("coefficients", "<i4"), ("scale", "<f4"), ("reserved", "<i4")])
+_ORDER = np.dtype(
+    [
+        *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "nonfinite")),
+        *((name, "<i8") for name in ("state_stride", "class_of_segment", "classes", "entries", "coefficients", "gradients")),
+        *((name, "<i4") for name in ("mode", "rule_planes", "has_average", "average_is_small")),
+        ("average_fraction", "<f4"),
+        ("reserved", "<i4"),
+    ]
+)
+for _found, _expected in (
+    (_TILE, device_fold.TILE_BYTES),
+    (_COEFFICIENTS, device_fold.COEFFICIENTS_BYTES),
+    (_CLASS, device_fold.CLASS_BYTES),
+    (_ENTRY, device_fold.ENTRY_BYTES),
+    (_ORDER, device_fold.ORDER_BYTES),
+):
+    assert _found.itemsize == _expected, "fold.cu and device_order.py lay a struct out differently"
+
+
+@dataclass(frozen=True)
+class DevicePush:
+    """One push: the address of its gradient on the device, and the rest as of kernels/update/reference.py's Push."""
+
+    gradient: int
+    hypers: Hypers
+    presence: npt.NDArray[np.bool_]
+    scale: float = 1.0
+    rate_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Addresses on the device: weights and state (planes `stride` floats apart) to read and to write."""
+
+    weights_in: int
+    weights_out: int
+    state_in: int
+    state_out: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What stays the same from fold to fold: the rule, the planes of state with the average's as the last, and the segments.
+
+    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what a kernel cannot do: a user's
+    rule, more planes than the rule has, or a segment that does not begin on a multiple of 16 floats.
+    """
+
+    rule: int
+    planes: int
+    ema_decay: float
+    segments: tuple[tuple[int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULE_NAMES:
+            raise ValueError(
+                f"expected a rule of {', '.join(RULE_NAMES.values())}, found rule {self.rule}: a rule of one's own folds on the"
+                " CPU only"
+            )
+        if not 0 <= self.rule_planes <= MOST_PLANES[self.rule]:
+            most = MOST_PLANES[self.rule]
+            raise ValueError(f"expected at most {most} planes of {RULE_NAMES[self.rule]}, found {self.rule_planes}")
+        if any(offset % _ALIGNMENT or offset < 0 or length < 0 for offset, length, _ in self.segments):
+            raise ValueError(f"expected segments that begin on a multiple of {_ALIGNMENT} floats")
+
+    @property
+    def rule_planes(self) -> int:
+        """Planes of the rule alone."""
+        return self.planes - (self.ema_decay > 0)
+
+
+def tiles_of(shape: Shape) -> Bytes:
+    """The table of tiles, as bytes: every segment cut into runs of at most TILE_FLOATS; made once, for all folds.
+
+    >>> len(tiles_of(Shape(RULE_SGD, 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // device_fold.TILE_BYTES
+    2
+    """
+    rows = [
+        (offset + first, min(TILE_FLOATS, length - first), index)
+        for index, (offset, length, _) in enumerate(shape.segments)
+        for first in range(0, length, TILE_FLOATS)
+    ]
+    return np.array(rows, _TILE).view(np.uint8).reshape(-1)
+
+
+def coefficients_of(rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int) -> tuple[float, ...]:
+    """What one application does to one class, after `steps` before it: fps_coefficients_of of fold_run.h, in doubles."""
+    _, momentum, dampening, weight_decay, beta1, beta2, epsilon, rate_decay, flags = hyper
+    flags = int(flags)
+    fraction = np.float32(1 - (beta1 if rule == RULE_ADAM else beta2))
+    is_small = abs(fraction) < np.float32(0.5)
+    minus_rate, shrink, root_correction2, by = -learning_rate, 0.0, 0.0, 0
+    if rule == RULE_ADAGRAD:
+        minus_rate = -(learning_rate / (1 + steps * rate_decay))
+    if rule == RULE_ADAM:
+        minus_rate = -(learning_rate / (1 - beta1 ** (steps + 1)))
+        root_correction2 = math.sqrt(1 - beta2 ** (steps + 1))
+        shrink = 1 - learning_rate * weight_decay
+        if weight_decay and flags & HYPER_DECOUPLED:
+            by |= device_fold.BY_SHRINK
+    if weight_decay and not by:
+        by |= device_fold.BY_DECAY
+    for is_on, flag in (
+        (momentum != 0, device_fold.BY_MOMENTUM),
+        (steps == 0, device_fold.BY_FIRST),
+        (flags & HYPER_NESTEROV, device_fold.BY_NESTEROV),
+        (flags & HYPER_CENTERED, device_fold.BY_CENTERED),
+        (is_small, device_fold.BY_SMALL_LERP),
+    ):
+        by |= flag if is_on else 0
+    return (
+        -scale if flags & HYPER_MAXIMIZE else scale,
+        weight_decay,
+        shrink,
+        momentum,
+        1 - dampening,
+        minus_rate,
+        beta2,
+        1 - beta2,
+        root_correction2,
+        epsilon,
+        float(fraction if is_small else fraction - np.float32(1)),
+        by,
+    )
+
+
+def planes_needed(rule: int, hyper: tuple[float, ...]) -> int:
+    """Planes of state that a push with these hyper-parameters uses."""
+    has_momentum, is_centered = hyper[1] != 0, int(hyper[8]) & HYPER_CENTERED
+    if rule == RULE_SGD:
+        return int(has_momentum)
+    if rule == RULE_RMSPROP:
+        return 3 if is_centered else 1 + int(has_momentum)
+    return MOST_PLANES[rule]
+
+
+class _Tables:
+    """An order in the making: classes, their entries and coefficients."""
+
+    def __init__(self, shape: Shape, mode: int, pushes: Sequence[DevicePush], scale: float, rate_scale: float) -> None:
+        self._shape, self._mode, self._pushes = shape, mode, pushes
+        self._scale, self._rate_scale = scale, rate_scale
+        self.classes: list[tuple[int, ...]] = []
+        self.entries: list[tuple[float, ...]] = []
+        self.coefficients: list[tuple[float, ...]] = []
+
+    def add(self, group: int, steps: int, present: Sequence[int]) -> None:
+        """A class: parameters of `group` that had `steps` applications, with a gradient in the pushes `present`."""
+        first = len(self.entries)
+        if self._mode == FOLD_EACH:
+            self._add_each(group, steps, set(present))
+            self.classes.append((first, len(self.entries) - first, 0, 0))
+            return
+        pushes = [self._pushes[index] for index in present]
+        is_plain = len({push.scale for push in pushes}) == 1
+        self.entries += [(index, 0, self._pushes[index].scale, 0) for index in present]
+        self.classes.append((first, len(present), len(self.coefficients), is_plain))
+        if pushes:
+            rates = [push.hypers[group][0] * push.rate_scale for push in pushes]
+            rate = rates[0] if len(set(rates)) == 1 else sum(rates[1:], rates[0]) / len(rates)
+            scale = self._scale * (pushes[0].scale if is_plain else 1.0)
+            self._add_coefficients(pushes[0].hypers[group], rate * self._rate_scale, scale, steps)
+
+    def _add_each(self, group: int, steps: int, present: set[int]) -> None:
+        for index, push in enumerate(self._pushes):
+            if index in present:
+                self.entries.append((index, len(self.coefficients), 0.0, 0))
+                self._add_coefficients(push.hypers[group], push.hypers[group][0] * push.rate_scale, push.scale, steps)
+                steps += 1
+            elif self._shape.ema_decay > 0:
+                self.entries.append((-1, 0, 0.0, 0))
+
+    def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
+        if planes_needed(self._shape.rule, hyper) > self._shape.rule_planes:
+            raise ValueError(f"expected the planes that {hyper} needs, found {self._shape.rule_planes} planes of state")
+        self.coefficients.append(coefficients_of(self._shape.rule, hyper, rate, scale, steps))
+
+
+def make_order(
+    shape: Shape,
+    mode: int,
+    pushes: Sequence[DevicePush],
+    steps: Counts,
+    buffers: Buffers,
+    *,
+    scale: float = 1.0,
+    rate_scale: float = 1.0,
+    nonfinite: int = 0,
+) -> tuple[Bytes, Counts]:
+    """The order of one fold, and each parameter's count of steps after it (int64[parameters], of which `steps` are before).
+
+    Mode, scale and rate scale are those of kernels/update/fold.h. `nonfinite`: the address of int32[pushes], zeroed, that the
+    kernel sets to 1 for a push with a gradient that is not finite; 0: it does not look. A fold of no pushes copies everything.
+
+    Raises ValueError where hyper-parameters need more planes than there are, or for measures that do not fit.
+    """
+    if mode not in (FOLD_SUM, FOLD_EACH) or len(steps) != len(shape.segments):
+        raise ValueError(f"expected a known mode and steps of {len(shape.segments)} parameters, found {mode} and {len(steps)}")
+    present = np.array([push.presence for push in pushes], np.bool_).reshape(len(pushes), len(steps))
+    counts = present.sum(0)
+    groups = np.array([group for _, _, group in shape.segments], np.int64)
+    keys = np.column_stack([groups, steps, present.T.astype(np.int64)])
+    if len(keys) and (keys[:, 1:] == keys[0, 1:]).all():
+        distinct_groups, class_of_segment = np.unique(groups, return_inverse=True)
+        distinct = np.column_stack([distinct_groups, np.tile(keys[0, 1:], (len(distinct_groups), 1))])
+    else:
+        distinct, class_of_segment = np.unique(keys, axis=0, return_inverse=True)
+    tables = _Tables(shape, mode, pushes, scale, rate_scale)
+    for group, count, *is_present in distinct.tolist():
+        tables.add(group, count, [index for index, bit in enumerate(is_present) if bit])
+    steps_out = steps + (counts if mode == FOLD_EACH else (counts > 0))
+    order = np.zeros((), _ORDER)
+    order["weights_in"], order["weights_out"] = buffers.weights_in, buffers.weights_out
+    order["state_in"], order["state_out"], order["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
+    order["nonfinite"], order["mode"], order["rule_planes"] = nonfinite, mode, shape.rule_planes
+    _set_average(order, shape, bool(pushes))
+    parts: dict[str, npt.NDArray[Any]] = {
+        "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
+        "classes": np.array(tables.classes, _CLASS),
+        "entries": np.array(tables.entries, _ENTRY),
+        "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
+        "gradients": np.array([push.gradient for push in pushes], np.uint64),
+    }
+    return _joined(order, parts), steps_out
+
+
+def _set_average(order: npt.NDArray[Any], shape: Shape, moves: bool) -> None:
+    """The moving average is the last plane; where nothing is pushed it is carried along."""
+    if shape.ema_decay <= 0:
+        return
+    fraction = np.float32(1 - shape.ema_decay)
+    is_small = abs(fraction) < np.float32(0.5)
+    order["has_average"], order["average_is_small"] = 1 if moves else 2, is_small
+    order["average_fraction"] = fraction if is_small else fraction - np.float32(1)
+
+
+def _joined(order: npt.NDArray[Any], parts: dict[str, npt.NDArray[Any]]) -> Bytes:
+    """Head and tables in one array, each table on a multiple of 16 bytes."""
+    size = _aligned(_ORDER.itemsize)
+    for name, part in parts.items():
+        order[name] = size
+        size += _aligned(part.nbytes)
+    joined = np.zeros(size, np.uint8)
+    joined[: _ORDER.itemsize] = order.reshape(1).view(np.uint8)
+    for name, part in parts.items():
+        begin = int(order[name])
+        joined[begin : begin + part.nbytes] = part.view(np.uint8).reshape(-1)
+    return joined
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,40 @@
+# The pushes of one commit, for who decides on them (holder.pyx) and who commits them (commit.pyx).
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_domain, fps_folded_push
+from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
+from fastps.kernels.protocol.shared_fold cimport SharedFold
+
+
+@cython.final
+cdef class Batch:
+    cdef Arena arena
+    cdef fps_domain *domain
+    cdef uint32_t shard
+    cdef SharedFold fold        # whose order the pushes are written into
+    cdef int bad_lane           # of the last push that could not be taken
+    cdef uint32_t n_pushes      # that are in it
+    cdef int64_t samples        # of all of them
+    # Of the version that is being made.
+    cdef int64_t pushes_of_update
+    cdef int64_t staleness_of_update
+
+    cdef void begin(self) noexcept nogil
+    cdef bint take_single(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
+    cdef bint take_listed(self, scheduler_t *state) noexcept nogil
+    cdef bint gather(self, scheduler_t *state) noexcept nogil
+    cdef void drop(self, const scheduler_t *state, uint32_t lane, uint64_t position) noexcept nogil
+    cdef bint reject(self, scheduler_t *state) noexcept nogil
+    cdef void order(self, const policy_t *policy) noexcept nogil
+    cdef void count_arrival(self, int32_t earlier, int64_t after_ns) noexcept nogil
+    cdef void forget_update(self) noexcept nogil
+
+    cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
+    cdef void _end_update(self, const scheduler_t *state) noexcept nogil
+    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
+                          int64_t staleness) noexcept nogil
+    cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
+    cdef double _rate_scale(self, const policy_t *policy) noexcept nogil

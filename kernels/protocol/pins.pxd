@@ -1,0 +1,16 @@
+# What a lane reads of published versions, for the lane that is one: turn.pyx.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+
+cdef class Reader:
+    cdef readonly Arena arena
+    cdef readonly uint32_t index
+    cdef uint32_t n_shards
+    cdef uint64_t versions[64]          # of each shard, as pulled
+
+    cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
+    cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
+    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
+    cdef uint64_t _newest(self) noexcept nogil

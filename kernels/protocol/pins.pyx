@@ -1,0 +1,113 @@
+"""A lane as a reader: it pins the published buffers of all shards, so that no fold writes into what its worker reads.
+
+A pull copies nothing. What it refuses to know: what is in the buffers, and who publishes them (commit.pyx).
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
+
+cdef extern from "base/atomics.h" nogil:
+    uint64_t fps_commit_load(const uint64_t *commit)
+    void fps_pin_exchange(uint64_t *pin, uint64_t value)
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_FORGET_RECHECK
+
+
+cdef class Reader:
+    """The pins of one attached lane, which `index` is in `arena`."""
+
+    def __cinit__(self, Arena arena not None, uint32_t index):
+        if index >= arena.header.n_lanes + arena.header.n_servers:
+            raise IndexError(f"expected a lane of 0 to {arena.header.n_lanes + arena.header.n_servers - 1}, found {index}")
+        self.arena = arena
+        self.index = index
+        self.n_shards = arena.header.n_shards
+
+    def pull(self, uint32_t shard=0):
+        """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
+
+        -1 where the commit word names a buffer that the arena has not: it is damaged.
+        """
+        cdef uint64_t commit
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        with nogil:
+            commit = self._pull(shard)
+        return self._buffer_of(commit)
+
+    def pull_all(self, list buffers not None):
+        """Pull every shard, and write their buffers into the list. Returns the first whose commit word is damaged, or -1."""
+        cdef uint32_t shard
+        cdef int64_t buffer
+        if <uint64_t> len(buffers) != self.n_shards:
+            raise ValueError(f"expected a list of {self.n_shards} buffers, found {len(buffers)}")
+        for shard in range(self.n_shards):
+            buffer = self._buffer_of(self._pull(shard))
+            if buffer < 0:
+                return shard
+            buffers[shard] = buffer
+        return -1
+
+    cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil:
+        cdef uint64_t buffer = fps_commit_buffer(commit)
+        return <int64_t> buffer if buffer < self.arena.header.n_buffers else -1
+
+    cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
+        cdef uint64_t commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).pin)
+        self.versions[shard] = fps_commit_version(commit)
+        return commit
+
+    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil:
+        """Pin what is published; returns the commit word. A fold that flips after the second look sees the pin."""
+        cdef uint64_t commit
+        while True:
+            commit = fps_commit_load(published)
+            fps_pin_exchange(pin, fps_commit_buffer(commit) + 1)
+            if fps_commit_load(published) == commit or fps_mutant(FPS_MUTANT_FORGET_RECHECK):
+                return commit
+
+    def prefetch(self, uint32_t shard=0):
+        """Pin a shard's published weights as the next to be taken; returns (buffer, version), buffer as of `pull`. The pulled
+        ones stay pinned.
+
+        May be called by another thread than the one that pulls, as long as `take_prefetched` is not called at the same time.
+        """
+        cdef uint64_t commit
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        with nogil:
+            commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).next)
+        return self._buffer_of(commit), fps_commit_version(commit)
+
+    def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
+        """Make what `prefetch` returned the weights that are read: a swap of pins."""
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        fps_pin_exchange(&self.arena.seat(self.index, shard).pin, buffer + 1)
+        self.versions[shard] = version
+
+    def shard_version(self, uint32_t shard):
+        """The version of a shard's weights that were pulled last."""
+        return self.versions[shard]
+
+    @property
+    def version(self):
+        """The newest version of any shard that was pulled last: the timestamp of the next push."""
+        return self._newest()
+
+    cdef uint64_t _newest(self) noexcept nogil:
+        cdef uint64_t newest = 0
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            newest = max(newest, self.versions[shard])
+        return newest
+
+    def unpin(self):
+        """End the reads of whatever buffers were pulled."""
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            fps_pin_exchange(&self.arena.seat(self.index, shard).pin, 0)
+            fps_pin_exchange(&self.arena.seat(self.index, shard).next, 0)

@@ -1,0 +1,125 @@
+"""A worker's own lane: its steps, a compiled call for each part of one, and the tally of them that others see.
+
+What a worker does in every step is here; what it does only when it has to wait, when it records, or when others push for it, is
+fastps/store/worker.py's. Refuses to know clocks (times are arguments), and to wait.
+"""
+
+from libc.math cimport NAN
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.protocol.ring cimport FPS_NULL, FPS_PUSH
+from fastps.kernels.protocol.lane cimport Lane
+
+cdef enum:
+    # None of the outcomes of a turn.
+    PUSH_FULL = 64
+    PUSH_EARLY = 65
+
+FULL = PUSH_FULL    # the ring has no room for another descriptor; nothing was done
+EARLY = PUSH_EARLY  # the push before still `awaits` its grant; nothing was done
+
+
+cdef class WorkerLane(Lane):
+    """The lane `index` of `arena`, whose caller pushes steps of its own; see Lane.
+
+    Attributes:
+        steps: steps pushed so far, as the scheduler counts them; the owner sets where it begins.
+        earlier_steps: what is added to them in the tally.
+        posts: pushes and null pushes so far; some may still be on their way.
+        slot: the slot of the next push.
+        awaits: whether a push was begun since the last `advance` that came to its end.
+        granted_ns: when the present step could begin, by its worker's clock.
+        wait_ns, compute_ns: time waited, and between grants and pushes.
+        samples, stale_blocks, loss: as the owner tells them.
+    """
+
+    cdef public int64_t steps
+    cdef public int64_t earlier_steps
+    cdef readonly uint64_t posts
+    cdef readonly uint32_t slot
+    cdef readonly bint awaits
+    cdef public int64_t granted_ns
+    cdef public int64_t wait_ns
+    cdef public int64_t compute_ns
+    cdef public int64_t samples
+    cdef public int64_t stale_blocks
+    cdef public double loss
+    cdef uint32_t n_slots
+    cdef uint64_t *free_at      # of each slot: descriptors that must be done with before it may be written again
+
+    def __cinit__(self, Arena arena not None, uint32_t index):
+        self.n_slots = arena.header.n_slots
+        self.free_at = <uint64_t *> calloc(self.n_slots, sizeof(uint64_t))
+        if self.free_at == NULL:
+            raise MemoryError(f"no memory for the state of {self.n_slots} slots")
+        self.posts = self.posted()
+        self.loss = NAN
+
+    def __dealloc__(self):
+        free(self.free_at)
+
+    @property
+    def slot_free_at(self):
+        """Descriptors that must be done with before the next push's slot may be written."""
+        return self.free_at[self.slot]
+
+    def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
+        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's turn.
+
+        Returns what `try_turn` does, FULL or EARLY. Releases the GIL.
+        """
+        cdef int outcome
+        with nogil:
+            outcome = self._push(now_ns, scale, samples, null)
+        return outcome
+
+    cdef int _push(self, int64_t now_ns, double scale, uint32_t samples, bint null) noexcept nogil:
+        cdef int kind = FPS_NULL if null else FPS_PUSH
+        if self.awaits:
+            return PUSH_EARLY
+        if not null:
+            self._set_versions(self.slot)
+        if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
+            return PUSH_FULL
+        self._count_push(now_ns, samples, null)
+        return self._try_turns(now_ns)
+
+    def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
+        """All of `push` but to post and to try the turn: (step, slot, version read) of what the caller will `post`."""
+        begun = self.steps, self.slot, self._newest()
+        if not null:
+            self._set_versions(self.slot)
+        self._count_push(now_ns, samples, null)
+        return begun
+
+    cdef void _count_push(self, int64_t now_ns, uint32_t samples, bint null) noexcept nogil:
+        self.compute_ns += now_ns - self.granted_ns
+        self.samples += samples
+        self.steps += 1
+        self.posts += 1
+        self.awaits = True
+        if not null:
+            self.free_at[self.slot] = self.posts
+            self.slot = (self.slot + 1) % self.n_slots
+
+    def advance(self, int64_t now_ns, bint at_once):
+        """Begin the next step if it may begin now: it is granted (or, `at_once`, needs no grant), and its slot is free."""
+        self.granted_ns = now_ns
+        if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
+            return False
+        self.awaits = False
+        self.publish()
+        return True
+
+    def advance_late(self, int64_t now_ns):
+        """Begin the next step after a wait for it."""
+        self.wait_ns += now_ns - self.granted_ns
+        self.granted_ns = now_ns
+        self.awaits = False
+        self.publish()
+
+    cpdef void publish(self) noexcept:
+        """Let others see the tally."""
+        self._count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)

@@ -1,0 +1,120 @@
+"""Bounded staleness: who may go on under SSP and DSSP, and for how many extra steps.
+
+DSSP is Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", Algorithms 1 and 2; SSP is its
+special case without room between the bounds. What it refuses to know: what is folded.
+"""
+
+from libc.stdint cimport INT64_MAX, int32_t, int64_t
+
+from fastps.kernels.scheduling.state cimport (
+    RELEASE_NEXT_PUSH,
+    WAITS_FOR_ALL,
+    policy_t,
+    roster_fastest_clock,
+    roster_grant,
+    roster_grant_waiting,
+    roster_grant_within,
+    roster_slowest,
+    roster_slowest_clock,
+    roster_stop_waiting,
+    roster_wait,
+    roster_wait_in_bucket,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+
+
+cdef int64_t _controller(const scheduler_t *state, int32_t worker) noexcept nogil:
+    """DSSP, Algorithm 2: how many extra steps lead to the shortest wait for the slowest worker.
+
+    Line 8 asks for the pair (k, r) that minimizes |Sim_slowest[k] - Sim_p[r]|; for each r only the two k beside the crossing
+    can be it, so r_max + 1 divisions do instead of (r_max + 1)^2 comparisons. Ties: the smallest r.
+    """
+    cdef worker_t *p = &roster_workers(state)[worker]
+    cdef worker_t *slowest = &roster_workers(state)[roster_slowest(state)]
+    cdef int64_t reach = state.policy.high - state.policy.low  # r_max
+    cdef int64_t r, k, target, distance, interval_p, interval_slowest
+    cdef int64_t best = -1, best_distance = 0
+    if p.history < 2 or slowest.history < 2:
+        return 0
+    interval_p = p.push_ns[0] - p.push_ns[1]
+    interval_slowest = slowest.push_ns[0] - slowest.push_ns[1]
+    for r in range(reach + 1):
+        # The distance to Sim_slowest[0] + k * interval_slowest, for the best k of 0 .. r_max.
+        target = p.push_ns[0] + r * interval_p - (slowest.push_ns[0] + interval_slowest)
+        k = 0
+        if interval_slowest > 0 and target > 0:
+            k = min(reach, target // interval_slowest)
+        distance = _absolute(target - k * interval_slowest)
+        if k < reach:
+            distance = min(distance, _absolute(target - (k + 1) * interval_slowest))
+        if best < 0 or distance < best_distance:
+            best = r
+            best_distance = distance
+    return best
+
+
+cdef inline int64_t _absolute(int64_t value) noexcept nogil:
+    return -value if value < 0 else value
+
+
+cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
+    """DSSP, Algorithm 1, lines 3 to 16. With low == high the controller has no room, and this is SSP.
+
+    As printed, line 14 sends OK without taking from the credit that line 12 gave, so r* = 3 lets the worker begin four steps.
+    """
+    cdef const policy_t *policy = &state.policy
+    cdef worker_t *p = &roster_workers(state)[worker]
+    cdef int64_t gap = p.clock - roster_slowest_clock(state)
+    cdef bint within = not policy.hard_bound or gap <= policy.high
+    if p.credit > 0:
+        if within:
+            p.credit -= 1
+            roster_grant(state, worker)
+        else:
+            _wait(state, worker, gap)
+        return
+    if gap <= policy.low:
+        roster_grant(state, worker)
+        return
+    if policy.high > policy.low and p.clock == roster_fastest_clock(state):
+        p.credit = _controller(state, worker)
+        if policy.hard_bound:
+            p.credit = min(p.credit, max(<int64_t> 0, policy.high - gap))
+        if p.credit > 0:
+            roster_grant(state, worker)
+            return
+    _wait(state, worker, gap)
+
+
+cdef inline int64_t _reach(const policy_t *policy) noexcept nogil:
+    """How far ahead of the slowest a worker may be to be released when the slowest moves: line 17, in the policy's reading."""
+    if policy.release != RELEASE_NEXT_PUSH:
+        return policy.low
+    return policy.high if policy.hard_bound else INT64_MAX
+
+
+cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept nogil:
+    if gap <= _reach(&state.policy):
+        roster_wait(state, worker)
+    else:
+        roster_wait_in_bucket(state, worker)
+
+
+cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
+    """DSSP, Algorithm 1, line 17, in the policy's reading of it; `pusher`, the slowest, has pushed, or left (-1).
+
+    Nobody is released at other times: the slowest clock changes at no other time, and whoever waits is further ahead than
+    `low`, so that only the next push of the slowest, or a higher clock of it, can release him. A pusher that has just begun
+    to wait is not released by its own push.
+    """
+    cdef int64_t reach = _reach(&state.policy)
+    cdef bint keeps_pusher = pusher >= 0 and roster_workers(state)[pusher].waiting == WAITS_FOR_ALL
+    if keeps_pusher:
+        roster_stop_waiting(state, pusher)
+    roster_grant_waiting(state)
+    if keeps_pusher:
+        roster_wait(state, pusher)
+    if reach < INT64_MAX:
+        roster_grant_within(state, roster_slowest_clock(state) + reach)

@@ -1,0 +1,248 @@
+# The scheduler's state as plain C structs without pointers, for the scheduler, the store's holder and the simulator.
+
+from libc.stdint cimport int8_t, int32_t, int64_t
+
+from fastps.kernels.scheduling.tournament cimport tournament_begin, tournament_t
+
+cdef enum:
+    FOLD_EACH = 0       # every push is folded when it is received, or with `combine` when its drain ends
+    FOLD_ALL = 1        # the pushes of all live workers are folded together
+    FOLD_QUORUM = 2     # the first `count` pushes of this version, and those within `timeout_ns`; later ones are dropped
+    FOLD_COUNT = 3      # live workers // `divisor` pushes of any version; none is dropped
+    FOLD_IN_ORDER = 4   # one push at a time, in the fixed order of the workers
+
+    GRANT_AT_ONCE = 0       # go on after every push
+    GRANT_NEXT_VERSION = 1  # go on when this version's fold is committed
+    GRANT_BOUNDED = 2       # go on while not more than a bound ahead of the slowest
+    GRANT_ROUND_ROBIN = 3   # go on in the fixed order of the workers, with a gap between two grants
+
+    RELEASE_PRINTED = 0     # a waiting worker goes on when it is within the lower bound again
+    RELEASE_NEXT_PUSH = 1   # a waiting worker goes on at the slowest worker's next push
+
+    SCALE_ONE = 0           # as pushed
+    SCALE_MEAN = 1          # mean of the pushes folded together
+    SCALE_LINEAR = 2        # mean, with the learning rate times the number of pushes
+    SCALE_SQUARE_ROOT = 3   # mean, with the learning rate times sqrt(samples of all / `reference`)
+    SCALE_DIVISOR = 4       # mean, with the learning rate divided by `divisor`
+    SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
+    SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
+
+    WAITS_FOR_ALL = 1       # in the list of all who wait
+    WAITS_IN_BUCKET = 2     # in the list of its bucket
+
+    COMBINED_MOST = 1024    # pushes of one combined sum, as many as a fold takes (FPS_MAX_PUSHES of fold.h)
+
+    MOSTLY = 8              # where more than one of so many is meant, reading all in order is cheaper than a list
+
+    NEVER_NS = -1           # no timer
+    NO_BATCH = 0            # the size of the batch was never told
+
+# The policy's values, as numbers.
+cdef struct policy_t:
+    int32_t fold
+    int32_t grant
+    int32_t release
+    int32_t hard_bound
+    int64_t low
+    int64_t high
+    int64_t count           # FOLD_QUORUM: c
+    int64_t timeout_ns      # FOLD_QUORUM: tau1
+    int64_t divisor         # FOLD_COUNT: n of n-softsync
+    int64_t groups          # FOLD_COUNT: leaves of a tree of servers; 0: none
+    double relax            # GRANT_ROUND_ROBIN: r, the share of T / N that lies between two grants
+    double reference        # SCALE_SQUARE_ROOT: the reference batch
+    int32_t scale
+    int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches
+    int32_t repeats         # a worker may push although it is not granted here: other shards granted it
+    int32_t combine         # FOLD_EACH: the pushes that one drain finds are folded together, as one sum
+
+# Four cache lines, in the order of use: a push under most policies touches the first alone.
+cdef struct worker_t:
+    int64_t touched_at      # commit in which this struct last changed
+    int64_t clock           # pushes received (t_p of DSSP's Algorithm 1)
+    int64_t granted         # steps it may have begun
+    int64_t granted_at      # commit in which it was last granted
+    int64_t push_ns[2]      # latest and second latest push (table A of Algorithm 2)
+    int64_t consumed        # descriptors of its lane that the scheduler has seen
+    int32_t kept            # pushes of it that wait to be folded, or in a tree to be passed on by its leaf
+    int8_t history          # pushes that push_ns holds: 0, 1 or 2
+    int8_t live
+    int8_t waiting          # WAITS_FOR_ALL or WAITS_IN_BUCKET; 0: it does not wait
+    int8_t measured         # iteration_ns holds an iteration
+
+    int64_t cursor          # descriptors of its lane that are done with
+    int64_t kept_version    # FOLD_ALL and FOLD_QUORUM: the version whose sum they are in
+    int64_t credit          # extra steps left (r_p of Algorithm 1)
+    int64_t granted_ns      # GRANT_ROUND_ROBIN: when it was last granted
+    int32_t next_live       # the ring of live workers in their fixed order
+    int32_t previous_live
+    int32_t leader          # in a tree: the first worker of its leaf, which holds the leaf's own values
+    int32_t next_kept       # the leaf's workers of whom it holds pushes
+    int32_t leaf_first      # of a leader: the first of them, or -1
+    int32_t leaf_kept       # of a leader: pushes that the leaf holds
+    int32_t leaf_live       # of a leader: live workers of the leaf
+    int32_t leaf_end        # of a leader: behind the last worker of the leaf
+
+    int64_t relayed         # pushes of it that its leaf has passed on to the root
+    int64_t folded
+    int64_t dropped
+    int64_t staleness_sum
+    int64_t staleness_max
+    int64_t iteration_ns    # mean time from grant to push, exponentially weighted
+    int64_t base_batch      # batch of its first push
+    int64_t batch           # batch that its last grant carried
+
+    double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
+    double line_constant    # a and k
+    double line_slope
+    int32_t generation      # of the owner who joined last
+    int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
+
+# A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
+cdef struct link_t:
+    int64_t touched_at
+    int32_t bucket          # the bucket of its clock
+    int32_t next            # the bucket's workers in order of arrival
+    int32_t previous
+    int32_t next_waiting    # what follows is meant only while the worker waits
+    int32_t previous_waiting
+    int32_t unused
+
+# All workers of one clock. Buckets form a list in order of their clocks, so that the slowest and the fastest are at its ends.
+cdef struct bucket_t:
+    int64_t touched_at
+    int64_t clock
+    int32_t first
+    int32_t last
+    int32_t next
+    int32_t previous
+    int32_t first_waiting   # GRANT_BOUNDED: those of them that wait until the slowest has come nearer
+    int32_t last_waiting
+    int32_t n_waiting
+    int32_t unused
+
+cdef struct scheduler_t:
+    policy_t policy
+    int64_t links_offset    # of what lies behind this struct and worker_t[n_workers], in bytes
+    int64_t buckets_offset
+    int64_t iterations_offset
+    int64_t equal_times_offset
+    int64_t lists_offset
+    int64_t version         # folds so far, counted as the policy counts them
+    int64_t now_ns          # time of the last event
+    int64_t sequence        # commits so far: marks what changed in this one
+    int64_t folded_ns       # time of the last fold: when this version began
+    int64_t quorum_due_ns   # when the sum is closed, or NEVER_NS
+    int64_t last_grant_ns   # GRANT_ROUND_ROBIN: time of the last grant, or NEVER_NS
+    int64_t gap_ns          # GRANT_ROUND_ROBIN: what lies between two grants at least,
+    int64_t gap_slowest_ns  # with this T
+    int64_t gap_n_live      # and this N
+    int32_t n_workers
+    int32_t n_live
+    int32_t n_arrived       # live workers that have a push in this version's sum
+    int32_t n_kept          # pushes in it, those of workers that left since, too; in a tree, those that reached the root
+    int32_t fold_next       # FOLD_IN_ORDER: whose push is next, a live worker
+    int32_t grant_next      # GRANT_ROUND_ROBIN: whose grant is next, a live worker
+    int32_t n_folds         # length of the list that goes with ACTION_FOLD_LIST
+    int32_t first_bucket
+    int32_t last_bucket
+    int32_t free_bucket
+    int32_t frontier        # GRANT_BOUNDED: the last bucket whose waiting workers were released by its clock, or -1
+    int32_t first_waiting
+    int32_t last_waiting
+    int32_t n_waiting       # length of that list
+    int32_t n_touched_workers
+    int32_t n_touched_links
+    int32_t n_touched_buckets
+
+cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil
+cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil
+cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
+cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil
+cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil
+
+cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil
+cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_grant(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void roster_grant_waiting(scheduler_t *state) noexcept nogil
+cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
+
+# -- where what lies, in line, for every decision asks for it many times ------------------------------
+
+cdef extern from * nogil:
+    void prefetch "__builtin_prefetch"(const void *address)
+
+cdef extern from "base/failpoints.h" nogil:
+    void fps_plain_store()
+
+
+cdef inline worker_t *roster_workers(const scheduler_t *state) noexcept nogil:
+    return <worker_t *> (<char *> state + ((sizeof(scheduler_t) + 63) & ~63))
+
+
+cdef inline link_t *roster_links(const scheduler_t *state) noexcept nogil:
+    return <link_t *> (<char *> state + state.links_offset)
+
+
+cdef inline bucket_t *roster_buckets(const scheduler_t *state) noexcept nogil:
+    return <bucket_t *> (<char *> state + state.buckets_offset)
+
+
+cdef inline tournament_t *roster_iterations(const scheduler_t *state) noexcept nogil:
+    """GRANT_ROUND_ROBIN: iteration_ns of every live worker."""
+    return <tournament_t *> (<char *> state + state.iterations_offset)
+
+
+cdef inline tournament_t *roster_equal_times(const scheduler_t *state) noexcept nogil:
+    """GRANT_ROUND_ROBIN with tune_batches: the time that every live worker takes for its first batch."""
+    return <tournament_t *> (<char *> state + state.equal_times_offset)
+
+
+cdef inline int32_t *roster_touched(const scheduler_t *state) noexcept nogil:
+    """Workers that changed in this commit."""
+    return <int32_t *> (<char *> state + state.lists_offset)
+
+
+cdef inline int32_t *roster_folds(const scheduler_t *state) noexcept nogil:
+    """The list that goes with ACTION_FOLD_LIST. An answer, not state: it is not copied."""
+    return roster_touched(state) + state.n_workers
+
+
+cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
+    """Begin the changes of a new commit: nothing is touched yet."""
+    fps_plain_store()
+    state.sequence += 1
+    state.n_touched_workers = 0
+    state.n_touched_links = 0
+    state.n_touched_buckets = 0
+    if state.policy.grant == GRANT_ROUND_ROBIN:
+        tournament_begin(roster_iterations(state))
+        tournament_begin(roster_equal_times(state))
+
+
+cdef inline void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef worker_t *w = &roster_workers(state)[worker]
+    if w.touched_at != state.sequence:
+        fps_plain_store()
+        w.touched_at = state.sequence
+        roster_touched(state)[state.n_touched_workers] = worker
+        state.n_touched_workers += 1
+
+
+cdef inline int32_t roster_slowest(const scheduler_t *state) noexcept nogil:
+    """Fewest pushes, and of those the one that arrived there first; -1 when nobody is live."""
+    return roster_buckets(state)[state.first_bucket].first if state.first_bucket >= 0 else -1
+
+
+cdef inline int64_t roster_slowest_clock(const scheduler_t *state) noexcept nogil:
+    """The fewest pushes of any live worker."""
+    return roster_buckets(state)[state.first_bucket].clock
+
+
+cdef inline int64_t roster_fastest_clock(const scheduler_t *state) noexcept nogil:
+    """The most pushes of any live worker."""
+    return roster_buckets(state)[state.last_bucket].clock

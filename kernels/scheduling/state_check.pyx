@@ -1,0 +1,208 @@
+"""Whether a roster that lies in shared memory can be walked: every index is in range, and every list ends.
+
+The roster (roster.pyx) trusts its links: an index out of range would be a store anywhere, a ring of links a loop without end.
+In the arena any process of the job may have written over it, so the holder of a turn (holder.pyx) asks here first, once a turn,
+which reads all lanes anyway. What it refuses to be: a checksum, for numbers that only count are left alone; or a lock,
+for a process that writes while the state is being used is not found.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcmp, memcpy
+
+from fastps.kernels.scheduling.state cimport (
+    FOLD_ALL,
+    FOLD_QUORUM,
+    GRANT_ROUND_ROBIN,
+    WAITS_FOR_ALL,
+    WAITS_IN_BUCKET,
+    bucket_t,
+    link_t,
+    roster_buckets,
+    roster_equal_times,
+    roster_iterations,
+    roster_lay_out,
+    roster_links,
+    roster_touched,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.scheduling.tournament cimport tournament_can_be_followed
+
+cdef enum:
+    _NO_LIST = -1  # of a count: the list is not one
+
+
+cdef inline bint _is_index(int64_t number, int64_t end) noexcept nogil:
+    return 0 <= number < end
+
+
+cdef inline bint _is_link(int64_t number, int64_t end) noexcept nogil:
+    """An index, or -1: none."""
+    return -1 <= number < end
+
+
+# -- what a copy goes by -----------------------------------------------------------------------------
+
+cdef inline size_t _fixed_bytes(const scheduler_t *state) noexcept nogil:
+    """The policy and the places, which lie first and never change."""
+    return <const char *> &state.version - <const char *> state
+
+
+cdef void roster_remember(scheduler_t *expected, const scheduler_t *state, int32_t n_workers) noexcept nogil:
+    """Keep a state's policy, which the caller then checks, and where everything lies by the number of workers."""
+    memcpy(expected, state, _fixed_bytes(state))
+    expected.n_workers = n_workers
+    roster_lay_out(expected, n_workers)
+
+
+cdef bint roster_can_be_followed(const scheduler_t *state, const scheduler_t *expected) noexcept nogil:
+    """Whether roster_copy and roster_catch_up of this state stay within it."""
+    cdef int32_t n = expected.n_workers
+    if memcmp(state, expected, _fixed_bytes(state)) != 0 or state.n_workers != n:
+        return False
+    if not (_is_index(state.n_touched_workers, n + 1) and _is_index(state.n_touched_links, n + 1)
+            and _is_index(state.n_touched_buckets, n + 2)):
+        return False
+    # Behind the list of touched workers lies that of folds, an answer; then links' and buckets'.
+    if not (_are_indices(roster_touched(state), state.n_touched_workers, n)
+            and _are_indices(roster_touched(state) + 2 * n, state.n_touched_links, n)
+            and _are_indices(roster_touched(state) + 3 * n, state.n_touched_buckets, n + 1)):
+        return False
+    return state.policy.grant != GRANT_ROUND_ROBIN or (
+        tournament_can_be_followed(roster_iterations(state), n)
+        and tournament_can_be_followed(roster_equal_times(state), n))
+
+
+cdef bint _are_indices(const int32_t *numbers, int32_t count, int32_t end) noexcept nogil:
+    cdef int32_t i
+    for i in range(count):
+        if not _is_index(numbers[i], end):
+            return False
+    return True
+
+
+# -- what decisions walk -----------------------------------------------------------------------------
+
+cdef bint roster_can_be_walked(const scheduler_t *state, int64_t most_kept) noexcept nogil:
+    """Whether every decision on this state, which could be followed, ends and stays within it.
+
+    most_kept: descriptors of a lane that the scheduler has seen and that are not done with, at most.
+    """
+    cdef int64_t waiting_for_all = 0, waiting_in_buckets = 0
+    if not _are_workers_sound(state, most_kept, &waiting_for_all, &waiting_in_buckets):
+        return False
+    return (_count_waiting(state, state.first_waiting, state.last_waiting, WAITS_FOR_ALL) == waiting_for_all
+            and _are_buckets_sound(state, waiting_in_buckets))
+
+
+cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_t *waiting_for_all,
+                             int64_t *waiting_in_buckets) noexcept nogil:
+    cdef const worker_t *workers = roster_workers(state)
+    cdef const worker_t *w
+    cdef int32_t worker, n = state.n_workers, live = 0, arrived = 0
+    for worker in range(n):
+        w = &workers[worker]
+        if not (_is_index(w.next_live, n) and _is_index(w.previous_live, n)
+                and 0 <= w.relayed <= w.consumed - w.cursor <= most_kept):
+            return False
+        if w.live:
+            if not workers[w.next_live].live or workers[w.next_live].previous_live != worker:
+                return False
+            live += 1
+            arrived += w.kept > 0 and w.kept_version == state.version
+        waiting_for_all[0] += w.waiting == WAITS_FOR_ALL
+        waiting_in_buckets[0] += w.waiting == WAITS_IN_BUCKET
+        if w.waiting not in (0, WAITS_FOR_ALL, WAITS_IN_BUCKET):
+            return False
+        if state.policy.groups and not _is_leaf_sound(state, worker):
+            return False
+    if live != state.n_live or not _is_index(state.fold_next, n) or not _is_index(state.grant_next, n):
+        return False
+    if live and not (workers[state.fold_next].live and workers[state.grant_next].live):
+        return False
+    # Times of arrival are counted by this number.
+    return state.n_arrived == arrived if state.policy.fold in (FOLD_ALL, FOLD_QUORUM) else True
+
+
+cdef bint _is_leaf_sound(const scheduler_t *state, int32_t worker) noexcept nogil:
+    """A worker's leader, and if it is one itself its leaf: a run of workers, and a list of some of them."""
+    cdef const worker_t *workers = roster_workers(state)
+    cdef const worker_t *w = &workers[worker]
+    cdef int32_t kept = w.leaf_first, count = 0
+    if not _is_index(w.leader, state.n_workers) or not _is_index(w.leaf_end, state.n_workers + 1):
+        return False
+    while kept != -1:
+        if not _is_index(kept, state.n_workers) or count == state.n_workers:
+            return False
+        count += 1
+        kept = workers[kept].next_kept
+    return True
+
+
+cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept nogil:
+    """The buckets in use, in order of their clocks, with who is in them; then the free ones. Together they are all."""
+    cdef const bucket_t *buckets = roster_buckets(state)
+    cdef const bucket_t *b
+    cdef int32_t bucket = state.first_bucket, before = -1, n_buckets = state.n_workers + 1, used = 0, count = 0
+    cdef int64_t live = 0, found
+    while bucket != -1:
+        if not _is_index(bucket, n_buckets) or used == n_buckets:
+            return False
+        b = &buckets[bucket]
+        if b.previous != before or (before != -1 and b.clock <= buckets[before].clock):
+            return False
+        count = _count_members(state, bucket)
+        found = _count_waiting(state, b.first_waiting, b.last_waiting, WAITS_IN_BUCKET)
+        if count < 1 or found == _NO_LIST:
+            return False
+        live += count
+        waiting -= found
+        used += 1
+        before = bucket
+        bucket = b.next
+    if state.last_bucket != before or live != state.n_live or waiting != 0 or not _is_link(state.frontier, n_buckets):
+        return False
+    bucket = state.free_bucket
+    while bucket != -1:
+        if not _is_index(bucket, n_buckets) or used == n_buckets or buckets[bucket].first != -1:
+            return False
+        used += 1
+        bucket = buckets[bucket].next
+    return used == n_buckets
+
+
+cdef int32_t _count_members(const scheduler_t *state, int32_t bucket) noexcept nogil:
+    """How many workers are in a bucket, or _NO_LIST."""
+    cdef const bucket_t *b = &roster_buckets(state)[bucket]
+    cdef const link_t *link
+    cdef const worker_t *w
+    cdef int32_t worker = b.first, before = -1, count = 0
+    while worker != -1:
+        if not _is_index(worker, state.n_workers) or count == state.n_workers:
+            return _NO_LIST
+        link = &roster_links(state)[worker]
+        w = &roster_workers(state)[worker]
+        if link.bucket != bucket or link.previous != before or not w.live or w.clock != b.clock:
+            return _NO_LIST
+        count += 1
+        before = worker
+        worker = link.next
+    return count if b.last == before else _NO_LIST
+
+
+cdef int64_t _count_waiting(const scheduler_t *state, int32_t first, int32_t last, int waits) noexcept nogil:
+    """How many workers are in a list of those that wait, or _NO_LIST."""
+    cdef const link_t *link
+    cdef int32_t worker = first, before = -1
+    cdef int64_t count = 0
+    while worker != -1:
+        if not _is_index(worker, state.n_workers) or count == state.n_workers:
+            return _NO_LIST
+        link = &roster_links(state)[worker]
+        if roster_workers(state)[worker].waiting != waits or link.previous_waiting != before:
+            return _NO_LIST
+        count += 1
+        before = worker
+        worker = link.next_waiting
+    return count if last == before else _NO_LIST

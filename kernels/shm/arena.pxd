@@ -1,0 +1,18 @@
+# The arena's control words, for who holds turns and who drives many workers without Python.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.view cimport ArenaView
+from fastps.kernels.scheduling.state cimport worker_t
+
+
+cdef class Arena(ArenaView):
+    cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
+    cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
+    cdef bint _has_joined(self, uint32_t lane) noexcept nogil
+    cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil
+    cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0
+    cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
+    cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
+    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil
+    cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil

@@ -1,0 +1,464 @@
+"""The arena's control words: who has which lane, what is committed, who copies a version, and what was counted.
+
+What it refuses to be: a place for where the words lie (arena_view.pyx), or for the protocol of a push (lane.pyx, turn.pyx).
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy, strncpy
+
+from fastps.kernels.shm.view cimport ArenaView
+from fastps.kernels.shm.arena_h cimport (
+    FPS_FATE_DROPPED,
+    FPS_FATE_FOLDED,
+    FPS_GAP_BUCKETS,
+    FPS_STALENESS_BUCKETS,
+    FPS_STATE_BUFFERS,
+    fps_bucket_time,
+    fps_commit_buffer,
+    fps_commit_record,
+    fps_commit_version,
+    fps_domain,
+    fps_fate,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
+    fps_reader_owner,
+    fps_reader_pack,
+    fps_record,
+    fps_statistics,
+)
+from fastps.kernels.protocol.ring cimport (
+    FPS_ABI,
+    FPS_LANE_DEAD,
+    FPS_LANE_FAILED,
+    FPS_LANE_FREE,
+    FPS_LANE_JOINING,
+    FPS_LANE_LEAVING,
+    FPS_LANE_LEFT,
+    FPS_LANE_LIVE,
+    FPS_LANE_SERVING,
+    FPS_LINE,
+    FPS_MAX_BUFFERS,
+    FPS_MAX_LANES,
+    FPS_MAX_SHARDS,
+    FPS_MESSAGE_BYTES,
+    fps_head_acquire,
+    fps_lane,
+    fps_seat,
+    fps_tail_acquire,
+)
+from fastps.kernels.scheduling.state cimport roster_workers, scheduler_t, worker_t
+
+cdef extern from "base/atomics.h" nogil:
+    uint32_t fps_state_acquire(const uint32_t *state)
+    int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
+    void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
+    void fps_help_set(uint32_t *helping, uint32_t value)
+    void fps_pin_exchange(uint64_t *pin, uint64_t value)
+    int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
+    uint64_t fps_reader_load(const uint64_t *reader)
+    uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples)
+    uint64_t fps_drawn_load(const uint64_t *drawn)
+    int64_t fps_grant_acquire(const int64_t *granted)
+    uint64_t fps_commit_load(const uint64_t *commit)
+    uint64_t fps_pin_load(const uint64_t *pin)
+    int64_t fps_counter_get(const int64_t *counter)
+    void fps_counter_set(int64_t *counter, int64_t value)
+    void fps_plain_store()
+    bint fps_mutant(int number)
+    enum:
+        FPS_MUTANT_FORGET_GENERATION
+
+ABI = FPS_ABI
+MAX_LANES = FPS_MAX_LANES
+MAX_BUFFERS = FPS_MAX_BUFFERS
+MAX_SHARDS = FPS_MAX_SHARDS
+LINE_FLOATS = FPS_LINE // 4
+LANE_FREE = FPS_LANE_FREE
+LANE_LIVE = FPS_LANE_LIVE
+LANE_LEFT = FPS_LANE_LEFT
+LANE_FAILED = FPS_LANE_FAILED
+LANE_LEAVING = FPS_LANE_LEAVING
+FATE_FOLDED = FPS_FATE_FOLDED
+FATE_DROPPED = FPS_FATE_DROPPED
+LANE_DEAD = FPS_LANE_DEAD
+LANE_JOINING = FPS_LANE_JOINING
+LANE_SERVING = FPS_LANE_SERVING
+STATE_BUFFERS = FPS_STATE_BUFFERS
+
+
+cdef class Arena(ArenaView):
+    """The control words of an arena in `memory`, which is checked as ArenaView says."""
+
+    # -- what is committed -------------------------------------------------------------------------
+
+    @property
+    def version(self):
+        """Updates so far: of the shard that has had the fewest."""
+        return min(self.shard_version(shard) for shard in range(self.header.n_shards))
+
+    def shard_version(self, uint32_t shard):
+        """Updates of one shard so far."""
+        return fps_commit_version(fps_commit_load(&self.domain(shard).commit))
+
+    def committed(self, uint32_t shard=0):
+        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it.
+
+        Raises ValueError for buffers that the arena has not.
+        """
+        cdef uint64_t commit = fps_commit_load(&self.domain(shard).commit)
+        cdef fps_record *record = &self.domain(shard).records[fps_commit_record(commit)]
+        return fps_commit_version(commit), *self._buffers_of(commit, record.state_buffer)
+
+    cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
+        """(weights buffer, state buffer) of a commit, checked: whoever reads there trusts these numbers."""
+        if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
+            raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
+                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
+                             "damaged")
+        return fps_commit_buffer(commit), state_buffer
+
+    def pins(self, uint32_t shard=0):
+        """The buffer that each lane pins, or -1."""
+        return [<int64_t> fps_pin_load(&self.seat(index, shard).pin) - 1 for index in range(self.header.n_lanes)]
+
+    # -- membership --------------------------------------------------------------------------------
+
+    def claim(self, uint32_t lane, int64_t process_id, bint rejoin=False):
+        """Make the lane this process's own. Returns its new generation, or -1 if another has it, or had it.
+
+        The first owner of a lane whose worker is counted from the beginning is live at once, as generation 0. Any other,
+        which `rejoin` allows where there was one before, is JOINING until `joined`. The caller answers at the lane's name,
+        so nobody else claims it, and whoever is said to own it has ended.
+        """
+        return self._claim(lane, process_id, rejoin)
+
+    cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
+        cdef fps_lane *words = self.lane(lane)
+        cdef uint32_t member = fps_state_acquire(&words.state), shard, generation
+        cdef bint is_counted = self._committed(lane, 0).live
+        if fps_member_state(member) == FPS_LANE_FREE and is_counted:
+            # The number is there before the state is, so that whoever sees the lane live can name its process.
+            fps_plain_store()
+            words.process_id = process_id
+            return 0 if fps_state_change(&words.state, member, fps_member_pack(0, FPS_LANE_LIVE)) else -1
+        if not rejoin and fps_member_state(member) != FPS_LANE_FREE:
+            return -1
+        fps_help_set(&words.helping, 0)
+        fps_sleeping_set(&words.sleeping, 0)
+        for shard in range(self.header.n_shards):
+            fps_pin_exchange(&self.seat(lane, shard).pin, 0)
+            fps_pin_exchange(&self.seat(lane, shard).next, 0)
+        fps_plain_store()
+        words.process_id = process_id
+        words.message[0] = 0
+        generation = (fps_member_generation(member) + 1) & 0xffffff
+        while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
+            # A peer may bury the last owner just now; that is no other owner.
+            member = fps_state_acquire(&words.state)
+            if (fps_member_generation(member) + 1) & 0xffffff != generation:
+                return -1
+        return generation
+
+    def serve(self, int64_t process_id):
+        """Make the server's lane this process's own; False if a server has it, or had it."""
+        cdef fps_lane *words = self.lane(self.header.n_lanes)
+        if not self.header.n_servers:
+            raise ValueError("expected an arena with a lane for a server, found one whose workers take the turns")
+        fps_plain_store()
+        words.process_id = process_id
+        return bool(fps_state_change(&words.state, fps_member_pack(0, FPS_LANE_FREE), fps_member_pack(0, FPS_LANE_SERVING)))
+
+    def is_served(self):
+        """Whether a server process takes the turns, as far as anybody has said until now."""
+        return (self.header.n_servers != 0
+                and fps_member_state(fps_state_acquire(&self.lane(self.header.n_lanes).state)) == FPS_LANE_SERVING)
+
+    def clock(self, uint32_t lane, uint32_t shard=0):
+        """Pushes of the lane's worker that a shard has received, as the slowest is told by."""
+        return self._committed(lane, shard).clock
+
+    def has_joined(self, uint32_t lane):
+        """Whether every shard counts the lane's owner; who finds it so calls `joined`."""
+        return bool(self._has_joined(lane))
+
+    cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
+        cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        for shard in range(self.header.n_shards):
+            if fps_grant_acquire(&self.seat(lane, shard).generation) != generation:
+                return False
+        return True
+
+    def joined(self, uint32_t lane):
+        """The lane's owner may push from now on."""
+        self._move(lane, FPS_LANE_JOINING, FPS_LANE_LIVE)
+
+    cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil:
+        """The lane's owner goes from one state to another."""
+        self._change(lane, fps_member_generation(fps_state_acquire(&self.lane(lane).state)), seen, state)
+
+    cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil:
+        """Whoever is present as that generation is not any more."""
+        return (self._change(lane, generation, FPS_LANE_LIVE, state) or self._change(lane, generation, FPS_LANE_LEAVING, state)
+                or self._change(lane, generation, FPS_LANE_JOINING, state)
+                or self._change(lane, generation, FPS_LANE_SERVING, state))
+
+    cdef bint _change(self, uint32_t lane, uint32_t generation, uint32_t seen, uint32_t state) noexcept nogil:
+        return fps_state_change(&self.lane(lane).state, fps_member_pack(generation, seen), fps_member_pack(generation, state))
+
+    cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        """What a shard's last commit says of a lane. Only a hint, unless the turn is held."""
+        return &roster_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain(shard).commit))))[lane]
+
+    cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0:
+        """The one given; None: of the lane's present owner."""
+        return fps_member_generation(fps_state_acquire(&self.lane(lane).state)) if generation is None else generation
+
+    def finish(self, uint32_t lane, str failure=None, generation=None):
+        """The lane's worker has ended: in good order, or by the error that `failure` describes in one line.
+
+        Does nothing where another than `generation` owns the lane; None: whoever owns it.
+        """
+        cdef bytes message
+        cdef uint32_t owner = self._generation_of(lane, generation)
+        cdef uint32_t state = FPS_LANE_LEFT if failure is None else FPS_LANE_FAILED
+        if owner != fps_member_generation(fps_state_acquire(&self.lane(lane).state)):
+            return
+        if failure is not None:
+            message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
+            fps_plain_store()
+            strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
+        self._end(lane, owner, state)
+
+    def leave(self, uint32_t lane, generation=None):
+        """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns. As `finish` of `generation`."""
+        self._change(lane, self._generation_of(lane, generation), FPS_LANE_LIVE, FPS_LANE_LEAVING)
+
+    def bury(self, uint32_t lane, uint32_t generation):
+        """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: another owns it.
+
+        An owner that has left in good order stays so. A reader's place that it held is given back.
+        """
+        return bool(self._bury(lane, generation))
+
+    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil:
+        cdef uint32_t shard
+        cdef uint64_t reader
+        for shard in range(self.header.n_shards):
+            reader = fps_reader_load(&self.domain(shard).reader)
+            if fps_reader_owner(reader) == (<uint64_t> generation << 16 | (lane + 1)):
+                fps_reader_change(&self.domain(shard).reader, reader, 0)
+        if fps_mutant(FPS_MUTANT_FORGET_GENERATION):
+            generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+        return (self._end(lane, generation, FPS_LANE_DEAD)
+                or self._change(lane, generation, FPS_LANE_FAILED, FPS_LANE_DEAD))
+
+    def lane_state(self, uint32_t lane):
+        """One of the LANE_ constants."""
+        return fps_member_state(fps_state_acquire(&self.lane(lane).state))
+
+    def generation(self, uint32_t lane):
+        """Of the lane's owner: how many there were before."""
+        return fps_member_generation(fps_state_acquire(&self.lane(lane).state))
+
+    def lane_states(self):
+        """The state of every worker's lane, as bytes: one look at all of them."""
+        cdef uint32_t index
+        cdef bytearray states = bytearray(self.header.n_lanes)
+        for index in range(self.header.n_lanes):
+            states[index] = fps_member_state(fps_state_acquire(&self.lane(index).state))
+        return bytes(states)
+
+    def members(self):
+        """(generation, state) of every lane, the server's as the last."""
+        return [(fps_member_generation(member), fps_member_state(member))
+                for member in [fps_state_acquire(&self.lane(index).state)
+                               for index in range(self.header.n_lanes + self.header.n_servers)]]
+
+    # -- copies of a whole version -----------------------------------------------------------------
+
+    def pin_version(self, uint32_t lane, uint32_t shard):
+        """Keep a shard's published weights and rule state as they are: (version, weights buffer, state buffer, clocks), or None
+        while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker is live.
+
+        Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
+        """
+        cdef fps_domain *domain = self.domain(shard)
+        cdef uint64_t commit, mine
+        cdef uint32_t state_buffer, index
+        cdef scheduler_t *state
+        cdef worker_t *worker
+        cdef int64_t sequence
+        while True:
+            commit = fps_commit_load(&domain.commit)
+            state = self.scheduler(shard, fps_commit_record(commit))
+            sequence = state.sequence
+            _, state_buffer = self._buffers_of(commit, domain.records[fps_commit_record(commit)].state_buffer)
+            mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
+                                   fps_commit_buffer(commit))
+            if not fps_reader_change(&domain.reader, 0, mine):
+                return None
+            clocks = []
+            for index in range(self.header.n_lanes):
+                worker = &roster_workers(state)[index]
+                clocks.append(worker.clock - (worker.consumed - worker.cursor) if worker.live else -1)
+            # This exchange keeps the reads above before the looks below. Two commits without a fold give the same word again,
+            # and meanwhile this copy of the state was written over: its sequence tells.
+            fps_reader_change(&domain.reader, mine, mine)
+            if fps_commit_load(&domain.commit) == commit and state.sequence == sequence:
+                return fps_commit_version(commit), fps_commit_buffer(commit), state_buffer, clocks
+            fps_reader_change(&domain.reader, mine, 0)
+
+    def unpin_version(self, uint32_t lane, uint32_t shard, generation=None):
+        """End what `pin_version` of this lane began. As `finish` of `generation`."""
+        cdef uint64_t reader = fps_reader_load(&self.domain(shard).reader)
+        if fps_reader_owner(reader) == (<uint64_t> self._generation_of(lane, generation) << 16 | (lane + 1)):
+            fps_reader_change(&self.domain(shard).reader, reader, 0)
+
+    def draw(self, uint64_t samples):
+        """Draw the next samples of an order that all workers share: the first one's place, counted from the job's beginning."""
+        return fps_drawn_add(&self.domain(0).drawn, samples)
+
+    @property
+    def drawn(self):
+        """Samples that were drawn so far."""
+        return fps_drawn_load(&self.domain(0).drawn)
+
+    # -- pushes that were rejected -----------------------------------------------------------------
+
+    @property
+    def rejections(self):
+        """Pushes, counted in each shard, that were not folded since they or what they would have made was not finite."""
+        cdef uint32_t shard
+        cdef int64_t count = 0
+        for shard in range(self.header.n_shards):
+            count += fps_counter_get(&self.domain(shard).rejections)
+        return count
+
+    def rejected(self, uint32_t lane):
+        """How many of a lane's, over all shards, and (step, parameter) of the last of them, or None."""
+        cdef fps_seat *seat
+        cdef uint32_t shard
+        count, last = 0, None
+        for shard in range(self.header.n_shards):
+            seat = self.seat(lane, shard)
+            if fps_counter_get(&seat.rejected):
+                count += fps_counter_get(&seat.rejected)
+                found = fps_counter_get(&seat.rejected_step), fps_counter_get(&seat.rejected_parameter)
+                last = found if last is None else max(last, found)
+        return count, last
+
+    def failure(self, uint32_t lane):
+        """What a failed lane's worker said."""
+        cdef char *message = self.lane(lane).message
+        return bytes(message[:FPS_MESSAGE_BYTES]).split(b"\0")[0].decode("utf-8", "replace")
+
+    def process_id(self, uint32_t lane):
+        """For messages only."""
+        return self.lane(lane).process_id
+
+    def set_cores(self, uint32_t lane, int64_t first, int64_t count):
+        """Say on which cores the lane's worker may run: their lowest number, and how many."""
+        fps_counter_set(&self.lane(lane).first_core, first)
+        fps_counter_set(&self.lane(lane).cores, count)
+
+    def cores(self):
+        """How many cores all who are attached may run on. Sets that begin with the same core and are as large count once."""
+        cdef uint32_t index
+        cdef fps_lane *words
+        found = set()
+        for index in range(self.header.n_lanes + self.header.n_servers):
+            words = self.lane(index)
+            if fps_member_state(fps_state_acquire(&words.state)) in (FPS_LANE_LIVE, FPS_LANE_JOINING, FPS_LANE_SERVING):
+                found.add((fps_counter_get(&words.first_core), fps_counter_get(&words.cores)))
+        return sum(count for _, count in found)
+
+    # -- what became of pushes ---------------------------------------------------------------------
+
+    def record(self):
+        """Let holders write down what becomes of every push that is posted from now on."""
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            fps_counter_set(&self.domain(shard).recorded, 1)
+
+    def fates(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
+        """What became of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
+
+        A list of (FATE_FOLDED, version that it is part of, time, staleness), (FATE_DROPPED, version that it was late for, time,
+        0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
+        descriptors are known, and only while the lane posts none.
+        """
+        cdef uint64_t position
+        cdef fps_fate *fate
+        last = min(last, fps_head_acquire(&self.seat(lane, shard).head))
+        found = []
+        for position in range(first, last):
+            fate = self.fate(lane, shard, position)
+            if fate.position != position + 1:
+                found.append(None)
+            else:
+                found.append((<int> fate.kind, fate.version, fate.decided_ns, fate.staleness))
+        return found
+
+    # -- counters ----------------------------------------------------------------------------------
+
+    def counters(self, uint32_t lane):
+        """The lane's counters by name, over all shards; each is current, but they are not of one moment.
+
+        `done` is the least of the shards, `folded` and `dropped` are sums over shards.
+        """
+        cdef fps_lane *words = self.lane(lane)
+        cdef fps_seat *seat
+        cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
+        cdef double loss
+        cdef uint32_t shard
+        cdef uint64_t done = fps_head_acquire(&self.seat(lane, 0).head)
+        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0
+        memcpy(&loss, &loss_bits, sizeof(loss))
+        for shard in range(self.header.n_shards):
+            seat = self.seat(lane, shard)
+            done = min(done, fps_head_acquire(&seat.head))
+            folded += fps_counter_get(&seat.folded)
+            dropped += fps_counter_get(&seat.dropped)
+            staleness_sum += fps_counter_get(&seat.staleness_sum)
+            staleness_max = max(staleness_max, fps_counter_get(&seat.staleness_max))
+        return {
+            "posted": fps_tail_acquire(&words.tail),
+            "done": done,
+            "steps": fps_counter_get(&words.steps),
+            "wait_ns": fps_counter_get(&words.wait_ns),
+            "compute_ns": fps_counter_get(&words.compute_ns),
+            "samples": fps_counter_get(&words.samples),
+            "stale_blocks": fps_counter_get(&words.stale_blocks),
+            "folded": folded,
+            "dropped": dropped,
+            "rejected": self.rejected(lane)[0],
+            "staleness_sum": staleness_sum,
+            "staleness_max": staleness_max,
+            "loss": loss,
+        }
+
+    def histograms(self, uint32_t shard=0):
+        """What a shard has counted, as lists of (least value of the bucket, count), empty buckets left out.
+
+        `gaps_ns` between two consecutive updates; `staleness` of folded pushes, in versions; `arrivals_ns`: for each k, when
+        the k-th push of a version came, counted from its beginning; `updates`; `average_staleness`: mean over all updates of
+        <sigma> (Rudra, equation 2).
+        """
+        cdef fps_statistics *found = self.statistics(shard)
+        cdef int bucket
+        cdef uint32_t k
+        updates = fps_counter_get(&found.updates)
+        return {
+            "updates": updates,
+            "average_staleness": fps_counter_get(&found.average_staleness_sum) / 1000.0 / max(1, updates),
+            "gaps_ns": [(fps_bucket_time(bucket), found.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                        if found.gaps[bucket]],
+            "staleness": [(bucket, found.staleness[bucket]) for bucket in range(FPS_STALENESS_BUCKETS)
+                          if found.staleness[bucket]],
+            "arrivals_ns": [
+                [(fps_bucket_time(bucket), found.arrivals[k][bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                 if found.arrivals[k][bucket]]
+                for k in range(self.header.n_lanes)
+            ],
+        }

@@ -1,0 +1,145 @@
+# arena.h as Cython sees it: the arena's words, without a module of their own. A lane's words are in lane.pxd.
+
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+
+cdef extern from "shm/arena.h" nogil:
+    enum:
+        FPS_STATE_BUFFERS
+
+    uint32_t fps_member_pack(uint32_t generation, uint32_t state)
+    uint32_t fps_member_state(uint32_t member)
+    uint32_t fps_member_generation(uint32_t member)
+
+    ctypedef struct fps_record:
+        uint64_t version
+        uint32_t weights_buffer
+        uint32_t state_buffer
+
+    ctypedef struct fps_domain:
+        uint64_t turn
+        uint64_t commit
+        fps_record *records
+        int64_t due_ns
+        int64_t last_update_ns
+        int64_t first
+        int64_t last
+        int64_t recorded
+        int64_t rejections
+        uint64_t reader
+        uint64_t drawn
+
+    ctypedef struct fps_folded_push:
+        uint32_t lane
+        uint32_t slot
+        uint32_t samples
+        uint64_t step
+        double scale
+        double rate_scale
+
+    ctypedef struct fps_work:
+        uint64_t ticket
+        uint64_t done
+        int64_t chunk_floats
+        double scale
+        double rate_scale
+        int32_t mode
+        int32_t streaming
+        uint32_t weights_in
+        uint32_t weights_out
+        uint32_t state_in
+        uint32_t n_pushes
+        uint32_t state_out
+        fps_folded_push *pushes
+
+    enum:
+        FPS_MAX_CHUNKS
+
+    uint64_t fps_ticket_pack(uint64_t chunks, uint64_t left)
+    uint64_t fps_ticket_chunks(uint64_t ticket)
+    uint64_t fps_ticket_left(uint64_t ticket)
+    uint64_t fps_chunks_of(uint64_t chunks, uint64_t part, uint64_t parts)
+    uint64_t fps_ticket_choose(uint64_t ticket, uint64_t own)
+
+    enum:
+        FPS_GAP_BUCKETS
+        FPS_STALENESS_BUCKETS
+
+    ctypedef struct fps_statistics:
+        int64_t *gaps
+        int64_t *staleness
+        int64_t updates
+        int64_t average_staleness_sum
+        int64_t arrivals[1][512]
+
+    int fps_time_bucket(int64_t ns)
+    int64_t fps_bucket_time(int bucket)
+
+    ctypedef struct fps_header:
+        uint64_t magic
+        uint32_t abi
+        uint32_t n_lanes
+        uint32_t n_buffers
+        uint32_t n_slots
+        uint32_t ring_size
+        uint32_t n_groups
+        uint32_t n_parameters
+        uint32_t presence_words
+        uint32_t rule
+        uint32_t state_planes
+        uint32_t n_shards
+        uint32_t checks_finite
+        uint32_t gradient_type
+        uint32_t n_servers
+        double ema_decay
+        uint64_t buffer_floats
+        uint64_t domains_offset
+        uint64_t statistics_offset
+        uint64_t statistics_bytes
+        uint64_t work_offset
+        uint64_t work_bytes
+        uint64_t segments_offset
+        uint64_t lanes_offset
+        uint64_t lane_bytes
+        uint64_t seats_offset
+        uint64_t fates_offset
+        uint64_t scheduler_offset
+        uint64_t scheduler_bytes
+        uint64_t weights_offset
+        uint64_t weights_bytes
+        uint64_t state_offset
+        uint64_t state_bytes
+        uint64_t state_steps_bytes
+        uint64_t slots_offset
+        uint64_t slot_bytes
+        uint64_t slot_presence_offset
+        uint64_t slot_versions_offset
+        uint64_t slot_gradient_offset
+        uint64_t extra_offset
+        uint64_t extra_bytes
+        uint64_t total_bytes
+
+    ctypedef struct fps_fate:
+        uint64_t position
+        uint64_t version
+        int64_t decided_ns
+        int32_t staleness
+        uint32_t kind
+
+    enum:
+        FPS_FATE_FOLDED
+        FPS_FATE_DROPPED
+
+    uint64_t FPS_PENDING
+    uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
+    uint64_t fps_turn_owner(uint64_t turn)
+    uint64_t fps_turn_epoch(uint64_t turn)
+    uint64_t fps_turn_generation(uint64_t turn)
+    uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record)
+    uint64_t fps_commit_version(uint64_t commit)
+    uint64_t fps_commit_epoch(uint64_t commit)
+    uint64_t fps_commit_buffer(uint64_t commit)
+    uint64_t fps_commit_record(uint64_t commit)
+    uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights)
+    uint64_t fps_reader_weights(uint64_t reader)
+    uint64_t fps_reader_state(uint64_t reader)
+    uint64_t fps_reader_owner(uint64_t reader)

@@ -1,0 +1,92 @@
+/* One mapping of shared memory, counted by its users: Python views and torch tensors.
+ *
+ * The last user unmaps it, on whatever thread it is, and without Python: torch frees tensors from thread-local destructors after
+ * the interpreter has ended, and a deleter that takes the GIL then ends the process by SIGSEGV. */
+#ifndef FPS_MAPPING_H
+#define FPS_MAPPING_H
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "base/atomics.h"
+
+typedef struct {
+    void *address;
+    size_t bytes;
+    uint32_t users;
+} fps_mapping;
+
+/* Map all of a descriptor, with one user; null with errno set where the kernel refuses. */
+static inline fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable) {
+    fps_mapping *mapping = malloc(sizeof *mapping);
+    if (!mapping) return NULL;
+    mapping->address = mmap(NULL, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, descriptor, 0);
+    mapping->bytes = bytes;
+    mapping->users = 1;
+    if (mapping->address == MAP_FAILED) {
+        int reason = errno;
+        free(mapping);
+        errno = reason;
+        return NULL;
+    }
+    return mapping;
+}
+
+static inline void fps_mapping_close(fps_mapping *mapping) {
+    if (!fps_users_drop(&mapping->users)) return;
+    munmap(mapping->address, mapping->bytes);
+    free(mapping);
+}
+
+/* The DLPack exchange format, version 0, as every torch that fastps supports reads it (dmlc/dlpack, include/dlpack/dlpack.h). */
+typedef struct {
+    int32_t type, id;
+} fps_dlpack_device;
+
+typedef struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+} fps_dlpack_type;
+
+typedef struct {
+    void *data;
+    fps_dlpack_device device;
+    int32_t dimensions;
+    fps_dlpack_type type;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} fps_dlpack_tensor;
+
+typedef struct fps_dlpack {
+    fps_dlpack_tensor tensor;
+    void *owner;
+    void (*deleter)(struct fps_dlpack *);
+} fps_dlpack;
+
+_Static_assert(sizeof(fps_dlpack) == 64 && offsetof(fps_dlpack, owner) == 48, "the layout of DLManagedTensor");
+
+static void fps_dlpack_delete(fps_dlpack *managed) {
+    fps_mapping_close(managed->owner);
+    free(managed);
+}
+
+/* A tensor of `dimensions` sizes and strides, to be filled in by the caller, over `data` of the mapping; null: no memory. */
+static inline fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int32_t dimensions, uint8_t code, uint8_t bits) {
+    fps_dlpack *managed = calloc(1, sizeof *managed + 2 * (size_t)dimensions * sizeof(int64_t));
+    if (!managed) return NULL;
+    fps_users_add(&mapping->users);
+    managed->owner = mapping;
+    managed->deleter = fps_dlpack_delete;
+    managed->tensor.data = data;
+    managed->tensor.device.type = 1; /* kDLCPU */
+    managed->tensor.dimensions = dimensions;
+    managed->tensor.type.code = code;
+    managed->tensor.type.bits = bits;
+    managed->tensor.type.lanes = 1;
+    managed->tensor.shape = (int64_t *)(managed + 1);
+    managed->tensor.strides = managed->tensor.shape + dimensions;
+    return managed;
+}
+
+#endif

@@ -1,0 +1,112 @@
+"""A mapping of shared memory that lives until its last user has gone: NumPy views, and tensors that torch frees when it likes.
+
+`SharedMapping` exports the buffer protocol, so NumPy reads and writes it without a copy. `SharedMapping.tensor` gives a DLPack
+capsule over a part of it, which torch takes without a copy; the capsule's deleter needs no GIL. Knows no layout, and no torch.
+"""
+
+import os
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.exc cimport PyErr_SetFromErrno
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
+from libc.stdint cimport int64_t, uint8_t
+
+cdef extern from "shm/mapping.h" nogil:
+    ctypedef struct fps_mapping:
+        void *address
+        size_t bytes
+
+    ctypedef struct fps_dlpack_tensor:
+        int64_t *shape
+        int64_t *strides
+
+    ctypedef struct fps_dlpack:
+        fps_dlpack_tensor tensor
+        void (*deleter)(fps_dlpack *) noexcept
+
+    fps_mapping *fps_mapping_open(int descriptor, size_t bytes, int writable)
+    void fps_mapping_close(fps_mapping *mapping)
+    fps_dlpack *fps_dlpack_make(fps_mapping *mapping, void *data, int dimensions, uint8_t code, uint8_t bits)
+    int madvise(void *address, size_t bytes, int advice)
+    int MADV_DONTDUMP
+
+DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLPack's code of a type, and its bits
+
+
+cdef void _forget(object capsule) noexcept:
+    """Free what a capsule holds that nobody took; who takes it renames the capsule and frees it itself."""
+    cdef fps_dlpack *managed
+    if PyCapsule_IsValid(capsule, "dltensor"):
+        managed = <fps_dlpack *> PyCapsule_GetPointer(capsule, "dltensor")
+        managed.deleter(managed)
+
+
+cdef class SharedMapping:
+    """All of the shared memory behind a descriptor, which the caller keeps and may close.
+
+    Raises ValueError for an empty file, OSError where the kernel refuses.
+
+    >>> descriptor = os.memfd_create("example")
+    >>> os.truncate(descriptor, 4096)
+    >>> mapping = SharedMapping(descriptor)
+    >>> memoryview(mapping)[:3] = b"abc"
+    >>> len(mapping), bytes(memoryview(mapping)[:3])
+    (4096, b'abc')
+    >>> os.close(descriptor)
+    """
+
+    cdef fps_mapping *mapping
+    cdef bint writable
+
+    def __cinit__(self, int descriptor, bint writable=True):
+        cdef int64_t size = os.fstat(descriptor).st_size
+        if size < 1:
+            raise ValueError("expected memory to map, found an empty file")
+        self.writable = writable
+        self.mapping = fps_mapping_open(descriptor, size, writable)
+        if self.mapping == NULL:
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self):
+        if self.mapping != NULL:
+            fps_mapping_close(self.mapping)
+
+    def __len__(self):
+        return self.mapping.bytes
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.mapping.address, self.mapping.bytes, not self.writable, flags)
+
+    def leave_out_of_dumps(self):
+        """Keep the pages out of core dumps: a process that crashes is known to have ended only once its core is written."""
+        madvise(self.mapping.address, self.mapping.bytes, MADV_DONTDUMP)
+
+    def tensor(self, int64_t offset, shape, strides, str dtype not None):
+        """A DLPack capsule over the elements of `dtype` ("float32", "float16" or "bfloat16") from byte `offset` on.
+
+        `shape` and `strides` are in elements. The memory stays mapped as long as the tensor that is made of it.
+        Raises ValueError for elements that are not all within the mapping, KeyError for another dtype.
+        """
+        cdef uint8_t code, bits
+        cdef int64_t last = 0, size, stride
+        cdef int index, dimensions = len(shape)
+        code, bits = DTYPES[dtype]
+        if len(strides) != dimensions:
+            raise ValueError(f"expected {dimensions} strides, found {len(strides)}")
+        for size, stride in zip(shape, strides):
+            if size < 0 or stride < 0:
+                raise ValueError(f"expected sizes and strides of 0 or more, found {shape} and {strides}")
+            last = -1 if size == 0 or last < 0 else last + (size - 1) * stride
+        if not 0 <= offset <= offset + (last + 1) * (bits // 8) <= <int64_t> self.mapping.bytes or offset % (bits // 8):
+            raise ValueError(f"expected elements within {self.mapping.bytes} bytes, found {last + 1} from byte {offset}")
+        cdef fps_dlpack *managed = fps_dlpack_make(self.mapping, <char *> self.mapping.address + offset, dimensions, code, bits)
+        if managed == NULL:
+            raise MemoryError
+        for index in range(dimensions):
+            managed.tensor.shape[index] = shape[index]
+            managed.tensor.strides[index] = strides[index]
+        try:
+            return PyCapsule_New(managed, "dltensor", _forget)
+        except BaseException:
+            managed.deleter(managed)
+            raise

@@ -1,0 +1,144 @@
+"""How the arena's memory is cut into header, control words, scheduler state, weights, rule state and slots.
+
+A header's measures decide every place in it; so a header that somebody else wrote is checked by computing it again. What it
+refuses to be: a view of memory (arena_view.pyx), or what stands at a place in the beginning (arena_format.pyx).
+"""
+
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memcmp, memset
+
+from fastps.kernels.shm.arena_h cimport (
+    FPS_GAP_BUCKETS,
+    FPS_STATE_BUFFERS,
+    fps_domain,
+    fps_fate,
+    fps_folded_push,
+    fps_header,
+    fps_statistics,
+    fps_work,
+)
+from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.protocol.ring cimport (
+    FPS_ABI,
+    FPS_LINE,
+    FPS_MAGIC,
+    FPS_MAX_BUFFERS,
+    FPS_MAX_LANES,
+    FPS_MAX_SHARDS,
+    fps_descriptor,
+    fps_lane,
+    fps_seat,
+)
+from fastps.kernels.scheduling.state cimport roster_bytes
+
+
+cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
+    return (size + to - 1) // to * to
+
+
+cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
+               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
+    """Give every part its place; parts that different processes write begin on a page of their own."""
+    cdef uint64_t offset
+    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+    if not 1 <= lanes <= FPS_MAX_LANES:
+        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    if servers > 1:
+        raise ValueError(f"expected one server or none, found {servers}")
+    if not 2 <= buffers <= FPS_MAX_BUFFERS:
+        raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
+    if ring_size < 2 or ring_size & (ring_size - 1):
+        raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
+    if slots < 1 or slots >= ring_size:
+        raise ValueError(f"expected 1 to {ring_size - 1} gradient slots in a ring of {ring_size}, found {slots}")
+    if not 1 <= shards <= FPS_MAX_SHARDS:
+        raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
+    if not 0 <= ema_decay < 1:
+        raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
+    if gradient_type > FPS_BFLOAT16:
+        raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
+    memset(header, 0, sizeof(fps_header))
+    header.magic = FPS_MAGIC
+    header.abi = FPS_ABI
+    header.n_lanes = lanes
+    header.n_buffers = buffers
+    header.n_slots = slots
+    header.ring_size = ring_size
+    header.n_groups = groups
+    header.n_parameters = parameters
+    header.presence_words = (parameters + 63) // 64
+    header.rule = rule
+    header.state_planes = state_planes
+    header.n_shards = shards
+    header.checks_finite = checks_finite
+    header.ema_decay = ema_decay
+    header.gradient_type = gradient_type
+    header.n_servers = servers
+    header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
+    offset = header.domains_offset = PAGE
+    offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
+    header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
+    offset = header.segments_offset = offset + shards * header.work_bytes
+    offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
+    header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
+    header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
+    header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
+    offset = header.statistics_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
+    header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
+    offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
+    header.scheduler_bytes = _aligned(roster_bytes(lanes), PAGE)
+    offset = header.weights_offset = offset + 2 * shards * header.scheduler_bytes
+    header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
+    offset = header.state_offset = offset + buffers * header.weights_bytes
+    header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
+    header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
+    offset = header.slots_offset = offset + FPS_STATE_BUFFERS * header.state_bytes
+    header.slot_presence_offset = groups * sizeof(fps_hyper)
+    header.slot_versions_offset = header.slot_presence_offset + header.presence_words * sizeof(uint64_t)
+    header.slot_gradient_offset = _aligned(header.slot_versions_offset + shards * sizeof(uint64_t), FPS_LINE)
+    header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
+    offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
+    header.extra_bytes = _aligned(extra_bytes, PAGE)
+    header.total_bytes = offset + (lanes + servers) * header.extra_bytes
+    return _check_size(header)
+
+
+cdef int _check_size(const fps_header *header) except -1:
+    """The same size without a wrap around 2^64: places of measures that wrapped would lie anywhere."""
+    cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
+    cdef double all_lanes = <double> header.n_lanes + header.n_servers
+    cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
+    cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
+    cdef double buffers = header.n_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    if lanes + rings + buffers + tables > 2.0 ** 56:
+        raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
+    return 0
+
+
+def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
+         int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
+         int gradient_type=FPS_FLOAT32, int servers=0):
+    """The header of an arena of these measures, as bytes; its last word is the arena's size.
+
+    `servers`: 1 for a lane more, behind the workers', for a server process.
+
+    Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
+    """
+    cdef fps_header header
+    if lanes < 1:
+        raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
+          shards, ema_decay, checks_finite, gradient_type, servers)
+    return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
+
+
+cdef int check_header(const fps_header *found, int64_t size) except -1:
+    """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
+    cdef fps_header own
+    _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
+          found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
+          found.checks_finite, found.gradient_type, found.n_servers)
+    if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
+        raise ValueError("the arena's header is damaged: its places do not follow from its measures")
+    return 0

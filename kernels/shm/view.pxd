@@ -1,0 +1,31 @@
+# A view of the arena's memory: addresses, and nothing that changes by itself.
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
+from fastps.kernels.update.fold cimport fps_segment
+from fastps.kernels.protocol.ring cimport fps_lane, fps_seat
+from fastps.kernels.scheduling.state cimport scheduler_t
+
+
+cdef class ArenaView:
+    cdef object memory          # keeps the mapping alive
+    cdef char *base
+    # What was checked when this view was made; what lies in the memory, another process may have written over since.
+    cdef fps_header own_header
+    cdef fps_header *header     # own_header
+    cdef fps_segment *segments  # one a parameter
+    cdef int64_t first[64]      # of each shard, FPS_MAX_SHARDS of them: its floats of every buffer are [first, last)
+    cdef int64_t last[64]
+
+    cdef int _copy_places(self) except -1
+    cdef fps_lane *lane(self, uint32_t index) noexcept nogil
+    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
+    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
+    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
+    cdef fps_work *work(self, uint32_t shard) noexcept nogil
+    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
+    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
+    cdef float *weights(self, uint64_t buffer) noexcept nogil
+    cdef char *state(self, uint64_t buffer) noexcept nogil

@@ -1,0 +1,177 @@
+"""A checked view of an arena's memory: where each of its parts lies, and its measures.
+
+What it refuses to be: an owner of memory or files (fastps/system/shared_memory.py is), or a place for what changes: the control
+words are arena.pyx's, the protocol is that of lane.pyx, turn.pyx and those they call.
+"""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from fastps.kernels.shm.plan cimport PAGE, check_header
+from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
+from fastps.kernels.update.fold cimport fps_segment
+from fastps.kernels.protocol.ring cimport FPS_ABI, FPS_LINE, FPS_MAGIC, fps_lane, fps_seat
+from fastps.kernels.scheduling.state cimport scheduler_t
+
+cdef enum:
+    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
+
+
+cdef class ArenaView:
+    """A checked view of an arena in `memory` (a writable buffer; it stays exported as long as the view lives).
+
+    Raises ValueError when the memory holds no arena of this version, or is shorter than its header says.
+    """
+
+    def __cinit__(self, memory not None):
+        cdef const unsigned char[::1] view = memory
+        self.memory = view
+        self.base = <char *> &view[0]
+        self.header = &self.own_header
+        if <uintptr_t> self.base % FPS_LINE:
+            raise ValueError(f"expected memory that begins on a cache line of {FPS_LINE} bytes")
+        if view.shape[0] >= PAGE:
+            memcpy(self.header, self.base, sizeof(fps_header))
+        if self.header.magic != FPS_MAGIC:
+            raise ValueError("expected an arena of fastps, found other memory")
+        if self.header.abi != FPS_ABI:
+            raise ValueError(f"expected an arena of layout {FPS_ABI}, found layout {self.header.abi}: "
+                             "all processes of a job must run the same fastps")
+        check_header(self.header, view.shape[0])
+        self._copy_places()
+
+    def __dealloc__(self):
+        free(self.segments)
+
+    cdef int _copy_places(self) except -1:
+        """Where parameters and shards lie, checked once: every fold goes by it."""
+        cdef fps_segment *segment
+        cdef uint32_t index
+        cdef int64_t floats = self.header.buffer_floats
+        self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
+        if self.segments == NULL:
+            raise MemoryError()
+        memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
+        for index in range(self.header.n_parameters):
+            segment = &self.segments[index]
+            # Without floats here the parameters lie on devices, and nobody folds here.
+            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
+                    or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
+                    or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
+                raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
+                                 f"{segment.length} floats from {segment.offset} on, group {segment.group}")
+        for index in range(self.header.n_shards):
+            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
+            if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
+                raise ValueError(
+                    f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
+        return 0
+
+    cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
+        return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
+
+    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+
+    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
+        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
+                + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
+
+    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
+        return <fps_domain *> (self.base + self.header.domains_offset) + shard
+
+    cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
+        return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
+
+    cdef fps_work *work(self, uint32_t shard) noexcept nogil:
+        return <fps_work *> (self.base + self.header.work_offset + shard * self.header.work_bytes)
+
+    cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil:
+        return <scheduler_t *> (self.base + self.header.scheduler_offset
+                                + (2 * shard + record) * self.header.scheduler_bytes)
+
+    cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
+        return (self.base + self.header.slots_offset
+                + (<uint64_t> lane * self.header.n_slots + slot) * self.header.slot_bytes)
+
+    cdef float *weights(self, uint64_t buffer) noexcept nogil:
+        return <float *> (self.base + self.header.weights_offset + buffer * self.header.weights_bytes)
+
+    cdef char *state(self, uint64_t buffer) noexcept nogil:
+        return self.base + self.header.state_offset + buffer * self.header.state_bytes
+
+    # -- places, for those who make views of them --------------------------------------------------
+
+    def weights_offset(self, int buffer):
+        """Byte offset of a weights buffer."""
+        return <char *> self.weights(buffer) - self.base
+
+    def slots_range(self, int lane):
+        """(offset, length) in bytes of a lane's slots: whole pages."""
+        return self.slot(lane, 0) - self.base, self.header.n_slots * self.header.slot_bytes
+
+    def slot_offset(self, int lane, int slot):
+        """Byte offset of a lane's slot: an fps_hyper a param_group, then the words of presence."""
+        return self.slot(lane, slot) - self.base
+
+    def gradient_offset(self, int lane, int slot):
+        """Byte offset of the gradient in a lane's slot."""
+        return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
+
+    def steps_offset(self, int buffer):
+        """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
+        return self.state(buffer) - self.base
+
+    def plane_offset(self, int buffer, int plane):
+        """Byte offset of one plane of the rule's state."""
+        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * 4 - self.base
+
+    def extra_offset(self, int lane):
+        """Byte offset of the lane's slot for model buffers."""
+        return self.header.extra_offset + lane * self.header.extra_bytes
+
+    @property
+    def lanes(self):
+        """Workers that the arena was made for."""
+        return self.header.n_lanes
+
+    @property
+    def server_lane(self):
+        """The lane of the job's server process, behind the workers'; -1 where the workers take the turns."""
+        return <int64_t> self.header.n_lanes if self.header.n_servers else -1
+
+    @property
+    def buffers(self):
+        """Weight buffers."""
+        return self.header.n_buffers
+
+    @property
+    def slots(self):
+        """Gradient slots of a lane."""
+        return self.header.n_slots
+
+    @property
+    def buffer_floats(self):
+        """Floats of a weights buffer, padding included."""
+        return self.header.buffer_floats
+
+    @property
+    def state_planes(self):
+        """Planes of the rule's state."""
+        return self.header.state_planes
+
+    @property
+    def total_bytes(self):
+        """Size of the whole arena."""
+        return self.header.total_bytes
+
+    @property
+    def shards(self):
+        """Shards, each versioned by itself."""
+        return self.header.n_shards
+
+    @property
+    def ema_decay(self):
+        """Decay of the moving average of the weights, the last plane of the state; 0 when none is kept."""
+        return self.header.ema_decay

@@ -1,0 +1,135 @@
+"""C cores that N workers share, as an operating system hands them out: one after the other, for a slice of time each.
+
+Who wants a core and finds none idle waits in line; of those who come at the same time, who has done without a core for longest
+is first, so that a worker comes behind those whom it wakes. Whoever has had a core for a slice goes to the end of the line if
+anybody is in it, and else goes on. So three equal steps that begin together on two cores are not done together after 1.5 times
+their time, as in the mean of a fair scheduler: short ones are done after one, one, and two times. A fraction of a core makes
+all of them slower: 1.5 cores are two at three quarters of the speed.
+
+What a step then waits without a core (sleep, files) takes its time whatever the others do. What it refuses to know: why a step
+takes as long, what a switch costs, and that real machines have a line for each core and even them out now and then.
+"""
+
+from libc.math cimport ceil
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport calloc, free
+
+from fastps.kernels.simulation.network cimport EVENT_COMPUTED, EVENT_CORES, fps_queue_push
+
+
+cdef class Cores:
+    """`count` cores for so many workers, a fraction allowed, and the slice in ns; 0 cores: one for each worker.
+
+    Raises ValueError for a number out of range, and MemoryError.
+    """
+
+    def __cinit__(self, double count, int64_t workers, int64_t slice_ns):
+        cdef int64_t core
+        if not 0 <= count <= 1e6 or workers < 1 or slice_ns < 1:
+            raise ValueError(
+                f"expected 0 (one a worker) to 1e6 cores for at least 1 worker, in slices of 1 ns or more, found {count} cores"
+                f" for {workers} workers, slices of {slice_ns} ns")
+        self.count, self.n_workers, self.slice_ns, self.shared = count, workers, slice_ns, 0 < count < workers
+        self.n_cores = <int64_t> ceil(count) if self.shared else 0
+        self.speed = count / self.n_cores if self.shared else 1.0
+        self.first = self.last = -1
+        self.handing_out_ns = -1
+        self.workers = <working_t *> calloc(workers, sizeof(working_t))
+        self.cores = <core_t *> calloc(self.n_cores + 1, sizeof(core_t))
+        if not self.workers or not self.cores:
+            raise MemoryError()
+        for core in range(self.n_cores):
+            self.cores[core].worker = -1
+
+    def __dealloc__(self):
+        free(self.workers)
+        free(self.cores)
+
+    cdef int begin(self, fps_queue *queue, int64_t now_ns, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil:
+        """A worker begins a step; EVENT_COMPUTED comes when it has it. -1 when there is no memory."""
+        if not self.shared or cpu_ns < 1:
+            return fps_queue_push(queue, now_ns + cpu_ns + blocked_ns, EVENT_COMPUTED, worker)
+        self.workers[worker].blocked_ns = blocked_ns
+        self.workers[worker].left_ns = <int64_t> ceil(<double> cpu_ns / self.speed)
+        self._enter(worker, now_ns)
+        if self.handing_out_ns == now_ns:
+            return 0
+        self.handing_out_ns = now_ns  # when all who come now are in line
+        return fps_queue_push(queue, now_ns, EVENT_CORES, <int32_t> self.n_cores)
+
+    cdef void _enter(self, int32_t worker, int64_t now_ns) noexcept nogil:
+        """Into the line: behind all who came earlier, and of those who come now behind whoever had a core before this one."""
+        cdef working_t *entering = &self.workers[worker]
+        cdef int32_t before = self.last
+        entering.came_ns = now_ns
+        while before >= 0 and self.workers[before].came_ns == now_ns and self.workers[before].done_ns > entering.done_ns:
+            before = self.workers[before].previous
+        entering.previous = before
+        entering.next = self.first if before < 0 else self.workers[before].next
+        if entering.next < 0:
+            self.last = worker
+        else:
+            self.workers[entering.next].previous = worker
+        if before < 0:
+            self.first = worker
+        else:
+            self.workers[before].next = worker
+
+    cdef int _hand_out(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
+        """Give an idle core to the first in line, if there is one."""
+        cdef int32_t worker = self.first
+        self.cores[core].worker = worker
+        if worker < 0:
+            return 0
+        self.first = self.workers[worker].next
+        if self.first < 0:
+            self.last = -1
+        else:
+            self.workers[self.first].previous = -1
+        self.cores[core].began_ns = now_ns
+        self.cores[core].ends_ns = now_ns + self.workers[worker].left_ns
+        self.cores[core].scheduled_ns = -1
+        return self._schedule(queue, now_ns, core)
+
+    cdef int _schedule(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
+        """Let the event come when the core's step is done, or when its slice is over if anybody waits."""
+        cdef core_t *at = &self.cores[core]
+        cdef int64_t next_ns = at.ends_ns
+        if self.first >= 0:
+            next_ns = min(next_ns, max(now_ns, at.began_ns + self.slice_ns))
+        if at.scheduled_ns == next_ns:
+            return 0
+        at.scheduled_ns = next_ns
+        return fps_queue_push(queue, next_ns, EVENT_CORES, core)
+
+    cdef int run(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
+        """The event: a core's step is done, or its slice over; or somebody came. -1 when there is no memory."""
+        cdef core_t *at = &self.cores[core]
+        cdef int32_t worker = at.worker
+        if core == self.n_cores:
+            return self._hand_out_all(queue, now_ns)
+        if worker < 0 or now_ns != at.scheduled_ns:
+            return 0  # replaced by an earlier one
+        self.workers[worker].done_ns = now_ns
+        if now_ns < at.ends_ns:
+            self.workers[worker].left_ns = at.ends_ns - now_ns
+            self._enter(worker, now_ns)
+        else:
+            self.workers[worker].done_ns += self.workers[worker].blocked_ns
+            if fps_queue_push(queue, self.workers[worker].done_ns, EVENT_COMPUTED, worker) < 0:
+                return -1
+        return self._hand_out(queue, now_ns, core)
+
+    cdef int _hand_out_all(self, fps_queue *queue, int64_t now_ns) noexcept nogil:
+        """Idle cores to the first in line; where somebody is left, slices end from now on."""
+        cdef int32_t core
+        self.handing_out_ns = -1
+        for core in range(<int32_t> self.n_cores):
+            if self.first < 0:
+                return 0
+            if self.cores[core].worker < 0 and self._hand_out(queue, now_ns, core) < 0:
+                return -1
+        for core in range(<int32_t> self.n_cores):
+            if self.first >= 0 and self._schedule(queue, now_ns, core) < 0:
+                return -1
+        return 0

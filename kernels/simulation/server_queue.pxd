@@ -1,0 +1,35 @@
+# Servers that take time to handle messages, for the simulator.
+
+from libc.stdint cimport int32_t, int64_t
+
+from fastps.kernels.simulation.network cimport Network, fps_queue
+
+cdef struct station_t:
+    double message_ns   # for each message
+    double byte_ns      # and for each byte of it
+    double update_ns    # for each update
+    int64_t free_ns     # when it may begin with the next message
+    double busy_ns
+    int64_t length      # messages that wait, the one in hand among them
+    int64_t peak
+    int64_t worked      # shards' own stations: updates that were counted
+    int32_t first
+    int32_t last
+    int32_t in_hand     # a message's end is in the simulation's queue
+
+cdef class Service:
+    cdef readonly bint takes_time
+    cdef readonly int64_t n_stations
+    cdef Network network
+    cdef station_t *stations
+    cdef int64_t groups
+    cdef int64_t n_workers
+    cdef int32_t own_of(self, int32_t shard) noexcept nogil
+    cdef int32_t station_of(self, int32_t worker, int32_t shard) noexcept nogil
+    cdef int add(self, fps_queue *queue, int64_t now_ns, int32_t message) noexcept nogil
+    cdef int32_t take(self, int32_t station) noexcept nogil
+    cdef int go_on(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil
+    cdef void work(self, int64_t now_ns, int32_t station, double work_ns) noexcept nogil
+    cdef void update(self, int64_t now_ns, int32_t shard, int64_t version) noexcept nogil
+    cdef void relay(self, int64_t now_ns, int32_t worker, int32_t shard, double bytes, bint answers) noexcept nogil
+    cdef int _begin(self, fps_queue *queue, int64_t now_ns, int32_t station) noexcept nogil

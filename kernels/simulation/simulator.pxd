@@ -1,0 +1,68 @@
+# The simulator's state: workers, around the shards (virtual_shards.pxd).
+
+from libc.stdint cimport int32_t, int64_t
+
+from fastps.kernels.simulation.compute_time cimport ComputeTimes
+from fastps.kernels.simulation.cpu cimport Cores
+from fastps.kernels.simulation.network cimport fps_event
+from fastps.kernels.scheduling.state cimport policy_t
+from fastps.kernels.simulation.shards cimport VirtualShards
+
+cdef struct player_t:
+    int64_t steps           # steps pushed
+    int64_t computed_ns     # when its last gradient was ready
+    int64_t began_ns
+    int64_t compute_ns
+    int64_t wait_ns
+    int64_t grant_wait_ns   # from a shard's receipt of a push to its grant, summed over shards
+    int64_t timestamp       # newest version of any shard that it computes with
+    int64_t batch
+    int64_t granted_batch   # 0: none was tuned
+    int64_t resume_ns       # when it begins with what it has (partial pull), or -1
+    int64_t stale_blocks
+    int64_t ready_version   # overlap: newest weights that have arrived
+    int32_t fresh           # shards that have answered for its next step
+    int32_t sending         # overlap: shards that its last push has not reached yet
+    int32_t computing
+    int32_t blocked         # it could go on but for a slot
+    int32_t holding         # overlap: it holds a gradient until the last was delivered
+
+# One shard as one worker sees it.
+cdef struct view_t:
+    int64_t version         # of the weights that it computes with
+    int64_t step            # newest step that the shard has granted, and answered
+
+
+cdef class Simulator(VirtualShards):
+    cdef readonly ComputeTimes compute
+    cdef readonly Cores cores
+    cdef readonly int64_t events
+    cdef policy_t policy
+    cdef player_t *players
+    cdef view_t *views
+    cdef int32_t *links
+    cdef int32_t *idle                   # overlap: workers without a pull in progress
+    cdef int32_t n_idle
+    cdef int64_t pull_timeout_ns
+    cdef int64_t slots
+    cdef int64_t batch
+    cdef int32_t needed
+    cdef bint is_direct                  # messages take no time at all, so there are none
+    cdef int _allocate(self, int32_t[::1] link_of) except -1
+    cdef void _run(self, int64_t events) noexcept nogil
+    cdef void _play(self, fps_event event) noexcept nogil
+    cdef void _try_begin(self, int32_t worker) noexcept nogil
+    cdef void _begin(self, int32_t worker) noexcept nogil
+    cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil
+    cdef void _computed(self, int32_t worker) noexcept nogil
+    cdef void _push(self, int32_t worker) noexcept nogil
+    cdef void _pushed(self, int32_t index) noexcept nogil
+    cdef void _served(self, int32_t station) noexcept nogil
+    cdef void _handled(self, int32_t index) noexcept nogil
+    cdef void _pulled(self, int32_t index) noexcept nogil
+    cdef void _post(self, int32_t index) noexcept nogil
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil
+    cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil
+    cdef int64_t _newest(self, int32_t worker) noexcept nogil
+    cdef void _fetch(self, int32_t worker) noexcept nogil
+    cdef void _fetch_all(self) noexcept nogil

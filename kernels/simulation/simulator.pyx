@@ -1,0 +1,435 @@
+"""The simulator: N workers and K shards in virtual time, decided by the scheduler's own compiled functions.
+
+Nothing is decided here: that is the shards' part (virtual_shards.pyx). What is played here is what surrounds them: computing
+(compute_time.pyx), messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop
+(fastps/store/worker.py): which step it waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides
+a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
+
+A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
+or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport calloc, free
+
+import numpy as np
+
+from fastps.kernels.simulation.compute_time cimport ComputeTimes
+from fastps.kernels.simulation.cpu cimport Cores
+from fastps.kernels.simulation.records cimport (
+    LINE_BEGIN,
+    LINE_COMPUTED,
+    LINE_GRANT,
+    LINE_PULL,
+    begin_ledger,
+    server_t,
+)
+from fastps.kernels.simulation.network cimport (
+    EVENT_COMPUTED,
+    EVENT_CORES,
+    EVENT_DRAIN,
+    EVENT_LINK,
+    EVENT_PULLED,
+    EVENT_PUSHED,
+    EVENT_RESUME,
+    EVENT_SERVED,
+    EVENT_TIMER,
+    Network,
+    fps_event,
+    fps_queue_free,
+    fps_queue_pop,
+    fps_queue_push,
+    message_t,
+)
+from fastps.kernels.scheduling.policy cimport policy_from_values
+from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, roster_workers, worker_t
+from fastps.kernels.simulation.server_queue cimport Service
+from fastps.kernels.simulation.shards cimport VirtualShards
+
+LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
+
+
+cdef class Simulator(VirtualShards):
+    """A simulation, ready to run.
+
+    values: the policy's, as Policy.values gives them. compute, network: who computes how long, and the links; link_of:
+    int32[workers], each worker's first link, to which the shard is added. shard_bytes: of one push, or pull, of one shard.
+    needed: shards that a step waits for, and pull_timeout_ns how long for the rest (-1: a step waits for all). slots: gradients
+    that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
+    worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
+    and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
+    (service.pyx); none without. cores, slice_ns: that the workers share, and for how long at a time (cores.pyx); 0 cores: each
+    has its own. trace: write down every line.
+
+    Raises ValueError for values that do not fit.
+    """
+
+    def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
+                  int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
+                  int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1):
+        cdef int64_t worker
+        self.n_workers = <int32_t> compute.n_workers
+        self.n_shards = shards
+        if link_of.shape[0] != self.n_workers or self.n_workers < 1:
+            raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
+        if not 1 <= shards <= 64 or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
+            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
+                             f"bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
+        for worker in range(self.n_workers):
+            if not 0 <= link_of[worker] <= network.n_links - shards:
+                raise ValueError(f"expected links of 0 to {network.n_links - shards}, found {link_of[worker]}")
+        policy_from_values(&self.policy, values, self.n_workers)
+        self.compute, self.network = compute, network
+        self.shard_bytes, self.needed = shard_bytes, needed or shards
+        self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
+        self.batch, self.steps, self.leave = batch, steps, leave
+        self.ledger = begin_ledger(&self.policy, self.n_workers, self.n_shards, trace)
+        if service_ns is None:
+            service_ns = np.zeros((shards, 3))
+        if len(service_ns) != shards:
+            raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
+        self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
+        self.cores = Cores(cores, self.n_workers, slice_ns)
+        self.is_direct = network.instant and shards == 1 and not self.service.takes_time and not self.policy.combine
+        self._allocate(link_of)
+
+    cdef int _allocate(self, int32_t[::1] link_of) except -1:
+        cdef int64_t worker, n = self.n_workers
+        self.players = <player_t *> calloc(n, sizeof(player_t))
+        self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
+        self.links = <int32_t *> calloc(n, sizeof(int32_t))
+        self.idle = <int32_t *> calloc(n, sizeof(int32_t))
+        if not (self.players and self.views and self.links and self.idle):
+            raise MemoryError()
+        for worker in range(n):
+            self.links[worker] = link_of[worker]
+            self.players[worker].resume_ns = -1
+            self.idle[worker] = <int32_t> worker
+        self.n_idle = <int32_t> n
+        return 0
+
+    def __dealloc__(self):
+        free(self.players)
+        free(self.views)
+        free(self.links)
+        free(self.idle)
+        fps_queue_free(&self.queue)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(self, int64_t events):
+        """Play up to so many events more; True while there is more to play. Releases the GIL.
+
+        Raises RuntimeError if everybody waits for ever, and MemoryError.
+        """
+        with nogil:
+            self._run(events)
+        if self.no_memory or self.ledger.no_memory:
+            raise MemoryError("no memory for more events")
+        if self.finished:
+            return False
+        if self.queue.length == 0:
+            raise RuntimeError(f"after {self.received} pushes everybody waits, and no timer is set")
+        return True
+
+    @property
+    def finished(self):
+        """Whether all steps are done."""
+        return self._is_over()
+
+    cdef void _run(self, int64_t events) noexcept nogil:
+        cdef int32_t worker
+        cdef int64_t last = self.events + events
+        if not self.begun:
+            self.begun = True
+            for worker in range(self.n_workers):
+                self.players[worker].fresh = self.n_shards
+                self._begin(worker)
+        while self.events < last and self.queue.length and not self._is_over():
+            if self.no_memory or self.ledger.no_memory:
+                return
+            self.events += 1
+            self._play(fps_queue_pop(&self.queue))
+
+    cdef void _play(self, fps_event event) noexcept nogil:
+        cdef server_t *server
+        self.now_ns = self.ledger.now_ns = event.key
+        if event.kind == EVENT_COMPUTED:
+            self._computed(event.index)
+        elif event.kind == EVENT_PUSHED:
+            self._pushed(event.index)
+        elif event.kind == EVENT_PULLED:
+            self._pulled(event.index)
+        elif event.kind == EVENT_LINK:
+            self._check(self.network.run_link(&self.queue, self.now_ns, event.index))
+        elif event.kind == EVENT_TIMER:
+            server = &self.ledger.servers[event.index]
+            if server.armed_ns == self.now_ns:
+                server.armed_ns = -1
+                self._fire_due(event.index)
+                self._arm(event.index)
+        elif event.kind == EVENT_CORES:
+            self._check(self.cores.run(&self.queue, self.now_ns, event.index))
+        elif event.kind == EVENT_SERVED:
+            self._served(event.index)
+        elif event.kind == EVENT_DRAIN:
+            self._drain(event.index)
+        elif self.players[event.index].resume_ns == self.now_ns:
+            self._begin(event.index)
+
+    # -- a worker's own loop -----------------------------------------------------------------------
+
+    cdef void _try_begin(self, int32_t worker) noexcept nogil:
+        """Begin the next step if nothing is missing: enough shards' answers, and a slot for its gradient."""
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t shard
+        if player.computing or player.holding or (self.leave and player.steps == self.steps):
+            return
+        if self.overlap:
+            if self.policy.grant != GRANT_AT_ONCE and self.views[worker].step <= player.steps:
+                return
+        elif player.fresh < self.needed:
+            return
+        player.blocked = 0
+        for shard in range(self.n_shards):
+            if roster_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+                player.blocked = 1
+                return
+        if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
+            # Also with no timeout at all: answers of this very instant come first.
+            if player.resume_ns < 0:
+                player.resume_ns = self.now_ns + self.pull_timeout_ns
+                self._check(fps_queue_push(&self.queue, player.resume_ns, EVENT_RESUME, worker))
+            return
+        self._begin(worker)
+
+    cdef void _begin(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        cdef view_t *view = &self.views[worker * self.n_shards]
+        cdef int32_t shard
+        cdef int64_t took_ns
+        if player.steps:
+            player.wait_ns += self.now_ns - player.computed_ns
+        if self.overlap:
+            view.version = self._newest(worker)
+        player.timestamp = 0
+        for shard in range(self.n_shards):
+            player.timestamp = max(player.timestamp, view[shard].version)
+        if not self.overlap:
+            player.stale_blocks += self.n_shards - player.fresh
+        player.fresh = 0
+        player.resume_ns = -1
+        player.batch = player.granted_batch if player.granted_batch > 0 else self.batch
+        took_ns = self._for_batch(player, self.compute.draw_ns(worker, self.now_ns))
+        player.computing = 1
+        player.began_ns = self.now_ns
+        self._check(self.cores.begin(
+            &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
+            self._for_batch(player, self.compute.blocked_ns(worker))))
+        if self.ledger.tracing:
+            self.ledger.line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+
+    cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil:
+        """What a first batch takes, for the batch that the worker was granted."""
+        if player.batch == self.batch:
+            return took_ns
+        return <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5)
+
+    cdef void _computed(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        player.computing = 0
+        player.computed_ns = self.now_ns
+        player.compute_ns += self.now_ns - player.began_ns
+        if self.ledger.tracing:
+            self.ledger.line(LINE_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
+        if player.sending:
+            player.holding = 1  # Rudra-adv*: the next gradient is never sent before the last was delivered
+            return
+        self._push(worker)
+
+    cdef void _push(self, int32_t worker) noexcept nogil:
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t shard, index
+        cdef message_t *message
+        player.steps += 1
+        if self.overlap:
+            player.sending = self.n_shards
+        if self.is_direct:
+            self._receive(worker, 0, player.timestamp, self.views[worker].version, player.batch)
+            return
+        for shard in range(self.n_shards):
+            index = self.network.allocate()
+            if index < 0:
+                self.no_memory = True
+                return
+            message = &self.network.messages[index]
+            message.kind, message.worker, message.shard = EVENT_PUSHED, worker, shard
+            message.version, message.samples = player.timestamp, player.batch
+            message.read_version = self.views[worker * self.n_shards + shard].version
+            message.bytes = self.shard_bytes
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+        if self.overlap:
+            self._try_begin(worker)
+
+    cdef void _pushed(self, int32_t index) noexcept nogil:
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._handled(index)
+
+    cdef void _served(self, int32_t station) noexcept nogil:
+        cdef int32_t index = self.service.take(station)
+        cdef message_t *message = &self.network.messages[index]
+        if message.kind == EVENT_PULLED:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
+        else:
+            self._handled(index)
+        if self.policy.combine:
+            self._look_for_drain(station)
+        self._check(self.service.go_on(&self.queue, self.now_ns, station))
+
+    cdef void _handled(self, int32_t index) noexcept nogil:
+        """The server has handled a push."""
+        cdef message_t message = self.network.messages[index]
+        if self.policy.combine:
+            self._post(index)
+            return
+        self.network.release(index)
+        self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
+
+    cdef void _post(self, int32_t index) noexcept nogil:
+        """The push waits for the end of its drain, which finds all of one instant, or that waited while the server was busy."""
+        cdef int32_t shard = self.network.messages[index].shard
+        cdef server_t *server = &self.ledger.servers[shard]
+        self.network.messages[index].next = -1
+        if server.posted.first >= 0:
+            self.network.messages[server.posted.last].next = index
+            server.posted.last = index
+            return
+        server.posted.first = server.posted.last = index
+        if self.service.takes_time:
+            server.n_ahead = 1 + self.service.stations[shard].length  # this one, and what is in line behind it
+        else:
+            self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
+
+    cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
+        """The shard's station has handled a message: was it the last of a drain?"""
+        cdef server_t *server = &self.ledger.servers[shard]
+        if server.posted.first >= 0:
+            server.n_ahead -= 1
+            if server.n_ahead == 0:
+                self._drain(shard)
+
+    cdef void _pulled(self, int32_t index) noexcept nogil:
+        cdef message_t message = self.network.messages[index]
+        self.network.release(index)
+        if not self.overlap:
+            self._arrive(message.worker, message.shard, message.step, message.version)
+            return
+        self.players[message.worker].ready_version = message.version
+        if message.version == self.ledger.servers[0].state.version:
+            self.idle[self.n_idle] = message.worker
+            self.n_idle += 1
+        else:
+            self._fetch(message.worker)
+
+    cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil:
+        """A shard's answer has come. One to an older step is of no use (PSP-SGD, Algorithm 1, worker, line 4)."""
+        cdef player_t *player = &self.players[worker]
+        cdef view_t *view = &self.views[worker * self.n_shards + shard]
+        if player.computing or step <= player.steps or view.step >= step:
+            return
+        view.version = version
+        view.step = step
+        player.fresh += 1
+        if self.ledger.tracing:
+            self.ledger.line(LINE_PULL, worker, shard, version, step)
+        self._try_begin(worker)
+
+    # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
+
+    cdef int64_t _newest(self, int32_t worker) noexcept nogil:
+        if self.network.instant:
+            return self.ledger.servers[0].state.version
+        return self.players[worker].ready_version
+
+    cdef void _fetch(self, int32_t worker) noexcept nogil:
+        """The worker's pull of the newest version begins."""
+        cdef int32_t index = self.network.allocate()
+        cdef message_t *message
+        if index < 0:
+            self.no_memory = True
+            return
+        message = &self.network.messages[index]
+        message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
+        message.version, message.bytes = self.ledger.servers[0].state.version, self.shard_bytes
+        self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
+
+    cdef void _fetch_all(self) noexcept nogil:
+        """There is a new version: whoever has no pull in progress begins one."""
+        cdef int32_t i
+        for i in range(self.n_idle):
+            self._fetch(self.idle[i])
+        self.n_idle = 0
+
+    # -- what a shard does to its workers (virtual_shards.pyx) ----------------------------------------
+
+    cdef void _take(self, int32_t worker) noexcept nogil:
+        if self.overlap:
+            self.players[worker].sending -= 1
+
+    cdef void _unblock(self, int32_t worker) noexcept nogil:
+        if self.players[worker].blocked:
+            self._try_begin(worker)
+
+    cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
+        """Overlap: the worker's push was delivered; `is_new`: it has made a version."""
+        cdef player_t *player = &self.players[worker]
+        if is_new and not self.network.instant:
+            self._fetch_all()
+        if player.holding and not player.sending:
+            player.holding = 0
+            self._push(worker)
+        self._try_begin(worker)
+
+    cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
+        """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
+        cdef server_t *server = &self.ledger.servers[shard]
+        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef player_t *player = &self.players[worker]
+        cdef int32_t index
+        cdef message_t *message
+        player.grant_wait_ns += self.now_ns - w.push_ns[0]
+        if w.batch > 0:
+            player.granted_batch = w.batch
+        if self.ledger.tracing:
+            self.ledger.line(LINE_GRANT, worker, shard, server.state.version, w.granted)
+        if self.leave and w.clock == self.steps:
+            return  # it is about to leave
+        if self.overlap:
+            self.views[worker].step = w.granted
+            self._try_begin(worker)
+            return
+        if self.is_direct:
+            self._arrive(worker, shard, w.granted, server.state.version)
+            return
+        index = self.network.allocate()
+        if index < 0:
+            self.no_memory = True
+            return
+        message = &self.network.messages[index]
+        message.kind, message.worker, message.shard = EVENT_PULLED, worker, shard
+        message.step, message.version = w.granted, server.state.version
+        # Rudra, section 3.2: a pull is skipped when the version has not changed.
+        message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
+        if self.service.takes_time:
+            self._check(self.service.add(&self.queue, self.now_ns, index))
+        else:
+            self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    def trace(self):
+        """The lines written so far, as bytes: 32 a line, int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
+        return self.ledger.trace()

@@ -1,0 +1,65 @@
+"""What a simulation has counted: sums over workers and shards, one shard's, and how stale pushes were.
+
+What it refuses to be: a part of the run (simulator.pyx), or a report (fastps/simulation/simulate.py). A look changes nothing.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+from fastps.kernels.shm.arena_h cimport FPS_GAP_BUCKETS, fps_bucket_time
+from fastps.kernels.simulation.records cimport server_t
+from fastps.kernels.scheduling.state cimport roster_workers, worker_t
+from fastps.kernels.simulation.simulator cimport Simulator, player_t
+
+
+def totals(Simulator simulator not None):
+    """What was counted so far, over all workers and shards: a dict of numbers; times in ns.
+
+    A worker's time since its last change counts as computing or waiting, whichever it is doing.
+    """
+    cdef int32_t worker, shard
+    cdef worker_t *w
+    cdef player_t *player
+    compute_ns = wait_ns = grant_wait_ns = stale_blocks = folded = dropped = staleness_sum = 0
+    cdef int64_t staleness_max = 0
+    for worker in range(simulator.n_workers):
+        player = &simulator.players[worker]
+        compute_ns += player.compute_ns
+        wait_ns += player.wait_ns
+        if player.computing:
+            compute_ns += max(0, simulator.ended_ns - player.began_ns)
+        elif player.steps and not (simulator.leave and player.steps == simulator.steps):
+            wait_ns += max(0, simulator.ended_ns - player.computed_ns)
+        grant_wait_ns += player.grant_wait_ns
+        stale_blocks += player.stale_blocks
+        for shard in range(simulator.n_shards):
+            w = &roster_workers(simulator.ledger.servers[shard].state)[worker]
+            folded += w.folded
+            dropped += w.dropped
+            staleness_sum += w.staleness_sum
+            staleness_max = max(staleness_max, w.staleness_max)
+    return {
+        "compute_ns": compute_ns, "wait_ns": wait_ns, "grant_wait_ns": grant_wait_ns, "stale_blocks": stale_blocks,
+        "folded": folded, "dropped": dropped, "staleness_sum": staleness_sum, "staleness_max": staleness_max,
+    }
+
+
+def shard_totals(Simulator simulator not None, int32_t shard):
+    """Of one shard: its version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
+    if not 0 <= shard < simulator.n_shards:
+        raise IndexError(f"expected a shard of 0 to {simulator.n_shards - 1}, found {shard}")
+    cdef server_t *server = &simulator.ledger.servers[shard]
+    cdef int bucket
+    return {
+        "version": server.state.version,
+        "updates": server.updates,
+        "sigma_mean": server.sigma_sum / max(1, server.updates),
+        "gaps_ns": [(fps_bucket_time(bucket), server.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
+                    if server.gaps[bucket]],
+    }
+
+
+def staleness_counts(Simulator simulator not None):
+    """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
+    cdef int64_t index
+    cdef int64_t *counts = simulator.ledger.staleness
+    return [(index, counts[index]) for index in range(simulator.ledger.n_staleness) if counts[index]]

@@ -1,0 +1,4 @@
+"""fastps.kernels.tensors: loops over a model's tensors, compiled against torch or by attributes.
+
+Arrows: it imports nothing of fastps.
+"""

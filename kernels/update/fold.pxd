@@ -1,0 +1,79 @@
+# The fold, for the store's turn: a job's words, and the one function that runs it.
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+cdef extern from "update/fold.h" nogil:
+    enum:
+        FPS_RULE_SGD
+        FPS_RULE_ADAM
+        FPS_RULE_ADAGRAD
+        FPS_RULE_RMSPROP
+        FPS_RULE_USER
+        FPS_FOLD_SUM
+        FPS_FOLD_EACH
+        FPS_FLOAT32
+        FPS_FLOAT16
+        FPS_BFLOAT16
+        FPS_HYPER_NESTEROV
+        FPS_HYPER_MAXIMIZE
+        FPS_HYPER_DECOUPLED
+        FPS_HYPER_CENTERED
+        FPS_MAX_PUSHES
+        FPS_MAX_USER_PLANES
+        FPS_TILE
+
+    ctypedef struct fps_hyper:
+        double learning_rate
+        double momentum
+        double dampening
+        double weight_decay
+        double beta1
+        double beta2
+        double epsilon
+        double learning_rate_decay
+        uint64_t flags
+
+    ctypedef struct fps_segment:
+        int64_t offset
+        int64_t length
+        int32_t group
+        int32_t parameter
+
+    ctypedef struct fps_push:
+        const void *gradient
+        const fps_hyper *hypers
+        const uint64_t *presence
+        double scale
+        double rate_scale
+
+    ctypedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper, const float *gradient,
+                                   const float *weight_in, float *weight_out, const float *state_in, float *state_out,
+                                   int64_t state_stride) noexcept nogil
+
+    ctypedef struct fps_fold_job:
+        int32_t rule
+        int32_t mode
+        int32_t gradient_type
+        int32_t streaming
+        fps_user_rule user_rule
+        int32_t state_planes
+        int32_t ema_plane
+        double ema_decay
+        int64_t state_stride
+        int64_t n_segments
+        const fps_segment *segments
+        int32_t n_pushes
+        const fps_push *pushes
+        double scale
+        double rate_scale
+        const float *weights_in
+        float *weights_out
+        const float *state_in
+        float *state_out
+        const int64_t *steps_in
+        int64_t *steps_out
+        int32_t *unsound
+
+cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil
+cdef float fps_largest(
+    const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

@@ -1,0 +1,236 @@
+"""The fold: aggregate pending gradients and apply the update rule, in one pass, into fresh buffers.
+
+The arithmetic is that of torch.optim's single-tensor optimizers, operation by operation, with fused multiply-adds where ATen
+has them; the bits are the same on every instruction set (kernels/update/reference.py is the oracle). What it refuses to know:
+where gradients come from, versions, and who waits.
+
+The instruction set is chosen once, at import: the widest that the machine has, or the one that FASTPS_ISA names.
+"""
+
+import os
+
+import numpy as np
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+cdef extern from "update/fold_run.h" nogil:
+    enum:
+        FPS_ISA_BASELINE
+        FPS_ISA_AVX2
+        FPS_ISA_AVX512
+
+    ctypedef struct fps_tile_functions:
+        pass
+
+    int fps_isa_available(int isa)
+    const fps_tile_functions *fps_isa_functions(int isa)
+    int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last)
+    float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                         int64_t last, int32_t *parameter)
+
+RULE_SGD = FPS_RULE_SGD
+RULE_ADAM = FPS_RULE_ADAM
+RULE_ADAGRAD = FPS_RULE_ADAGRAD
+RULE_RMSPROP = FPS_RULE_RMSPROP
+RULE_USER = FPS_RULE_USER
+FOLD_SUM = FPS_FOLD_SUM
+FOLD_EACH = FPS_FOLD_EACH
+FLOAT32 = FPS_FLOAT32
+FLOAT16 = FPS_FLOAT16
+BFLOAT16 = FPS_BFLOAT16
+HYPER_NESTEROV = FPS_HYPER_NESTEROV
+HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
+HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
+HYPER_CENTERED = FPS_HYPER_CENTERED
+MAX_PUSHES = FPS_MAX_PUSHES
+MAX_USER_PLANES = FPS_MAX_USER_PLANES
+TILE = FPS_TILE
+
+_ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
+
+
+def instruction_sets():
+    """The instruction sets that this machine can run, the widest last."""
+    return [name for name, number in _ISAS.items() if fps_isa_available(number)]
+
+
+def _isa_of(str name):
+    available = instruction_sets()
+    if name == "auto":
+        return max(_ISAS[each] for each in available)
+    if name not in available:
+        raise ValueError(f"expected an instruction set of this machine ({', '.join(available)}), found {name!r}")
+    return _ISAS[name]
+
+
+cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.get("FASTPS_ISA", "auto")))
+
+
+cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil:
+    return fps_fold_range(_chosen, job, first, last)
+
+
+cdef float fps_largest(
+        const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil:
+    return fps_largest_in(_chosen, job, push, first, last, parameter)
+
+
+cdef class Folding:
+    """A fold of given pushes, from given buffers into given ones, as often as one likes: once made, it allocates nothing.
+
+    Arguments as of `fold`; results are written into `weights_out`, `state_out` and `steps_out`, which must not be the inputs.
+
+    >>> import numpy as np
+    >>> gradient, weights, out = np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)
+    >>> none, steps = np.zeros((0, 2), np.float32), np.zeros(1, np.int64)
+    >>> pushes = [(gradient, [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0)]
+    >>> Folding(RULE_SGD, FOLD_SUM, [(0, 2, 0)], pushes, weights, none, steps, out, none, steps.copy()).run(0, 2)
+    >>> out.tolist()
+    [0.5, 0.5]
+    """
+
+    cdef fps_fold_job job
+    cdef const fps_tile_functions *tile
+    cdef fps_segment *segments
+    cdef fps_push *pushes
+    cdef list keep
+
+    def __cinit__(self, int rule, int mode, list segments not None, list pushes not None,
+                  const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
+                  float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
+                  double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
+                  int gradient_type=FPS_FLOAT32, bint streaming=False, str instruction_set="auto"):
+        cdef int64_t n = weights.shape[0]
+        if steps.shape[0] != len(segments) or state.shape[1] != n:
+            raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
+                             f"found {steps.shape[0]} and {state.shape[1]}")
+        if weights_out.shape[0] != n or state_out.shape[0] != state.shape[0] or state_out.shape[1] != n \
+                or steps_out.shape[0] != steps.shape[0]:
+            raise ValueError(f"expected outputs of the inputs' shapes, {n} floats and {steps.shape[0]} parameters")
+        self.tile = fps_isa_functions(_isa_of(instruction_set))
+        self.keep = [weights, state, steps, weights_out, state_out, steps_out]
+        memset(&self.job, 0, sizeof(self.job))
+        self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
+        self.pushes = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
+        if not self.segments or not self.pushes:
+            raise MemoryError()
+        self._set_segments(segments, n)
+        self.job.gradient_type = gradient_type
+        self._set_pushes(pushes, n)
+        self.job.rule = rule
+        self.job.mode = mode
+        self.job.streaming = streaming
+        self.job.user_rule = <fps_user_rule> user_rule
+        self.job.state_planes = state.shape[0]
+        self.job.ema_plane = ema_plane
+        self.job.ema_decay = ema_decay
+        self.job.state_stride = n
+        self.job.n_segments = len(segments)
+        self.job.segments = self.segments
+        self.job.n_pushes = len(pushes)
+        self.job.pushes = self.pushes
+        self.job.scale = scale
+        self.job.rate_scale = rate_scale
+        self.job.weights_in = &weights[0]
+        self.job.weights_out = &weights_out[0]
+        self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # of no planes nothing is read
+        self.job.state_out = &state_out[0, 0] if state.shape[0] else self.job.weights_out
+        if steps.shape[0]:
+            self.job.steps_in = &steps[0]
+            self.job.steps_out = &steps_out[0]
+
+    def __dealloc__(self):
+        free(self.segments)
+        free(self.pushes)
+
+    cdef int _set_segments(self, list segments, int64_t n) except -1:
+        cdef int index
+        for index, (offset, length, group) in enumerate(segments):
+            if offset < 0 or length < 0 or offset + length > n:
+                raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
+            self.segments[index].offset = offset
+            self.segments[index].length = length
+            self.segments[index].group = group
+            self.segments[index].parameter = index
+        return 0
+
+    cdef int _set_pushes(self, list pushes, int64_t n) except -1:
+        cdef const unsigned char[::1] gradient
+        cdef const double[:, ::1] hypers
+        cdef const uint64_t[::1] presence
+        cdef int index
+        for index, (values, groups, present, scale, *rate_scale) in enumerate(pushes):
+            gradient = _words_of(values, self.job.gradient_type).view(np.uint8)
+            hypers = _hyper_words(groups)
+            presence = _presence_words(present)
+            if len(values) != n:
+                raise ValueError(f"expected gradients of {n} numbers, found {len(values)}")
+            self.keep.append((gradient, hypers, presence))
+            self.pushes[index].gradient = &gradient[0]
+            self.pushes[index].hypers = <const fps_hyper *> &hypers[0, 0]
+            self.pushes[index].presence = &presence[0]
+            self.pushes[index].scale = scale
+            self.pushes[index].rate_scale = rate_scale[0] if rate_scale else 1.0
+        return 0
+
+    def run(self, int64_t first, int64_t last, int64_t times=1):
+        """Fold the floats [first, last), `times` times over. Releases the GIL. Raises ValueError if its job is refused."""
+        cdef int outcome = 0
+        cdef int64_t _time
+        with nogil:
+            for _time in range(times):
+                outcome = outcome or fps_fold_range(self.tile, &self.job, first, last)
+        if outcome:
+            raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
+
+
+def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
+         const float[:, ::1] state not None, const int64_t[::1] steps not None, *, ranges=None, **options):
+    """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
+
+    Args:
+        segments: (offset, length, group) in floats, one a parameter.
+        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening,
+            weight decay, beta1, beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a
+            parameter, scale of the gradient, and scale of the learning rates, 1 if it is left out).
+        scale: multiplies the sum of the gradients under FOLD_SUM.
+        ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
+        user_rule: the address of a user's rule, for RULE_USER.
+        rate_scale: multiplies the mean learning rate under FOLD_SUM.
+        gradient_type: what gradients are: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
+        streaming: whether results are stored past the caches.
+        instruction_set: one of `instruction_sets()`, or "auto" for the widest.
+        ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
+
+    Returns (weights, state, steps) as new arrays. Raises ValueError for measures that do not fit.
+    """
+    outputs = (np.zeros(weights.shape[0], np.float32), np.zeros((state.shape[0], state.shape[1]), np.float32),
+               np.zeros(steps.shape[0], np.int64))
+    folding = Folding(rule, mode, segments, pushes, weights, state, steps, *outputs, **options)
+    for first, last in ranges or [(0, weights.shape[0])]:
+        folding.run(first, last)
+    return outputs
+
+
+def _words_of(values, int gradient_type):
+    """A gradient as an array of the type that is named."""
+    if gradient_type == FPS_FLOAT32:
+        return np.ascontiguousarray(values, np.float32)
+    return np.ascontiguousarray(values, np.float16 if gradient_type == FPS_FLOAT16 else np.uint16)
+
+
+def _hyper_words(groups):
+    """fps_hyper's 16 words: 8 doubles, 7 reserved, and the flags, whose bits are an integer's."""
+    words = np.zeros((len(groups), 16))
+    for index, (*numbers, flags) in enumerate(groups):
+        words[index, :8] = numbers
+        words[index, 15:].view(np.uint64)[0] = flags
+    return words
+
+
+def _presence_words(present):
+    words = np.zeros(max(1, (len(present) + 63) // 64), np.uint64)
+    for index, bit in enumerate(present):
+        words[index // 64] |= np.uint64(int(bit) << (index % 64))
+    return words

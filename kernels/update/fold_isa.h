@@ -1,0 +1,123 @@
+/* The loops over one tile for each instruction set, and the choice between them at run time.
+ *
+ * What it refuses to be: the loops themselves (fold_tile.h), which it includes once for each set, or their callers (fold_run.h). */
+#ifndef FPS_FOLD_ISA_H
+#define FPS_FOLD_ISA_H
+
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "update/fold.h"
+
+typedef struct {
+    void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*add)(float *restrict, const float *restrict, float, int, int64_t);
+    void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
+    void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
+    void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
+    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
+    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+                         float *);
+    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
+                const float *, float *);
+    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+                          float *, const float *, float *);
+    void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
+    void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
+    void (*stream)(float *, const float *, int64_t);
+    int (*is_finite)(const float *, int64_t);
+} fps_tile_functions;
+
+/* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
+#define FPS_SUMMED_AT_ONCE 4
+/* What a loop reads besides its tiles, as locals that no store can change. Where there are fewer gradients, the first stands for
+ * the rest, and is not read for them; so do its coefficients. */
+#define FPS_LOCAL_OF(from, k, count) from[(count) > (k) ? (k) : 0]
+#define FPS_LOCALS(by, pushed, count, each)                                                                              \
+    const float *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                       \
+                                                        FPS_LOCAL_OF(pushed, 2, count), FPS_LOCAL_OF(pushed, 3, count)}; \
+    const int applied = each ? count : 1;                                                                                \
+    const fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied), \
+                                                      FPS_LOCAL_OF(by, 3, applied)}
+/* A loop for each count, so that each is without a branch; one gradient is a sum of itself. */
+#define FPS_BY_COUNT(loop, ...)                                                                                          \
+    do {                                                                                                                 \
+        if (count == 1) loop(1, 0, __VA_ARGS__);                                                                         \
+        else if (count == 2 && each) loop(2, 1, __VA_ARGS__);                                                            \
+        else if (count == 3 && each) loop(3, 1, __VA_ARGS__);                                                            \
+        else if (each) loop(4, 1, __VA_ARGS__);                                                                          \
+        else if (count == 2) loop(2, 0, __VA_ARGS__);                                                                    \
+        else if (count == 3) loop(3, 0, __VA_ARGS__);                                                                    \
+        else loop(4, 0, __VA_ARGS__);                                                                                    \
+    } while (0)
+/* The bits of an infinity: of a magnitude's bits, those below are of a finite number. */
+#define FPS_INFINITY_BITS 0x7f800000
+#define FPS_LINE_FLOATS 16 /* of a cache line */
+#define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
+
+#if defined(__x86_64__)
+#define FPS_STREAM_WORD __m128
+#define FPS_STREAM(address, from) _mm_stream_ps(address, _mm_load_ps(from))
+#define FPS_DRAIN() _mm_sfence()
+#else
+/* No such stores from C here: plain ones, which the write allocation makes a little slower than they could be. */
+#define FPS_STREAM_WORD float
+#define FPS_STREAM(address, from) (*(address) = *(from))
+#define FPS_DRAIN() ((void)0)
+#endif
+#define FPS_ISA(name) name##_baseline
+#include "update/fold_tile.h"
+#undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define FPS_STREAM_WORD __m256
+#define FPS_STREAM(address, from) _mm256_stream_ps(address, _mm256_load_ps(from))
+#define FPS_ISA(name) name##_avx2
+#include "update/fold_tile.h"
+#undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
+#define FPS_STREAM_WORD __m512
+#define FPS_STREAM(address, from) _mm512_stream_ps(address, _mm512_load_ps(from))
+#define FPS_ISA(name) name##_avx512
+#include "update/fold_tile.h"
+#undef FPS_ISA
+#undef FPS_STREAM_WORD
+#undef FPS_STREAM
+#pragma GCC pop_options
+#endif
+
+#define FPS_ISA_BASELINE 0
+#define FPS_ISA_AVX2 1
+#define FPS_ISA_AVX512 2
+
+static int fps_isa_available(int isa) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (isa == FPS_ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == FPS_ISA_AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+               && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("fma");
+#endif
+    return isa == FPS_ISA_BASELINE;
+}
+
+static const fps_tile_functions *fps_isa_functions(int isa) {
+#if defined(__x86_64__)
+    if (isa == FPS_ISA_AVX2) return &tile_functions_avx2;
+    if (isa == FPS_ISA_AVX512) return &tile_functions_avx512;
+#endif
+    return &tile_functions_baseline;
+}
+
+#endif

@@ -1,0 +1,401 @@
+/* The walk of a fold: segment by segment, tile by tile, one pass over memory.
+ *
+ * What it refuses to be: a place for arithmetic (fold_tile.h). Included by fold.pyx only. */
+#ifndef FPS_FOLD_RUN_H
+#define FPS_FOLD_RUN_H
+
+#include <math.h>
+#include <string.h>
+
+#include "update/fold.h"
+#include "update/fold_isa.h"
+#include "update/fold_staging.h"
+#include "base/failpoints.h"
+
+static inline int fps_rule_planes(const fps_fold_job *job) {
+    return job->state_planes - (job->ema_plane >= 0);
+}
+
+/* Planes that a push with these hyper-parameters uses, or -1 for a rule that is not known. RMSprop's planes are the square
+ * average, the momentum buffer and the gradient average, in this order: with the last one the second is kept anyway. */
+static int fps_planes_needed(int rule, const fps_hyper *hyper) {
+    if (rule == FPS_RULE_SGD) return hyper->momentum != 0;
+    if (rule == FPS_RULE_ADAM) return 2;
+    if (rule == FPS_RULE_ADAGRAD) return 1;
+    if (rule == FPS_RULE_USER) return 0;
+    if (rule == FPS_RULE_RMSPROP) return hyper->flags & FPS_HYPER_CENTERED ? 3 : hyper->momentum != 0 ? 2 : 1;
+    return -1;
+}
+
+/* Whether the rule is known and has the planes that this push needs: what it writes must lie in the state. */
+static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push, int32_t group) {
+    int needed = fps_planes_needed(job->rule, &push->hypers[group]);
+    if (job->rule == FPS_RULE_USER && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
+    return needed >= 0 && needed <= fps_rule_planes(job);
+}
+
+static inline int fps_is_present(const fps_push *push, int32_t parameter) {
+    return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
+}
+
+static inline fps_lerp fps_lerp_of(double fraction) {
+    fps_lerp by = {(float)fraction, fabsf((float)fraction) < 0.5f};
+    if (!by.is_small) by.fraction -= 1;
+    return by;
+}
+
+/* Adam's corrections for means that began at 0, and AdamW's decay. */
+static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double step) {
+    if (by->has_decay && hyper->flags & FPS_HYPER_DECOUPLED) {
+        by->has_shrink = 1;
+        by->shrink = (float)(1 - learning_rate * hyper->weight_decay);
+    }
+    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, step)));
+    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, step));
+    by->inverse_root_correction2 = 1.0f / by->root_correction2;
+}
+
+/* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */
+static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
+                                            int64_t steps) {
+    fps_coefficients by;
+    memset(&by, 0, sizeof(by));
+    by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
+    by.weight_decay = (float)hyper->weight_decay;
+    by.has_decay = hyper->weight_decay != 0;
+    by.minus_rate = (float)-learning_rate;
+    by.momentum = (float)hyper->momentum;
+    by.undampened = (float)(1 - hyper->dampening);
+    by.has_momentum = hyper->momentum != 0;
+    by.is_first = steps == 0;
+    by.is_nesterov = (hyper->flags & FPS_HYPER_NESTEROV) != 0;
+    by.is_centered = (hyper->flags & FPS_HYPER_CENTERED) != 0;
+    by.beta2 = (float)hyper->beta2;
+    by.one_minus_beta2 = (float)(1 - hyper->beta2);
+    by.lerp = fps_lerp_of(1 - (rule == FPS_RULE_ADAM ? hyper->beta1 : hyper->beta2));
+    by.epsilon = (float)hyper->epsilon;
+    by.hyper = *hyper;
+    by.hyper.learning_rate = learning_rate;
+    by.steps = steps;
+    if (rule == FPS_RULE_ADAGRAD)
+        by.minus_rate = (float)-(learning_rate / (1 + (double)steps * hyper->learning_rate_decay));
+    if (rule == FPS_RULE_ADAM) fps_correct_adam(&by, hyper, learning_rate, (double)(steps + 1));
+    return by;
+}
+
+/* The average's plane follows the weights that were just written. */
+static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
+    int64_t plane = job->ema_plane * place->stride;
+    if (job->ema_plane >= 0)
+        tile->average(fps_lerp_of(1 - job->ema_decay), length, place->weights_out, place->state + plane,
+                      place->state_out + plane);
+}
+
+static inline int fps_writes_plane(int rule, const fps_coefficients *by, int plane) {
+    if (rule == FPS_RULE_SGD) return plane == 0 && by->has_momentum;
+    if (rule == FPS_RULE_RMSPROP) return plane == 0 || (plane == 1 && by->has_momentum) || (plane == 2 && by->is_centered);
+    return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
+}
+
+/* A group without momentum, say, beside one with: its plane is carried along. */
+static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const fps_place *place) {
+    for (int plane = 0; plane < fps_rule_planes(job); plane++)
+        if (place->state != place->state_out && !fps_writes_plane(job->rule, by, plane))
+            memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+}
+
+static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const float *gradient,
+                           const fps_place *place) {
+    float scaled[FPS_TILE];
+    if (by->scale != 1) {
+        for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
+        gradient = scaled;
+    }
+    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, place->weights, place->weights_out, place->state,
+                   place->state_out, place->stride);
+}
+
+/* A push's gradient on one tile in single precision: where it lies, or made so in `room`. */
+static inline const float *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
+                                        int64_t first, int64_t length, float *room) {
+    if (job->gradient_type == FPS_FLOAT32) return (const float *)push->gradient + first;
+    if (job->gradient_type == FPS_FLOAT16) tile->widen_float16(room, (const uint16_t *)push->gradient + first, length);
+    else tile->widen_bfloat16(room, (const uint16_t *)push->gradient + first, length);
+    return room;
+}
+
+/* How many gradients the rule's loop sums by itself. */
+static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
+
+/* Whether `count` gradients pass once through the rule's one loop, which reads `at_once` of them: neither they nor what it writes is
+ * looked at again, so none of it has to stay in the cache. */
+static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
+    return count <= at_once && fps_summed_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
+}
+
+/* Whether what a rule that does not look wrote is finite: Inf and NaN of a gradient reach the weights, or stay in a sum of squares
+ * whose root divides it, so these are looked at while they are in the cache. */
+static int fps_is_sound(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
+    int planes = job->rule == FPS_RULE_RMSPROP ? 1 : fps_rule_planes(job);
+    if (!job->unsound) return 1;
+    int finite = tile->is_finite(place->weights_out, length);
+    for (int plane = 0; plane < planes; plane++)
+        finite &= tile->is_finite(place->state_out + plane * place->stride, length);
+    return finite;
+}
+
+/* Flag a fold whose results are not finite: a gradient was not, or it overflowed the rule. */
+static inline void fps_flag(const fps_fold_job *job, int finite) {
+    if (!finite && job->unsound) *job->unsound = 1;
+}
+
+/* `count` pushes (no more than fps_summed_at_once) on one tile: their sum, or under `each` one after the other; the next on it reads
+ * what these wrote. */
+static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
+                      const float *const *gradients, int count, int each, fps_place *place) {
+    const float *weights = place->weights, *state = place->state, *gradient = gradients[0];
+    float *weights_out = place->weights_out, *state_out = place->state_out;
+    int64_t stride = place->stride;
+    int finite;
+    fps_plain_store();
+    if (job->rule == FPS_RULE_SGD)
+        finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
+                                                                      state, state_out);
+    else if (job->rule == FPS_RULE_ADAM)
+        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights, weights_out,
+                                                                        state, state_out, state + stride,
+                                                                        state_out + place->out_stride);
+    else {
+        if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
+        else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
+        else tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
+        finite = fps_is_sound(tile, job, length, place);
+    }
+    fps_flag(job, finite);
+    fps_carry_planes(job, by, length, place);
+    fps_average(tile, job, length, place);
+    place->weights = weights_out;
+    place->state = state_out;
+}
+
+/* Nothing was pushed for this parameter: it stays as it is, and its average goes on. */
+static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, fps_place *place) {
+    memcpy(place->weights_out, place->weights, length * sizeof(float));
+    int planes = job->n_pushes ? fps_rule_planes(job) : job->state_planes;
+    for (int plane = 0; plane < planes && place->state != place->state_out; plane++)
+        memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+    if (job->n_pushes) fps_average(tile, job, length, place);
+    place->weights = place->weights_out;
+    place->state = place->state_out;
+}
+
+static void fps_carry_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    fps_stage stage;
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last, 0);
+        fps_place place = fps_begin_tile(job, stage, first, length, 0);
+        fps_carry(tile, job, length, &place);
+        fps_end_tile(tile, job, stage, first, length, &place);
+    }
+}
+
+static inline double fps_rate(const fps_push *push, int32_t group) {
+    return push->hypers[group].learning_rate * push->rate_scale;
+}
+
+/* Mean learning rate of the pushes; the common one, untouched by rounding, where all are equal. */
+static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
+    double total = 0, first = fps_rate(&pushes[0], group);
+    int equal = 1;
+    for (int push = 0; push < count; push++) {
+        double rate = fps_rate(&pushes[push], group);
+        total += rate;
+        equal &= rate == first;
+    }
+    return equal ? first : total / count;
+}
+
+/* What a sum of pushes does to one parameter: the same for all of its group that were pushed as often, by all. */
+typedef struct {
+    fps_coefficients by;
+    int same_scale, is_of_all;
+    int32_t group;
+    int64_t steps;
+} fps_sum;
+
+static fps_sum fps_sum_of(const fps_fold_job *job, const fps_segment *segment, const fps_push *pushes, int count) {
+    fps_sum sum = {.same_scale = 1, .is_of_all = count == job->n_pushes, .group = segment->group};
+    sum.steps = job->steps_in[segment->parameter];
+    for (int push = 1; push < count; push++) sum.same_scale &= pushes[push].scale == pushes[0].scale;
+    double rate = fps_mean_rate(pushes, count, segment->group) * job->rate_scale;
+    double scale = job->scale * (sum.same_scale ? pushes[0].scale : 1);
+    sum.by = fps_coefficients_of(job->rule, &pushes[0].hypers[segment->group], rate, scale, sum.steps);
+    return sum;
+}
+
+static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, const fps_segment *segment, int count) {
+    return sum->is_of_all && count == job->n_pushes && sum->group == segment->group
+           && sum->steps == job->steps_in[segment->parameter];
+}
+
+static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
+                         int count, int64_t first, int64_t last) {
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
+    fps_stage stage;
+    int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
+    int streams = fps_streams_itself(job, &sum->by, first);
+    int passes_once = in_loop && fps_passes_once(job, count, fps_summed_at_once(job->rule));
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last, passes_once);
+        const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
+        fps_place place = fps_begin_tile(job, stage, first, length, streams);
+        if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
+        else
+            for (int push = 0; push < count; push++) {
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room[in_loop ? push : 0]);
+                if (in_loop) gradients[push] = gradient;
+                else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
+            }
+        fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, 0, &place);
+        fps_end_tile(tile, job, stage, first, length, &place);
+    }
+}
+
+/* Push by push where the weights are averaged after each; `by` is what each does. The first reads the published buffers, the
+ * others work on the tile that it wrote. A push without a gradient for this parameter moves the average only. */
+static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
+                                   const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_TILE] FPS_ON_LINE;
+    fps_stage stage;
+    const fps_push *pushes = job->pushes;
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last, 0);
+        fps_place place = fps_begin_tile(job, stage, first, length, 0);
+        for (int push = 0, applied = 0; push < job->n_pushes; push++)
+            if (fps_is_present(&pushes[push], segment->parameter)) {
+                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
+                fps_apply(tile, job, &by[applied++], length, &gradient, 1, 0, &place);
+            } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
+            else fps_average(tile, job, length, &place);
+        fps_end_tile(tile, job, stage, first, length, &place);
+    }
+}
+
+/* How many pushes from the first on one loop can apply while the element is in registers: their coefficients are of one kind. */
+static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) {
+    int most = count < fps_summed_at_once(rule) ? count : fps_summed_at_once(rule), at_once = 1;
+    if (by[0].is_first && rule == FPS_RULE_SGD) return 1;
+    while (at_once < most && by[at_once].has_decay == by[0].has_decay && by[at_once].has_shrink == by[0].has_shrink
+           && by[at_once].has_momentum == by[0].has_momentum && by[at_once].is_nesterov == by[0].is_nesterov
+           && by[at_once].lerp.fraction == by[0].lerp.fraction && by[at_once].lerp.is_small == by[0].lerp.is_small)
+        at_once++;
+    return at_once;
+}
+
+/* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
+static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
+                          const fps_coefficients *by, int64_t first, int64_t last) {
+    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
+    fps_stage stage;
+    int passes_once = fps_passes_once(job, count, fps_applied_at_once(job->rule, by, count));
+    for (int64_t length; first < last; first += length) {
+        length = fps_tile_length(job, first, last, passes_once);
+        int at_once = fps_applied_at_once(job->rule, by, count), streams = fps_streams_itself(job, &by[count - 1], first);
+        fps_place place = fps_begin_tile(job, stage, first, length, streams && at_once == count);
+        for (int push = 0; push < count; push += at_once) {
+            const float *gradients[FPS_SUMMED_AT_ONCE];
+            at_once = fps_applied_at_once(job->rule, by + push, count - push);
+            if (streams && push + at_once == count) fps_leave_stage(job, first, &place);
+            for (int each = 0; each < at_once; each++)
+                gradients[each] = fps_gradient(tile, job, &pushes[push + each], first, length, room[each]);
+            fps_apply(tile, job, by + push, length, gradients, at_once, 1, &place);
+        }
+        fps_end_tile(tile, job, stage, first, length, &place);
+    }
+}
+
+/* The largest absolute value of a push's gradient within [first, last), and the parameter that has it; infinite where a value is
+ * not finite. A pass over one gradient, for the rare fold that came out unsound. */
+static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+                            int64_t last, int32_t *parameter) {
+    float room[FPS_TILE] FPS_ON_LINE, most = -1;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        const fps_segment *segment = &job->segments[s];
+        if (segment->offset < first || segment->offset >= last || !fps_is_present(push, segment->parameter)) continue;
+        for (int64_t from = segment->offset, end = from + segment->length, length; from < end; from += length) {
+            length = end - from < FPS_TILE ? end - from : FPS_TILE;
+            const float *gradient = fps_gradient(tile, job, push, from, length, room);
+            for (int64_t i = 0; i < length; i++) {
+                float size = fabsf(gradient[i] * (float)push->scale);
+                if (!(size > most) && size <= most) continue;
+                *parameter = segment->parameter;
+                if (!(size < INFINITY)) return INFINITY;
+                most = size;
+            }
+        }
+    }
+    return most;
+}
+
+static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *segment, int count) {
+    fps_plain_store();
+    job->steps_out[segment->parameter] =
+        job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
+}
+
+/* Whether the same happens to the next segment as to this one, which all pushes have a gradient for, and no float lies between. */
+static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segment) {
+    const fps_segment *next = segment + 1;
+    if (next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
+    if (next->group != segment->group || job->steps_in[next->parameter] != job->steps_in[segment->parameter]) return 0;
+    for (int push = 0; push < job->n_pushes; push++)
+        if (!fps_is_present(&job->pushes[push], next->parameter)) return 0;
+    return 1;
+}
+
+/* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
+ * the call that has its first float. Segments that go on are folded as one: to begin with each costs more than some are long.
+ * Returns 0 or a negative FPS_FOLD_ status. */
+static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    fps_push present[FPS_MAX_PUSHES];
+    fps_coefficients by[FPS_MAX_PUSHES];
+    fps_sum sum = {.is_of_all = 0};
+    if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
+    if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
+    if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        const fps_segment *segment = &job->segments[s];
+        int64_t from = segment->offset > first ? segment->offset : first;
+        int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
+        int begins_here = segment->offset >= first && segment->offset < last, count = 0;
+        if (from >= to && !begins_here) continue;
+        for (int push = 0; push < job->n_pushes; push++)
+            if (fps_is_present(&job->pushes[push], segment->parameter)) {
+                if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
+                present[count++] = job->pushes[push];
+            }
+        if (begins_here) fps_write_steps(job, segment, count);
+        if (from >= to) continue;
+        for (; count > 0 && count == job->n_pushes && to < last && fps_goes_on(job, &job->segments[s]); s++) {
+            const fps_segment *next = &job->segments[s + 1];
+            fps_write_steps(job, next, count);
+            to = next->offset + next->length < last ? next->offset + next->length : last;
+        }
+        if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes))) {
+            for (int push = 0; push < count; push++)
+                by[push] = fps_coefficients_of(job->rule, &present[push].hypers[segment->group],
+                                               fps_rate(&present[push], segment->group), present[push].scale,
+                                               job->steps_in[segment->parameter] + push);
+            if (job->ema_plane >= 0) fps_fold_each_averaged(tile, job, segment, by, from, to);
+            else fps_fold_each(tile, job, present, count, by, from, to);
+        } else if (count == 0) fps_carry_range(tile, job, from, to);
+        else {
+            if (!fps_sum_fits(&sum, job, segment, count)) sum = fps_sum_of(job, segment, present, count);
+            fps_fold_sum(tile, job, &sum, present, count, from, to);
+        }
+    }
+    if (job->streaming) FPS_DRAIN(); /* streamed stores obey no release until they are drained */
+    return 0;
+}
+
+#endif

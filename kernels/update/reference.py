@@ -1,0 +1,314 @@
+"""The fold's oracle: what kernels/update/fold.pyx computes, bit for bit, in plain NumPy that can be read beside torch.optim.
+
+What it refuses to be: quick, or clever. One function a rule and one step a line, in single precision; the only trick is the
+fused multiply-add, which NumPy lacks and which is emulated exactly.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.kernels.update.fold import (
+    BFLOAT16,
+    FLOAT32,
+    FOLD_EACH,
+    HYPER_CENTERED,
+    HYPER_DECOUPLED,
+    HYPER_MAXIMIZE,
+    HYPER_NESTEROV,
+    MAX_PUSHES,
+    RULE_ADAGRAD,
+    RULE_ADAM,
+    RULE_RMSPROP,
+    RULE_SGD,
+    RULE_USER,
+)
+
+Floats = npt.NDArray[np.float32]
+Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
+
+
+class Hyper(NamedTuple):
+    """The hyper-parameters of one param_group, named as in torch.optim; `flags` are the HYPER_ bits."""
+
+    learning_rate: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    learning_rate_decay: float = 0.0
+    flags: int = 0
+
+
+class Push(NamedTuple):
+    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, the scales of gradient and rates."""
+
+    gradient: Floats
+    hypers: Sequence[Hyper]
+    presence: Sequence[bool]
+    scale: float
+    rate_scale: float = 1.0
+
+    def rate(self, group: int) -> float:
+        """Return the learning rate of a group in this push."""
+        return self.hypers[group].learning_rate * self.rate_scale
+
+
+def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
+    """Return a * b + c in float32 with one rounding, elementwise.
+
+    The product of two floats is exact in double. The sum is rounded to odd in double, so that rounding it again to float
+    gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
+    Computers 57(4), 2008); the sum's error is exact by Knuth's TwoSum.
+    """
+    product, addend = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
+    total = np.atleast_1d(product + addend)
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    is_inexact_and_even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+    bits += np.where(is_inexact_and_even, np.where((error > 0) == (total > 0), 1, -1), 0)
+    return total.astype(np.float32)
+
+
+def sgd(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.SGD once, as its single-tensor form does; state: [momentum buffer], or [] where none is kept.
+
+    Without momentum the state is as it was. At a parameter's first step the buffer is the gradient, undampened.
+    """
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    state = list(state)
+    if hyper.momentum:
+        buffer = step
+        if steps:
+            buffer = fused_multiply_add(step, np.float32(1 - hyper.dampening), state[0] * np.float32(hyper.momentum))
+        step = fused_multiply_add(buffer, np.float32(hyper.momentum), step) if hyper.flags & HYPER_NESTEROV else buffer
+        state[0] = buffer
+    return fused_multiply_add(step, np.float32(-learning_rate), weight), state
+
+
+def adam(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adam (AdamW under HYPER_DECOUPLED) once, as its single-tensor form does; state: [mean, square]."""
+    mean, square = state
+    step = gradient
+    if hyper.weight_decay and hyper.flags & HYPER_DECOUPLED:
+        weight = weight * np.float32(1 - learning_rate * hyper.weight_decay)
+    elif hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    mean = lerp(mean, step, np.float32(1 - hyper.beta1))
+    square = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, square * np.float32(hyper.beta2))
+    step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
+    root_correction = np.float32(math.sqrt(1 - hyper.beta2 ** (steps + 1)))
+    denominator = np.divide(np.sqrt(square), root_correction) + np.float32(hyper.epsilon)
+    weight = weight + np.divide(mean * np.float32(-step_size), denominator)
+    return weight, [mean, square]
+
+
+def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
+    """Interpolate from start to end as torch.lerp does: from the nearer of the two."""
+    if abs(fraction) < np.float32(0.5):
+        return fused_multiply_add(fraction, end - start, start)
+    return fused_multiply_add(fraction - np.float32(1), end - start, end)
+
+
+def adagrad(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adagrad once, as its single-tensor form does; state: [sum of squares]."""
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    total = fused_multiply_add(step, step, state[0])
+    rate = learning_rate / (1 + steps * hyper.learning_rate_decay)
+    weight = weight + np.divide(step * np.float32(-rate), np.sqrt(total) + np.float32(hyper.epsilon))
+    return weight, [total]
+
+
+def rmsprop(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.RMSprop once, as its single-tensor form does; its alpha is beta2.
+
+    State: [square average], [.., momentum buffer] or [.., .., gradient average]; what a group does not use stays as it was.
+    """
+    state = list(state)
+    step = gradient
+    if hyper.weight_decay:
+        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+    state[0] = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[0] * np.float32(hyper.beta2))
+    variance = state[0]
+    if hyper.flags & HYPER_CENTERED:
+        state[2] = lerp(state[2], step, np.float32(1 - hyper.beta2))
+        variance = fused_multiply_add(-state[2], state[2], variance)
+    root = np.sqrt(variance) + np.float32(hyper.epsilon)
+    if not hyper.momentum:
+        return weight + np.divide(step * np.float32(-learning_rate), root), state
+    state[1] = state[1] * np.float32(hyper.momentum) + np.divide(step, root)
+    return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
+
+
+RULES = {RULE_SGD: sgd, RULE_ADAM: adam, RULE_ADAGRAD: adagrad, RULE_RMSPROP: rmsprop}
+
+
+def mean_rate(rates: Sequence[float]) -> float:
+    """Return the mean learning rate of the pushes: the common one, untouched by rounding, where all are equal."""
+    return rates[0] if len(set(rates)) == 1 else sum(rates[1:], rates[0]) / len(rates)
+
+
+def scaled(gradient: Floats, scale: float, hyper: Hyper) -> Floats:
+    """Multiply a gradient by its scale, in single precision, and turn it round to maximize."""
+    return gradient * np.float32(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
+
+
+def widened(gradient: npt.ArrayLike, gradient_type: int) -> Floats:
+    """Return a gradient in single precision: float32[n], float16[n], or the bits of bfloat16 as uint16[n]."""
+    if gradient_type == BFLOAT16:
+        return (np.asarray(gradient, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(gradient).astype(np.float32)
+
+
+def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tuple[Floats, float]:
+    """Sum gradients in order; return the sum and the scale that still has to be applied to it.
+
+    A scale that all pushes have in common is applied once, to the sum; otherwise each gradient gets its own first.
+    """
+    is_common = len(set(scales)) == 1
+    terms = gradients if is_common else [each * np.float32(scale) for each, scale in zip(gradients, scales, strict=True)]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total, scales[0] if is_common else 1.0
+
+
+class Parameter(NamedTuple):
+    """One parameter as it stands: weights, the rule's state planes, the moving average of the weights, and steps."""
+
+    weight: Floats
+    planes: Sequence[Floats]
+    average: Floats | None
+    steps: int
+
+    def applied(self, rule: Apply, gradient: Floats, hyper: Hyper, learning_rate: float) -> "Parameter":
+        """Return it after one application of the rule on a scaled gradient."""
+        weight, planes = rule(self.weight, self.planes, gradient, hyper, learning_rate, self.steps)
+        return Parameter(weight, planes, self.average, self.steps + 1)
+
+    def averaged(self, decay: float) -> "Parameter":
+        """Return it with its average, if it has one, moved towards its weights."""
+        if self.average is None:
+            return self
+        return self._replace(average=lerp(self.average, self.weight, np.float32(1 - decay)))
+
+
+class Place(NamedTuple):
+    """Where a parameter is: which one, its floats, and its param_group."""
+
+    number: int
+    span: slice
+    group: int
+
+
+def fold_each(rule: Apply, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
+    """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
+    for push in pushes:
+        if push.presence[place.number]:
+            hyper = push.hypers[place.group]
+            gradient = scaled(push.gradient[place.span], push.scale, hyper)
+            parameter = parameter.applied(rule, gradient, hyper, push.rate(place.group))
+        parameter = parameter.averaged(ema_decay)
+    return parameter
+
+
+def fold_sum(
+    rule: Apply,
+    parameter: Parameter,
+    place: Place,
+    pushes: Sequence[Push],
+    ema_decay: float,
+    scale: float,
+    rate_scale: float,
+) -> Parameter:
+    """Apply the rule once, on the sum of the pushes that have a gradient for the parameter; the average moves once."""
+    present = [push for push in pushes if push.presence[place.number]]
+    if present:
+        hyper = present[0].hypers[place.group]
+        total, common_scale = total_gradient([push.gradient[place.span] for push in present], [push.scale for push in present])
+        rate = mean_rate([push.rate(place.group) for push in present]) * rate_scale
+        parameter = parameter.applied(rule, scaled(total, scale * common_scale, hyper), hyper, rate)
+    return parameter.averaged(ema_decay) if pushes else parameter
+
+
+def fold(
+    rule: int,
+    mode: int,
+    segments: Sequence[tuple[int, int, int]],
+    pushes: Sequence[tuple[Any, ...]],
+    weights: Floats,
+    state: Floats,
+    steps: npt.NDArray[np.int64],
+    *,
+    scale: float = 1.0,
+    rate_scale: float = 1.0,
+    ema_plane: int = -1,
+    ema_decay: float = 0.0,
+    user_rule: Apply | None = None,
+    gradient_type: int = FLOAT32,
+) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
+    """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
+
+    Arguments, result and errors are those of fastps.kernels.update.fold.fold; under FOLD_SUM the hyper-parameters are those of
+    the first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0. `user_rule`
+    is a function like the rules here.
+    """
+    _check(rule, segments, pushes, weights, state, steps, ema_plane)
+    apply = RULES[rule] if user_rule is None else user_rule
+    named = [
+        Push(widened(gradient, gradient_type), [Hyper(*group) for group in groups], presence, *scales)
+        for gradient, groups, presence, *scales in pushes
+    ]
+    has_average = ema_plane >= 0
+    weights_out, state_out, steps_out = np.zeros_like(weights), np.zeros_like(state), np.zeros_like(steps)
+    for index, (offset, length, group) in enumerate(segments):
+        place = Place(index, slice(offset, offset + length), group)
+        planes = list(state[:, place.span])
+        average = planes.pop() if has_average else None
+        parameter = Parameter(weights[place.span], planes, average, int(steps[index]))
+        if mode == FOLD_EACH:
+            parameter = fold_each(apply, parameter, place, named, ema_decay)
+        else:
+            parameter = fold_sum(apply, parameter, place, named, ema_decay, scale, rate_scale)
+        weights_out[place.span], steps_out[index] = parameter.weight, parameter.steps
+        planes_out = [*parameter.planes] if parameter.average is None else [*parameter.planes, parameter.average]
+        for plane, values in zip(state_out, planes_out, strict=True):
+            plane[place.span] = values
+    return weights_out, state_out, steps_out
+
+
+def _check(
+    rule: int,
+    segments: Sequence[tuple[int, int, int]],
+    pushes: Sequence[tuple[Any, ...]],
+    weights: Floats,
+    state: Floats,
+    steps: npt.NDArray[np.int64],
+    ema_plane: int,
+) -> None:
+    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER):
+        raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
+    if ema_plane not in (-1, len(state) - 1):
+        raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")
+    if len(steps) != len(segments) or state.shape[1] != len(weights):
+        raise ValueError("expected steps for every segment, and state as long as the weights")
+    if any(offset < 0 or length < 0 or offset + length > len(weights) for offset, length, _ in segments):
+        raise ValueError(f"expected segments within {len(weights)} floats")

@@ -1,0 +1,276 @@
+"""Advice from recorded runs: cores by hand, the same decisions live and simulated, the same bytes twice, and the choice."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.advice import advise as advice
+from fastps.advice import replay
+from fastps.errors import UsageError
+from fastps.job.specs import parse_policy
+from fastps.simulation.compute_models import ComputeModel, parse_compute
+from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
+from fastps.system.clock import MonotonicClock
+from fastps.tracing import summary as trace_summary
+from fastps.tracing.check import check
+from fastps.tracing.file import DROPPED, FOLDED, PUSH_DTYPE, STEP_DTYPE, Trace, read
+
+MS = 1_000_000
+
+
+def played(spec: str, **options: Any) -> Outcome:
+    return simulate(parse_policy(spec), Simulation(**options), trace=True)
+
+
+def _steps(*needs: tuple[int, int]) -> ComputeModel:
+    """Each worker always needs as much of a core, and then waits as long without one."""
+    return ComputeModel("replay", replay=[[cpu] for cpu, _ in needs], blocked=[[blocked] for _, blocked in needs])
+
+
+def _times(outcome: Outcome, kind: str, worker: int) -> list[int]:
+    assert outcome.trace is not None
+    chosen = (outcome.trace["kind"] == TRACE_KINDS.index(kind)) & (outcome.trace["worker"] == worker)
+    return [int(time_ns) for time_ns in outcome.trace["time_ns"][chosen]]
+
+
+# -- cores, by hand --------------------------------------------------------------------------------
+
+
+def test_two_workers_on_one_core_take_twice_as_long() -> None:
+    """In slices of 50: 0 to 50 and 100 to 150 are worker 0's. Who comes back goes to the end of the line."""
+    shared = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1, slice_ns=50)
+    assert (_times(shared, "computed", 0), _times(shared, "computed", 1)) == ([150, 350], [200, 400])
+    whole = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)), cores=1)
+    assert (_times(whole, "computed", 0), _times(whole, "computed", 1)) == ([100, 300], [200, 400])
+    own = played("asp", workers=2, steps=2, compute=_steps((100, 0), (100, 0)))
+    assert _times(own, "computed", 1) == [100, 200]
+
+
+def test_whoever_waits_without_a_core_leaves_it_to_others() -> None:
+    """In turns of 20 until 120, when worker 1 has had its 60; then worker 0 has the core for its last 40 and sleeps 100."""
+    outcome = played("bsp", workers=2, steps=1, compute=_steps((100, 100), (60, 0)), cores=1, slice_ns=20)
+    assert _times(outcome, "computed", 1) == [120]
+    assert _times(outcome, "computed", 0) == [160 + 100]
+
+
+def test_three_equal_steps_on_two_cores_take_two_times_one_or_in_small_slices_one_and_a_half() -> None:
+    for slice_ns, ends in ((1000, [600, 600, 1200]), (10, [890, 900, 900])):
+        outcome = played("bsp", workers=3, steps=1, compute=_steps(*[(600, 0)] * 3), cores=2, slice_ns=slice_ns)
+        assert sorted(_times(outcome, "computed", worker)[0] for worker in range(3)) == ends
+
+
+def test_a_fraction_of_a_core_makes_both_slower_and_none_is_faster_than_one() -> None:
+    for cores, end in ((1.5, 800), (2.0, 600), (2.5, 720)):  # 2.5 are three, of which each has five sixths
+        outcome = played("bsp", workers=4, steps=1, compute=_steps((600, 0), *[(1, 0)] * 3), cores=cores)
+        assert _times(outcome, "computed", 0) == [end]
+
+
+def test_of_those_who_go_on_together_who_waited_longest_has_a_core_first() -> None:
+    """Worker 0 is done last, and wakes the others: it waits for the core until both have had it."""
+    outcome = played("bsp", workers=3, steps=2, compute=_steps((100, 500), (100, 0), (100, 0)), cores=1)
+    assert [_times(outcome, "computed", worker) for worker in range(3)] == [[600, 1400], [200, 700], [300, 800]]
+
+
+def test_a_straggler_that_sleeps_slows_nobody_down() -> None:
+    rows = {
+        name: played("asp", workers=4, steps=50, compute=_steps(first, *[(10 * MS, 0)] * 3), cores=2).row["steps_per_s"]
+        for name, first in (("busy", (30 * MS, 0)), ("asleep", (10 * MS, 20 * MS)))
+    }
+    assert rows["busy"] < 0.9 * rows["asleep"]
+
+
+def test_pushes_and_pulls_of_a_half_duplex_link_share_it() -> None:
+    """1,000 bytes at 1 byte a ns. Worker 0 pushes from 10; from 510 on it shares with worker 1, so that it ends at 1510. Full
+    duplex leaves the other's last 500 bytes alone then (2010); half duplex shares with worker 0's pull (2510)."""
+    options: dict[str, Any] = {"compute": _steps((10, 0), (510, 0)), "model_bytes": 1000, "bandwidth": 1e9}
+    for half, then in ((False, 2010), (True, 2510)):
+        outcome = played("asp", workers=2, steps=1, **options, half_duplex=half)
+        assert (_times(outcome, "receive", 0)[0], _times(outcome, "receive", 1)[0]) == (1510, then)
+
+
+@pytest.mark.parametrize("spec", ["bsp", "dssp:3,15", "softsync:2", "adv*:1", "r2sp:0.8,tune=true", "psp:3,0.75"])
+def test_the_same_seed_gives_the_same_bytes_on_shared_cores(spec: str) -> None:
+    options: dict[str, Any] = {"workers": 4, "steps": 200, "cores": 1.7, "compute": parse_compute("lognormal:10ms,0.4")}
+    first, second = played(spec, **options, seed=5), played(spec, **options, seed=5)
+    assert first.trace is not None and second.trace is not None
+    assert first.trace.tobytes() == second.trace.tobytes()
+    other = played(spec, **options, seed=6)
+    assert other.trace is not None and other.trace.tobytes() != first.trace.tobytes()
+
+
+# -- the same decisions live -----------------------------------------------------------------------
+
+
+class Scripted(MonotonicClock):
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.time_ns = 0
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "bsp",
+        "asp",
+        "ssp:3",
+        "dssp:3,15",
+        "dssp:1,4,release=printed",
+        "backup:1",
+        "softsync:2",
+        "r2sp:0.8",
+        "r2sp:0.8,tune=true",
+    ],
+)
+def test_a_live_store_decides_as_the_simulator_when_events_come_at_the_same_times(spec: str, tmp_path: Path) -> None:
+    """Four workers of one process push, begin and fire timers when the simulation says; all fates must be the simulation's."""
+    model = replace(parse_compute("lognormal:10ms,0.4"), factors={0: 3.0})
+    outcome = played(spec, workers=4, steps=60, compute=model, batch=8, seed=3)
+    clock, file, origin_ns = Scripted(), tmp_path / "run.trace", 1_000_000_000
+    weights = {"w": np.ones(8, np.float32)}
+    clock.time_ns = origin_ns
+    with fastps.trace(file), fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=spec, workers=4, clock=clock) as store:
+        workers = [store.attach(rank) for rank in range(4)]
+        reads = _drive(outcome, workers, clock, origin_ns)
+        _compare_reads(outcome, reads)
+        for worker in workers:
+            worker.close()
+    trace = read(file)
+    assert check(trace) == []
+    _compare_fates(outcome, trace, origin_ns)
+
+
+def _drive(outcome: Outcome, workers: list[fastps.Worker], clock: Scripted, origin_ns: int) -> list[tuple[int, int]]:
+    """Play the simulation's lines with live workers; returns (worker, version) of each step that begins."""
+    assert outcome.trace is not None
+    reads = []
+    for line in outcome.trace:
+        clock.time_ns = origin_ns + int(line["time_ns"])
+        kind, rank = TRACE_KINDS[line["kind"]], int(line["worker"])
+        if kind == "receive":
+            workers[rank].push(workers[rank].store.hypers, samples=int(line["detail"]))
+        elif kind == "timer":
+            workers[0].lane.try_turn(clock.time_ns)
+        elif kind == "begin":
+            worker = workers[rank]
+            if worker.steps:
+                policy = worker.store.layout.policy
+                assert policy.at_once or worker.lane.granted() > worker.steps, "live it may not begin yet"
+                worker.advance()
+                worker.pull()
+            reads.append((rank, worker.version))
+    return reads
+
+
+def _compare_reads(outcome: Outcome, reads: list[tuple[int, int]]) -> None:
+    assert outcome.trace is not None
+    begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]
+    assert reads == [(int(line["worker"]), int(line["version"])) for line in begun]
+
+
+def _compare_fates(outcome: Outcome, trace: Trace, origin_ns: int) -> None:
+    """Who is folded when and how stale, and who is dropped, in the order of the decisions."""
+    assert outcome.trace is not None
+    until_ns = int(outcome.trace["time_ns"].max())
+    for kind, fate in (("fold", FOLDED), ("drop", DROPPED)):
+        simulated = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index(kind)]
+        expected = sorted((int(x["time_ns"]), int(x["worker"]), int(x["detail"]) if kind == "fold" else 0) for x in simulated)
+        lines = trace.pushes[(trace.pushes["fate"] == fate) & (trace.pushes["decided_ns"] <= origin_ns + until_ns)]
+        found = sorted((int(x["decided_ns"]) - origin_ns, int(x["worker"]), int(x["staleness"])) for x in lines)
+        assert found[: len(expected)] == expected
+        assert len(found) - len(expected) <= 4, "only what leaving workers complete comes after"
+        assert expected or kind == "drop"
+
+
+# -- replay and advice -----------------------------------------------------------------------------
+
+
+def made(cpu_ms: list[float], blocked_ms: list[float], *, steps: int = 50, queue: bool = True, cores: int = 2) -> Trace:
+    """A trace of workers that never wait for each other, as asp's; on so many cores everybody waits half of a step for one."""
+    lines, pushes, version = [], [], 0
+    for worker, (cpu, blocked) in enumerate(zip(cpu_ms, blocked_ms, strict=True)):
+        now_ns = 10**9
+        for step in range(steps):
+            wall_ns = int((2 * cpu + blocked) * MS)
+            computed_ns, cpu_ns = now_ns + wall_ns, int(cpu * MS)
+            times = (now_ns, computed_ns, computed_ns, computed_ns, computed_ns, computed_ns, cpu_ns)
+            lines.append((*times, cpu_ns if queue else -1, 0, 0, 0, 0, step, 16, worker, 0, 1))
+            version += 1
+            pushes.append((step, step, 0, version, computed_ns, 0, worker, 0, FOLDED, 1))
+            now_ns = computed_ns
+    notes = {str(worker): {"transfer_ns": 0, "load": None} for worker in range(len(cpu_ms))}
+    header = {"sync": "asp", "policy": asdict(parse_policy("asp")), "workers": len(cpu_ms), "shards": 1, "spins": 0}
+    header |= {"machine": {"cores": cores}, "recorded": list(range(len(cpu_ms))), "unfinished": [], "of_worker": notes}
+    return Trace(header, np.array(lines, STEP_DTYPE), np.array(pushes, PUSH_DTYPE))
+
+
+@pytest.mark.parametrize("queue", [True, False])
+def test_blocked_time_is_told_from_waiting_for_a_core(queue: bool) -> None:
+    trace = made([5, 5, 5, 5], [10, 0, 0, 0], queue=queue)
+    blocked = trace_summary.blocked_ns(trace.steps)
+    assert set(blocked[trace.steps["worker"] == 0]) == {10 * MS}
+    assert set(blocked[trace.steps["worker"] > 0]) == {0}
+
+
+def test_the_replay_predicts_a_run_on_its_cores() -> None:
+    """Four workers that need a core for 5 ms a step on two cores: 400 steps/s if all want one always."""
+    trace = made([5, 5, 5, 5], [0, 0, 0, 0])
+    test = advice.self_test(trace)
+    assert test["measured"] == pytest.approx(400, rel=0.05)
+    assert test["error"] == pytest.approx(0, abs=0.05)
+    assert advice.self_test(trace, cores=4)["predicted"] == pytest.approx(800, rel=0.02)
+
+
+def test_cores_that_others_used_are_not_counted() -> None:
+    trace = made([5, 5], [0, 0])
+    notes = {str(rank): {"load": {"now_ns": 10**9, "machine_ns": 15 * 10**8, "thread_ns": 5 * 10**8}} for rank in range(2)}
+    loaded = replace(trace, header={**trace.header, "of_worker": notes})
+    assert replay.cores_left(trace) == 2.0
+    assert replay.cores_left(loaded) == pytest.approx(1.5), "of 1.5 busy cores the two workers were 1"
+
+
+def test_a_straggler_gets_a_discipline_that_does_not_wait_for_it() -> None:
+    rows = advice.advise(made([5, 5, 5, 5], [20, 0, 0, 0], cores=4))
+    by_sync = {row["sync"]: row for row in rows}
+    (chosen,) = [row for row in rows if row["recommended"]]
+    assert [row["useful_steps_per_s"] for row in rows] == sorted((row["useful_steps_per_s"] for row in rows), reverse=True)
+    assert by_sync["bsp"]["speed"] < 0.5, "five times as slow a worker holds everybody up"
+    assert by_sync["asp"]["speed"] > 0.95
+    assert chosen["speed"] > 0.95 and chosen["sync"] != "bsp"
+    assert chosen["staleness_mean"] <= by_sync["asp"]["staleness_mean"]
+    assert f"the least stale of the {sum(row['speed'] >= 0.95 for row in rows)}" in chosen["reason"]
+    assert by_sync["backup:1"]["dropped_share"] > 0
+
+
+def test_even_workers_are_told_to_wait_for_each_other() -> None:
+    rows = advice.advise(made([5, 5, 5, 5], [0, 0, 0, 0], cores=4))
+    (chosen,) = [row for row in rows if row["recommended"]]
+    assert chosen["staleness_max"] == 0 and chosen["dropped_share"] == 0
+
+
+def test_injected_transfers_are_replayed_as_a_shared_link() -> None:
+    trace = made([5, 5, 5, 5], [0, 0, 0, 0], cores=4)
+    notes = {rank: {**note, "transfer_ns": 4 * MS} for rank, note in trace.header["of_worker"].items()}
+    slow = replace(trace, header={**trace.header, "of_worker": notes})
+    rows = {row["sync"]: row for row in advice.advise(slow, ["asp", "softsync:4", "adv:1"])}
+    assert rows["asp"]["steps_per_s"] == pytest.approx(125, rel=0.05), "a push and a pull of 4 ms each, one after the other"
+    assert rows["adv:1"]["steps_per_s"] > 1.5 * rows["asp"]["steps_per_s"], "a link for each leaf"
+
+
+def test_the_trace_of_a_warm_up_and_of_a_policy_of_ones_own_are_replayed() -> None:
+    trace = made([5, 5], [0, 0])
+    for policy, expected in ((fastps.parse_policy("auto"), "bsp"), (fastps.Policy(fold="each", grant="at-once"), None)):
+        rows = advice.advise(replace(trace, header={**trace.header, "policy": asdict(policy)}))
+        assert (expected or policy.spec) in {row["sync"] for row in rows}
+
+
+def test_a_trace_that_is_too_short_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least 4 steps of every worker, found 3 of worker 0"):
+        advice.advise(made([5, 5], [0, 0], steps=3))

@@ -1,0 +1,129 @@
+"""A live run with stale gradients is one process of plain torch that takes the pushes in the recorded order: the same losses.
+
+The trace says with which version each gradient was computed and which version it became part of. Replayed in that order by
+torch's own optimizer, every loss that a worker saw comes out again: to the bit where each push is a version of its own, and as
+near as sums in another order allow where several are one. So what stale gradients do to a run, the scheme does, not the store.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.tracing.check import check
+from fastps.tracing.file import FOLDED, Lines, read
+from tests.support import processes
+
+WORKERS, STEPS, BATCH = 4, 60, 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
+
+
+def _sgd(model: torch.nn.Module, learning_rate: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.5)
+
+
+def _batches(rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1 + rank)
+    truth = torch.randn(13, 3, generator=torch.Generator().manual_seed(99))
+    inputs = [torch.randn(BATCH, 13, generator=generator) for _ in range(STEPS)]
+    return [(rows, (rows @ truth).argmax(1)) for rows in inputs]
+
+
+def _loss(model: torch.nn.Module, batch: Batch) -> float:
+    model.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return float(loss.detach())
+
+
+def _work(sync: str, rank: int) -> list[float]:
+    """One worker's losses."""
+    os.environ["RANK"] = str(rank)
+    model = _model()
+    losses = []
+    with fastps.DistributedOptimizer(_sgd(model), sync=sync, model=model) as optimizer:
+        optimizer.wait_for_start()
+        for batch in _batches(rank):
+            losses.append(_loss(model, batch))
+            optimizer.step()
+    return losses
+
+
+def _replay(pushes: Lines, learning_rate: float) -> dict[tuple[int, int], float]:
+    """The loss of each (worker, step) when torch takes the pushes by itself; those of one version are a mean."""
+    model = _model()
+    parameters = list(model.parameters())
+    optimizer = _sgd(model, learning_rate)
+    versions = {0: [value.detach().clone() for value in parameters]}
+    batches = [_batches(rank) for rank in range(WORKERS)]
+    losses = {}
+    for version in range(1, int(pushes["version"].max()) + 1):
+        gradients = []
+        for push in np.sort(pushes[pushes["version"] == version], order="worker"):
+            rank, step = int(push["worker"]), int(push["step"])
+            _set(parameters, versions[int(push["read_version"])])
+            losses[rank, step] = _loss(model, batches[rank][step])
+            gradients.append([value.grad.clone() for value in parameters if value.grad is not None])
+        _set(parameters, versions[version - 1])
+        for place, value in enumerate(parameters):
+            value.grad = torch.stack([gradient[place] for gradient in gradients]).sum(0) / len(gradients)
+        optimizer.step()
+        versions[version] = [value.detach().clone() for value in parameters]
+    return losses
+
+
+def _set(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run of real processes: each worker's losses, and what became of each push."""
+    sync = request.param
+    monkeypatch.setenv("FASTPS_JOB", f"test-replay-{os.getpid()}")
+    monkeypatch.setenv("WORLD_SIZE", str(WORKERS))
+    monkeypatch.setenv("FASTPS_TRACE", str(tmp_path / "run.trace"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that sums have one order
+    try:
+        children = [processes.start(lambda rank=rank: _work(sync, rank)) for rank in range(WORKERS)]
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0] * WORKERS, [child.outcome for child in children]
+        trace = read(tmp_path / "run.trace")
+        assert check(trace) == []
+        yield [child.outcome for child in children], trace.pushes[trace.pushes["fate"] == FOLDED]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recorded", ["asp", "ssp:1", "dssp:1,4", "r2sp", "asp,stagger=0.8"], indirect=True)
+def test_a_run_that_folds_each_push_is_replayed_by_plain_torch_to_the_bit(recorded: Any) -> None:
+    live, pushes = recorded
+    assert pushes["staleness"].max() > 0, "nothing was stale, so nothing was shown"
+    assert len(pushes) == WORKERS * STEPS
+    replayed = _replay(pushes, 0.05)
+    assert {(rank, step): loss for rank, losses in enumerate(live) for step, loss in enumerate(losses)} == replayed
+
+
+@pytest.mark.parametrize(
+    ("recorded", "learning_rate"),
+    [("bsp", 0.05), ("backup:1", 0.05), ("softsync:1", 0.05), ("softsync:2", 0.025)],
+    indirect=["recorded"],
+)
+def test_a_run_that_folds_means_is_replayed_by_plain_torch_but_for_rounding(recorded: Any, learning_rate: float) -> None:
+    live, pushes = recorded
+    replayed = _replay(pushes, learning_rate)
+    assert len(replayed) > WORKERS * STEPS / 2
+    for (rank, step), loss in replayed.items():
+        assert live[rank][step] == pytest.approx(loss, rel=1e-4, abs=1e-6), (rank, step)

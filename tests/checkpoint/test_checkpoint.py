@@ -1,0 +1,335 @@
+"""Checkpoints: what is saved comes back bit for bit, while others work; damaged and foreign ones are refused by name."""
+
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import fastps
+from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
+from fastps.processes.launcher import Launcher
+from fastps.processes.options import JobOptions
+from tests.support import processes
+
+WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
+UPDATES: dict[str, Any] = {
+    "momentum": fastps.SGD(lr=0.1, momentum=0.9),
+    "adam": fastps.Adam(lr=0.01),
+    "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
+}
+
+
+def _gradient(rank: int, step: int) -> dict[str, np.ndarray[Any, Any]]:
+    generator = np.random.default_rng([rank, step])
+    return {name: generator.standard_normal(value.shape, np.float32) for name, value in WEIGHTS.items()}
+
+
+def _work(store: fastps.Store, rank: int, until: int) -> Callable[[], None]:
+    def work() -> None:
+        with store.attach(rank) as worker:
+            while worker.steps < until:
+                worker.step(_gradient(rank, worker.steps))
+
+    return work
+
+
+def _state(store: fastps.Store) -> list[bytes]:
+    weights, states = store.committed()
+    views = store.weight_views(weights) + [
+        view for plane in range(store.layout.planes) for view in store.plane_views(states, plane)
+    ]
+    return [view.tobytes() for view in views] + [count.tobytes() for count in store.rule_steps(states)]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("sync", ["bsp", "bsp,ema=0.9"])
+def test_resuming_is_going_on_bit_for_bit(tmp_path: Path, name: str, sync: str) -> None:
+    """Two workers stop at step 7 and go on from the checkpoint, or do not stop: the same bits."""
+    with fastps.Store.create(WEIGHTS, UPDATES[name], sync=sync, workers=2) as store:
+        children = [processes.start(_work(store, rank, 20)) for rank in range(2)]
+        processes.finish(children, 20)
+        expected = _state(store)
+    with fastps.Store.create(WEIGHTS, UPDATES[name], sync=sync, workers=2) as store:
+        other = processes.start(_work(store, 1, 8))  # its eighth push may wait in the sum, and is not in it
+        with store.attach(0) as worker:
+            for step in range(7):
+                worker.step(_gradient(0, step))
+            fastps.save(worker, tmp_path, extra={"seed": 3})
+        processes.finish([other], 20)
+    checkpoint = fastps.load(tmp_path)
+    assert (checkpoint.version, checkpoint.description["clocks"], checkpoint.extra) == (7, [7, 7], {"seed": 3})
+    with fastps.Store.create(WEIGHTS, UPDATES[name], sync=sync, workers=2, resume=checkpoint) as store:
+        assert store.version == 7
+        children = [processes.start(_work(store, rank, 20)) for rank in range(2)]
+        processes.finish(children, 20)
+        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+        assert store.version == 20
+        assert _state(store) == expected
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:2", "psp:1,0.5", "softsync:2"])
+def test_a_version_is_whole_while_the_others_go_on(tmp_path: Path, sync: str) -> None:
+    """With SGD and one constant gradient weights tell their version: no checkpoint mixes two, and nobody waits for one."""
+    amount = np.float32(1 / 1024)
+    weights = {"w": np.ones(200_000, np.float32), "b": np.ones(7, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0, momentum=0.5), sync=sync, workers=2) as store:
+
+        def busy() -> None:
+            with store.attach(1) as worker:
+                while True:
+                    for view in worker.gradients.values():
+                        view[...] = amount
+                    worker.push(store.hypers)
+                    worker.advance()
+                    worker.pull()
+
+        with store.attach(0) as worker:
+            other = processes.start(busy)
+            while store.arena.counters(1)["steps"] < 3:
+                worker.step({name: np.full(value.shape, amount) for name, value in weights.items()})
+            steps_meanwhile = 0
+            for _ in range(4):
+                before = store.arena.counters(1)["steps"]
+                found = fastps.load(fastps.save(worker, tmp_path))
+                for name in weights:
+                    assert len(set(found.tensors[f"weights/{name}"].reshape(-1).tolist())) == 1
+                    assert len(set(found.tensors[f"state/momentum_buffer/{name}"].reshape(-1).tolist())) == 1
+                steps_meanwhile += store.arena.counters(1)["steps"] - before
+                worker.step({name: np.full(value.shape, amount) for name, value in weights.items()})
+            assert sync != "asp" or steps_meanwhile > 0
+            os.kill(other.process_id, signal.SIGKILL)
+            processes.finish([other], 10)
+        assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["checkpoint-000003", "checkpoint-000004"]
+
+
+def test_a_saver_that_dies_leaves_the_earlier_checkpoint_and_its_place(tmp_path: Path) -> None:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0), sync="asp", workers=2, on_worker_loss="continue") as store:
+
+        def die() -> None:
+            with store.attach(1) as worker:
+                fastps.save(worker, tmp_path)
+                with worker.pin_whole_version({}) as pinned:
+                    (tmp_path / ".unfinished-2").mkdir()
+                    assert pinned.description["version"] == 0
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        child = processes.start(die)
+        processes.finish([child], 10)
+        with store.attach(0) as worker:
+            time.sleep(0.06)  # beyond the time between two looks
+            worker.step(_gradient(0, 0))
+            fastps.save(worker, tmp_path)
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_case_16_a_full_disk_leaves_the_earlier_checkpoint_and_training_goes_on(tmp_path: Path) -> None:
+    def fill() -> str:
+        with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+            fastps.save(worker, tmp_path)
+            worker.step(_gradient(0, 0))
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))  # what does not fit is an error of write
+            try:
+                fastps.save(worker, tmp_path)
+            except fastps.CheckpointError as error:
+                worker.step(_gradient(0, 1))
+                return f"{error} version {store.version}"
+            return "it was written"
+
+    child = processes.start(fill)
+    processes.finish([child], 20)
+    assert "expected to write it, found that it cannot be" in str(child.outcome)
+    assert str(child.outcome).endswith("earlier ones are as they were version 2")
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000001"]
+    assert fastps.load(tmp_path).version == 0
+
+
+# -- refused by name ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=1.0, momentum=0.5)) as store, store.attach(0) as worker:
+        worker.step(_gradient(0, 0))
+        return fastps.save(worker, tmp_path)
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    description = json.loads((folder / JSON_FILE).read_text())
+    change(description)
+    (folder / JSON_FILE).write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (lambda it: it.pop("version"), "field 'version': expected int, found nothing"),
+        (lambda it: it.update(version="7"), "field 'version': expected int, found '7'"),
+        (lambda it: it.update(version=-1), "field 'version': expected 0 to 2"),
+        (lambda it: it.update(clocks=[1.5]), "field 'clocks': expected whole numbers"),
+        (lambda it: it.update(format=99), "field 'format': expected 1, which this fastps reads, found 99"),
+        (lambda it: it["parameters"][0].pop("shape"), "parameter 0: expected name, shape, group and steps"),
+        (
+            lambda it: it["parameters"][1].update(name="c"),
+            "parameter 'c': tensor 'weights/c': expected float32.*no such tensor",
+        ),
+        (
+            lambda it: it["parameters"][0].update(steps=1 << 70),
+            r"parameter 0: expected a group that is there and 0 to 2\^40 steps",
+        ),
+        (lambda it: it["parameters"][1].update(group=1), "parameter 1: expected a group that is there"),
+        (lambda it: it.update(param_groups=[7]), r"field 'param_groups': expected an object each, found \[7\]"),
+        (lambda it: it["rule"].update(planes=["x"]), "parameter 'w': tensor 'state/x/w': expected float32 of shape"),
+        (lambda it: it["checksums"].update({"weights/b": 1}), "tensor 'weights/b': expected the checksum 1, found"),
+        (lambda it: it["checksums"].pop("weights/b"), "tensor 'weights/b': expected it in both files"),
+    ],
+)
+def test_a_wrong_description_is_refused_by_field(saved: Path, change: Callable[[dict[str, Any]], object], refusal: str) -> None:
+    _edit(saved, change)
+    with pytest.raises(fastps.CheckpointError, match=refusal):
+        fastps.load(saved)
+
+
+def test_a_truncated_file_is_refused(saved: Path) -> None:
+    file = saved / TENSORS_FILE
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(
+        fastps.CheckpointError, match=r"tensors.safetensors: expected a whole safetensors file, found a damaged"
+    ):
+        fastps.load(saved)
+
+
+def test_a_flipped_bit_is_refused_by_the_tensors_name(saved: Path) -> None:
+    tensors = load_file(saved / TENSORS_FILE)
+    tensors = {name: array.copy() for name, array in tensors.items()}
+    tensors["state/momentum_buffer/w"].view(np.uint8).reshape(-1)[5] ^= 4
+    save_file(tensors, saved / TENSORS_FILE)
+    with pytest.raises(
+        fastps.CheckpointError, match=r"tensor 'state/momentum_buffer/w': expected the checksum \d+, found \d+: it is"
+    ):
+        fastps.load(saved)
+
+
+def test_another_shape_is_refused_by_the_parameters_name(saved: Path) -> None:
+    tensors = {name: array.copy() for name, array in load_file(saved / TENSORS_FILE).items()}
+    tensors["weights/w"] = np.zeros((6, 5), np.float32)
+    save_file(tensors, saved / TENSORS_FILE)
+    with pytest.raises(
+        fastps.CheckpointError, match=r"parameter 'w'.*float32 of shape \[5, 6\], found float32 of shape \[6, 5\]"
+    ):
+        fastps.load(saved)
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        fastps.CheckpointError, match=r"expected checkpoint.json or folders checkpoint-NUMBER there, found neither"
+    ):
+        fastps.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("weights", "update", "refusal"),
+    [
+        (
+            {**WEIGHTS, "b": np.ones(4, np.float32)},
+            fastps.SGD(1.0, 0.5),
+            r"parameter 1: expected 'b' of shape \[4\].*found 'b' of",
+        ),
+        ({"w": WEIGHTS["w"]}, fastps.SGD(1.0, 0.5), "parameter 1: expected no such parameter as in this model, found 'b'"),
+        (WEIGHTS, fastps.Adam(), "rule's name: expected 'adam' as in this optimizer, found 'sgd'"),
+        (WEIGHTS, fastps.SGD(1.0), r"rule's planes: expected \[\] as in this optimizer, found \['momentum_buffer'\]"),
+    ],
+)
+def test_another_models_checkpoint_is_refused_by_name(saved: Path, weights: Any, update: Any, refusal: str) -> None:
+    with pytest.raises(fastps.CheckpointError, match=refusal):
+        fastps.Store.create(weights, update, resume=fastps.load(saved))
+
+
+# -- torch ------------------------------------------------------------------------------------------------
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.9)),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name: str) -> None:
+    make = MAKERS[name]
+    model = _model()
+    with fastps.DistributedOptimizer(make(model.parameters()), model=model, checkpoint=tmp_path, every=5) as optimizer:
+        _train(model, optimizer, 0, 5)
+        optimizer.param_groups[0]["lr"] = 0.02
+        _train(model, optimizer, 5, 10)
+    checkpoint = fastps.load(tmp_path)
+    assert checkpoint.version == 10
+    with_fastps, plain = _model(), _model()
+    with fastps.DistributedOptimizer(make(with_fastps.parameters()), model=with_fastps, resume=tmp_path) as optimizer:
+        assert optimizer.version == 10 and optimizer.param_groups[0]["lr"] == 0.02
+        _train(with_fastps, optimizer, 10, 15)
+    names = dict(plain.named_parameters())
+    with torch.no_grad():
+        for key, value in {**checkpoint.weights(), **checkpoint.buffers()}.items():
+            {**names, **dict(plain.named_buffers())}[key].copy_(torch.from_numpy(value.copy()))
+    torch_optimizer = make(plain.parameters())
+    torch_optimizer.load_state_dict(checkpoint.optimizer_state_dict())
+    _train(plain, torch_optimizer, 10, 15)
+    for (key, ours), theirs in zip(with_fastps.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6), key
+
+
+def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path) -> None:
+    model = _model()
+    (tmp_path / "file").write_text("not a directory")
+    with fastps.DistributedOptimizer(MAKERS["sgd"](model.parameters()), checkpoint=tmp_path / "file", every=2) as optimizer:
+        _train(model, optimizer, 0, 3)
+        assert optimizer._checkpointing is not None
+        optimizer._checkpointing.close()
+        _train(model, optimizer, 3, 5)
+        optimizer._checkpointing.close()
+        assert (optimizer._checkpointing.written, optimizer._checkpointing.failures) == (0, 2)
+        assert optimizer.version == 5
+
+
+def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "resume.py"
+
+    def run(steps: int, **options: Any) -> list[str]:
+        command = [sys.executable, str(example), str(steps)]
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            outcome = Launcher(command, 2, options=JobOptions(**options)).run()
+        assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+        return sorted(output.getvalue().splitlines())
+
+    whole = run(60)
+    run(45, checkpoint=str(tmp_path), every=20)
+    resumed = run(60, resume=str(tmp_path))
+    assert resumed == sorted([*whole, *(f"[{rank}] worker {rank} goes on at step 40, version 40" for rank in range(2))])

@@ -1,0 +1,172 @@
+"""The command line as a user meets it: help, usage errors, exit codes, JSON, and whole small runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastps
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
+
+
+def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FASTPS_JOB")}
+    return subprocess.run(
+        [sys.executable, *program, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp, asp"),
+        (["train", "--sync", "ssp:-1"], "expected s from 0"),
+        (["train", "--sync", "dssp:9,3"], "expected lo <= hi"),
+        (["compare", "--sync", "bsp,foo"], "bsp,foo"),
+        (["train", "--workers", "0"], "--workers: expected at least 1, found 0"),
+        (["train", "--epochs", "0"], "--epochs: expected at least 1"),
+        (["train", "--lr", "-1"], "--lr: expected more than 0"),
+        (["train", "--straggler", "9:3"], "expected a worker of 0 to 3"),
+        (["train", "--straggler", "0:0.5"], "a factor of at least 1"),
+        (["train", "--straggler", "x"], "expected WORKER:FACTOR such as 0:3"),
+        (["train", "--data", "nothing"], "nothing"),
+        (["train", "--push-dtype", "float64"], "--push-dtype: expected one of float32, float16, bfloat16, found 'float64'"),
+        (["compare", "--push-dtype", "half"], "--push-dtype: expected one of float32, float16, bfloat16, found 'half'"),
+        (["run", "-n", "0", EXAMPLE], "at least 1 worker, found 0"),
+        (["run", "-n", "100000", EXAMPLE], "at most 1024 workers, found 100000"),
+        (["run", "-n", "2", "--sync", "backup:2", EXAMPLE], "backup:2: expected"),
+        (
+            ["run", "-n", "2", "--max-workers", "1", EXAMPLE],
+            "--max-workers: expected 2 or more, the number of workers",
+        ),
+        (["run", "--trace", "no-such-folder/x.trace", EXAMPLE], "--trace no-such-folder/x.trace: expected a file in a folder"),
+        (["run", "--json", "no-such-folder/x.json", EXAMPLE], "--json no-such-folder/x.json: expected a file in a folder"),
+        (["train", "--save", "no-such-folder/x.npz"], "--save no-such-folder/x.npz: expected a file in a folder that exists"),
+        (["run", "no-such-script.py"], "found no file 'no-such-script.py'"),
+        (["run", "--sync", "foo", EXAMPLE], "unknown synchronization 'foo'"),
+        (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
+        (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
+        (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
+    outcome = _run(*arguments)
+    assert outcome.returncode == 2
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "--sync", "psp:5,0.5", "--workers", "4"], "psp:5,0.5: expected c of 1 to 4, the number of workers, found 5"),
+        (["train", "--sync", "ssp:3,ema=1"], "ssp:3,ema=1: expected ema of 0 (none) to less than 1, found 1.0"),
+        (
+            ["compare", "--sync", "bsp,policy:fold=all,grant=at-once"],
+            "policy:fold=all,grant=at-once: fold 'all' cannot go with grant 'at-once': a sum of all workers needs workers"
+            " that wait for it: use grant 'next-version'",
+        ),
+    ],
+)
+def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
+    outcome = _run(*arguments)
+    assert outcome.returncode == 2
+    (line,) = outcome.stderr.splitlines()
+    assert line.endswith(sentence)
+    assert outcome.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
+
+
+@pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench", "simulate"])
+def test_every_commands_help_has_an_example(command: str) -> None:
+    outcome = _run(command, "--help")
+    assert outcome.returncode == 0
+    assert f"fastps {command}" in outcome.stdout
+    assert "Example" in outcome.stdout
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; sys.argv = ['fastps', '--version']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
+    code += "except SystemExit: pass\nprint('torch' in sys.modules)"
+    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        (EXAMPLE,),
+        ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE),
+    ],
+)
+def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
+    outcome = _run(program=program)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "after 100 updates" in outcome.stdout
+
+
+def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    outcome = _run("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
+    assert outcome.stdout.strip() == "[0] ['-n', '7', '--sync', 'x', '--help']"
+
+
+def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("raise RuntimeError('boom')")
+    outcome = _run("run", "-n", "2", str(script))
+    assert outcome.returncode == 1
+    assert "failed first: exit code 1" in outcome.stderr
+    assert "RuntimeError: boom" in outcome.stderr
+
+
+def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
+    outcome = _run("train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", "--json", "-")
+    assert outcome.returncode == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert set(document) == {"command", "version", "machine", "rows"}
+    (row,) = document["rows"]
+    promised = {"sync", "workers", "seconds", "steps", "samples_per_s", "test_accuracy", "staleness_mean", "staleness_max"}
+    assert promised | {"wait_share", "dropped"} <= set(row)
+    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, "float32")
+    assert 0.5 < row["test_accuracy"] <= 1
+    assert 0 <= row["wait_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("command", "push_dtype", "syncs"),
+    [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["ssp:2"])],
+)
+def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str, push_dtype: str, syncs: list[str]) -> None:
+    arguments = ("--data", "digits", "--workers", "2", "--epochs", "2", "--sync", ",".join(syncs), "--json", "-")
+    outcome = _run(command, "--push-dtype", push_dtype, *arguments)
+    assert outcome.returncode == 0, outcome.stderr
+    rows = json.loads(outcome.stdout)["rows"]
+    assert [(row["sync"], row["push_dtype"]) for row in rows] == [(sync, push_dtype) for sync in syncs]
+    assert all(0.5 < row["test_accuracy"] <= 1 for row in rows)
+
+
+def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
+    picture, rows = tmp_path / "accuracy.png", tmp_path / "rows.json"
+    outcome = _run(
+        *("compare", "--data", "digits", "--workers", "2", "--epochs", "1", "--sync", "bsp,dssp:1,4"),
+        *("--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert [row["sync"] for row in json.loads(rows.read_text())["rows"]] == ["bsp", "dssp:1,4"]
+    assert picture.stat().st_size > 1000
+    assert "dssp:1,4" in outcome.stdout
+
+
+def test_the_version_is_printed_without_a_command() -> None:
+    outcome = _run("--version")
+    assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)

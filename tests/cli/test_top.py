@@ -1,0 +1,412 @@
+"""Looking at running jobs: what is found, what is shown, and that looking leaves nothing and disturbs nobody."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import fastps
+from fastps.cli import top
+from fastps.membership import discovery, rendezvous
+from fastps.store.observer import Look, Observer
+from fastps.system.clock import MonotonicClock
+from tests.support import processes
+
+
+@dataclass
+class Job:
+    """A store whose forked workers have done their steps and wait to be let go."""
+
+    store: fastps.Store
+    children: list[processes.Child]
+    gate: int
+    _done: bool = field(default=False)
+
+    def let_go(self) -> None:
+        """Let the workers leave, and wait until they have."""
+        if not self._done:
+            self._done = True
+            os.close(self.gate)
+            processes.finish(self.children, 20)
+
+
+def _work(store: fastps.Store, rank: int, steps: int, ready: int, gate: int, loss: float) -> None:
+    with store.attach(rank) as worker:
+        worker.loss = loss
+        for _ in range(steps):
+            for gradient in worker.gradients.values():
+                gradient[:] = 1.0
+            worker.step()
+        os.write(ready, b"x")
+        os.read(gate, 1)  # until the test closes its end
+
+
+@contextmanager
+def _job(name: str, *, workers: int = 2, steps: int = 5, sync: str = "asp", loss: float = 0.5) -> Iterator[Job]:
+    weights = {name: np.ones(64, np.float32) for name in "abcdefghijkl"}
+    with fastps.Store.create(weights, fastps.SGD(lr=0.1), sync=sync, workers=workers, job=name) as store:
+        ready_reader, ready = os.pipe()
+        gate_reader, gate = os.pipe()
+
+        def child(rank: int) -> processes.Child:
+            def work() -> None:
+                os.close(gate)
+                _work(store, rank, steps, ready, gate_reader, loss)
+
+            return processes.start(work)
+
+        job = Job(store, [child(rank) for rank in range(workers)], gate)
+        os.close(ready)  # if a worker fails, the reader below sees the end
+        try:
+            arrived = b""
+            while len(arrived) < workers and (more := os.read(ready_reader, workers)):
+                arrived += more
+            if len(arrived) < workers:
+                job.let_go()
+                pytest.fail(f"the workers failed: {[child.outcome for child in job.children]}")
+            yield job
+        finally:
+            job.let_go()
+            os.close(ready_reader)
+            os.close(gate_reader)
+
+
+def _name(request: pytest.FixtureRequest) -> str:
+    return f"top-{os.getpid()}-{request.node.name}"[:80]
+
+
+class Scripted(MonotonicClock):
+    """A clock that does something while others would sleep, once per entry."""
+
+    def __init__(self, *events: Callable[[], None]) -> None:
+        self._events = list(events)
+
+    def sleep_ns(self, duration_ns: int) -> None:
+        if self._events:
+            self._events.pop(0)()
+        else:
+            super().sleep_ns(duration_ns)
+
+
+def _console() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _cli(*arguments: str, code: str = "from fastps.cli.main import main; main()") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def _only(monkeypatch: pytest.MonkeyPatch, *jobs: str) -> Iterator[None]:
+    """Hide the jobs of others from discovery, that may run on this machine at the same time."""
+    everything = discovery.listening
+    with monkeypatch.context() as patch:
+        patch.setattr(discovery, "listening", lambda: {job: places for job, places in everything().items() if job in jobs})
+        yield
+
+
+# -- looking ---------------------------------------------------------------------------------------
+
+
+def test_a_look_has_all_workers_and_shards(request: pytest.FixtureRequest) -> None:
+    with _job(_name(request), sync="asp,shards=3") as job:
+        observer = fastps.observe(job.store.job)
+        look = observer.look()
+        observer.close()
+    assert look.settled and not look.over and look.failures == {}
+    assert [(row.rank, row.state, row.steps, row.loss) for row in look.workers] == [
+        (0, "live", 5, 0.5),
+        (1, "live", 5, 0.5),
+    ]
+    assert [(shard.shard, shard.version, shard.updates) for shard in look.shards] == [(index, 10, 10) for index in range(3)]
+    assert all(sum(count for _, count in shard.staleness) == 10 for shard in look.shards)
+
+
+def test_a_look_is_taken_again_while_versions_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        observer = fastps.observe(store.job)
+        versions = Observer._versions
+        for busy_tries, settled, tries in ((0, True, 1), (2, True, 3), (99, False, 4)):
+            calls = []
+
+            def moving(self: Observer, busy: int = busy_tries, calls: list[int] = calls) -> list[int]:
+                calls.append(len(calls))
+                if len(calls) % 2 == 0 and len(calls) // 2 <= busy:
+                    worker.step({"w": np.ones(4)})
+                return versions(self)
+
+            monkeypatch.setattr(Observer, "_versions", moving)
+            assert observer.look().settled is settled
+            assert len(calls) == 2 * tries
+        observer.close()
+
+
+def test_looking_pins_nothing_and_takes_no_turn(request: pytest.FixtureRequest) -> None:
+    with _job(_name(request), sync="bsp") as job:
+        committed, pins = job.store.arena.committed(), job.store.arena.pins()
+        observer = fastps.observe(job.store.job)
+        for _ in range(20):
+            observer.look()
+        observer.close()
+        assert (job.store.arena.committed(), job.store.arena.pins()) == (committed, pins)
+
+
+def test_a_killed_worker_is_shown_as_died(request: pytest.FixtureRequest) -> None:
+    with _job(_name(request)) as job:
+        observer = fastps.observe(job.store.job)
+        os.kill(job.children[1].process_id, signal.SIGKILL)
+        processes.finish([job.children[1]], 20)
+        look = observer.look()
+        assert [row.state for row in look.workers] == ["live", "died"]
+        assert not look.over
+        job.let_go()
+        look = observer.look()
+        observer.close()
+    assert look.over
+    assert "1 died" in top.last_line("x", look)
+
+
+def test_what_a_failed_worker_said_is_in_the_last_line() -> None:
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store:
+        observer = fastps.observe(store.job)
+        store.attach(0).close(failure="ValueError: no [data]")
+        look = observer.look()
+        observer.close()
+    assert (look.over, look.failures) == (True, {0: "ValueError: no [data]"})
+    assert top.last_line("x", look) == (
+        "job x has ended after version 0; its workers: 1 failed; worker 0 failed: ValueError: no [data]"
+    )
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+def test_jobs_are_found_by_their_sockets_whatever_their_names(request: pytest.FixtureRequest) -> None:
+    name = f"{_name(request)} with/slash é"
+    with _job(name, workers=1) as job:
+        assert discovery.listening()[name] == {"host", 0}
+        assert name in discovery.running_jobs()
+        job.let_go()
+        assert discovery.listening()[name] == {"host"}
+    assert name not in discovery.running_jobs()
+
+
+def test_other_sockets_are_no_jobs() -> None:
+    table = b"""Num       RefCount Protocol Flags    Type St Inode Path
+0: 00000002 00000000 00010000 0001 01 1 /run/fastps/a/0
+0: 00000002 00000000 00010000 0001 01 2 @fastps/a
+0: 00000002 00000000 00010000 0001 01 3 @fastps/a/b
+0: 00000003 00000000 00000000 0001 03 4 @fastps/connected/0
+0: 00000003 00000000 00000000 0001 03 5
+0: 00000002 00000000 00010000 0001 01 6 @fastps/b/17
+"""
+    assert discovery.places_in(table) == {"b": {17}}
+
+
+def test_a_job_of_another_user_is_not_ours_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "listening", lambda: {"here": {0}})
+    for finding, found in (
+        (rendezvous.OtherUser(), []),
+        (rendezvous.Absent(), []),
+        (rendezvous.Silent(), ["here"]),
+        (rendezvous.AbiDiffers(1, 2), ["here"]),
+    ):
+
+        def ask(*arguments: Any, finding: Exception = finding, **named: Any) -> rendezvous.Answer:
+            raise finding
+
+        monkeypatch.setattr(rendezvous, "ask", ask)
+        assert discovery.running_jobs() == found
+
+
+def test_one_job_is_chosen_and_none_or_several_are_an_error(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = f"{_name(request)}-a", f"{_name(request)}-b"
+    update, weights = fastps.SGD(lr=1.0), {"w": np.ones(4, np.float32)}
+    with _only(monkeypatch, first, second):
+        with pytest.raises(top.NoJobError, match="expected a running job of this user, found none"):
+            top.choose_job(None)
+        with fastps.Store.create(weights, update, job=first):
+            assert top.choose_job(None) == top.choose_job(first) == first
+            with pytest.raises(top.NoJobError, match=f"expected a running job other of this user, found {first}"):
+                top.choose_job("other")
+            with fastps.Store.create(weights, update, job=second):
+                assert top.choose_job(second) == second
+                with pytest.raises(
+                    fastps.UsageError, match=f"found {first}, {second}: name one of them, as in fastps top {first}"
+                ):
+                    top.choose_job(None)
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        observer = fastps.observe(store.job)
+        before = observer.look()
+        for _ in range(6):
+            worker.step({"w": np.ones(4)})
+        now = observer.look()
+        observer.close()
+    now = Look(before.seen_ns + 2_000_000_000, now.workers, now.shards, now.settled, now.failures, now.over)
+    row, shard = top.rows_of(before, now)
+    assert (row["kind"], row["worker"], row["steps"], row["steps_per_s"], row["loss"]) == ("worker", 0, 6, 3.0, None)
+    assert (shard["kind"], shard["shard"], shard["version"], shard["folds_per_s"]) == ("shard", 0, 6, 3.0)
+    assert shard["staleness"] == [(0, 6)]
+    assert [row.get("steps_per_s", row.get("folds_per_s")) for row in top.rows_of(None, now)] == [None, None]
+    json.dumps(top.rows_of(before, now), allow_nan=False)
+
+
+@pytest.mark.parametrize(("shards", "text"), [(1, "10"), (12, "all 12")])
+def test_one_look_prints_workers_and_shards(request: pytest.FixtureRequest, shards: int, text: str) -> None:
+    console = _console()
+    with _job(_name(request), sync=f"asp,shards={shards}") as job:
+        rows = top.look_once(job.store.job, console, interval_s=0.01)
+    assert [row["kind"] for row in rows] == ["worker"] * 2 + ["shard"] * shards
+    shown = _text(console)
+    assert job.store.job in shown and "live" in shown and "█" in shown and text in shown
+    assert "has ended" not in shown
+
+
+def test_watching_ends_with_the_job(request: pytest.FixtureRequest) -> None:
+    console = _console()
+    with _job(_name(request)) as job:
+        rows = top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
+        assert {row["state"] for row in rows if row["kind"] == "worker"} == {"left"}
+    assert _text(console).splitlines()[-1] == f"job {job.store.job} has ended after version 10; its workers: 2 left"
+
+
+def test_a_terminal_is_shown_every_look(request: pytest.FixtureRequest) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with _job(_name(request)) as job:
+        top.watch(job.store.job, console, clock=Scripted(lambda: None, job.let_go))
+    shown = _text(console)
+    assert shown.count("pushes by staleness") >= 3  # two live and the last; the display may draw one of them again
+    assert "live" in shown and "left" in shown and "has ended after version 10" in shown
+
+
+def test_watching_ends_when_the_whole_job_is_killed(request: pytest.FixtureRequest) -> None:
+    console, name = _console(), _name(request)
+
+    def own() -> None:
+        with _job(name):
+            os.write(writer, b"x")
+            time.sleep(60)
+
+    reader, writer = os.pipe()
+    owner = processes.start(own)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x"
+
+    def kill() -> None:
+        os.kill(owner.process_id, signal.SIGKILL)
+        processes.finish([owner], 20)  # its workers find their gate closed, and leave
+
+    top.watch(name, console, interval_s=0.05, clock=Scripted(kill))
+    os.close(reader)
+    assert f"job {name} has ended after version 10" in _text(console)
+
+
+def test_ctrl_c_ends_the_look_and_not_the_job(request: pytest.FixtureRequest) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    console = _console()
+    with _job(_name(request)) as job:
+        rows = top.watch(job.store.job, console, clock=Scripted(lambda: None, interrupt))
+        assert rows[0]["state"] == "live"
+        assert discovery.listening()[job.store.job] == {"host", 0, 1}
+    assert "has ended" not in _text(console)
+
+
+def test_a_job_that_ended_before_the_look_is_named() -> None:
+    with pytest.raises(top.NoJobError, match="job gone-already ended before it could be looked at"):
+        top.watch("gone-already", _console())
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
+    with _job(_name(request), sync="ssp:3") as job:
+        outcome = _cli("top", job.store.job, "--once", "--interval", "0.05", "--json", "-")
+    assert outcome.returncode == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert document["command"] == "top"
+    assert [(row["kind"], row.get("steps"), row.get("version")) for row in document["rows"]] == [
+        ("worker", 5, None),
+        ("worker", 5, None),
+        ("shard", None, 10),
+    ]
+    keys = {"state", "steps_per_s", "loss", "staleness_mean", "staleness_max", "wait_share", "folded", "dropped"}
+    assert keys <= set(document["rows"][0])
+    assert {"folds_per_s", "staleness"} <= set(document["rows"][-1])
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["top", "no-such-job", "--once"], 1, "expected a running job no-such-job of this user, found"),
+        (["top", "--interval", "0"], 2, "--interval: expected 0.01 to 3600 seconds, found 0"),
+    ],
+)
+def test_errors_are_one_sentence(arguments: list[str], code: int, message: str) -> None:
+    outcome = _cli(*arguments)
+    assert (outcome.returncode, outcome.stdout) == (code, "")
+    assert message in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("found", "code", "message"), [([], 1, "found none"), (["a", "b"], 2, "fastps top a")])
+def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found: list[str], code: int, message: str) -> None:
+    program = f"from fastps import cli, discovery; discovery.running_jobs = lambda clock: {found!r}; cli.main()"
+    outcome = _cli("top", code=program)
+    assert (outcome.returncode, outcome.stdout) == (code, "")
+    assert message in outcome.stderr
+
+
+def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    with _job(_name(request)) as job:
+        # The first pause says that it has begun, so that the signal comes in the middle of it.
+        program = (
+            "from fastps import clock, cli, top; wait = clock.MonotonicClock.sleep_ns\n"
+            "clock.MonotonicClock.sleep_ns = lambda self, ns: (print('pause', flush=True), wait(self, ns))\n"
+            "cli.main()"
+        )
+        command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stderr is not None
+            while "pause" not in process.stdout.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+            assert process.stderr.read() == ""
+    assert json.loads(file.read_text())["rows"][0]["state"] == "live"
+
+
+def test_the_launcher_names_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os; print(os.environ['FASTPS_JOB'])")
+    outcome = _cli("--verbose", "run", "-n", "1", str(script))
+    assert f"job {outcome.stdout.split()[-1]}" in outcome.stderr

@@ -1,0 +1,96 @@
+"""The simulated world: a thousand seeds without a violation, each history played again by its seed, every mutant found."""
+
+import pytest
+
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the build with test hooks: make test-hooks")
+
+from fastps.diagnostics import chaos, chaos_worlds  # noqa: E402
+from fastps.kernels.chaos.world import World  # noqa: E402
+
+# Seeds, from 0 on, within which each mutant is found, with room: docs/reliability.md has the first seeds that find them.
+FOUND_WITHIN = {
+    "keep-turn": 5,
+    "take-without-comparing": 200,
+    "forget-pending": 200,
+    "flip-first": 5,
+    "forget-cursor": 5,
+    "forget-recheck": 500,
+    "forget-pins": 200,
+    "acknowledge-first": 5,
+    "tail-first": 100,
+    "forget-helpers": 400,
+    "done-first": 1_500,
+    "forget-heads": 1_000,
+    "forget-generation": 100,
+    "state-in-place": 10,
+}
+RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # a dead holder, a stopped helper, and a push in between
+
+
+def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
+    findings = chaos.simulate(0, 1_000)
+    assert findings.violations == []
+    assert findings.seeds == 1_000
+    assert findings.steps > 1_000_000
+    assert findings.versions > 10_000
+    assert all(count > 100 for count in findings.faults.values()), findings.faults
+    assert findings.worst_detection_s > 0
+
+
+def test_pushes_that_are_folded_as_one_sum_are_folded_once_whatever_happens() -> None:
+    """The jobs of disciplines that fold each push, played again with the pushes of each drain combined."""
+    world, played, flips = World(), 0, 0
+    for seed in range(600):
+        plan = chaos_worlds.plan_of(seed)
+        if plan.measures["policy"]["fold"] != "each":
+            continue
+        measures = {**plan.measures, "is_sum": True, "policy": {**plan.measures["policy"], "combine": True}}
+        outcome = world.run(seed, **measures)
+        assert outcome["violation"] is None, f"seed {seed}, {plan.spec}: {outcome['violation']}"
+        played += 1
+        flips += outcome["flips"]
+    assert played > 150 and flips > 1_000
+
+
+def test_a_seed_plays_the_same_history_again() -> None:
+    world, plans = World(), [chaos_worlds.plan_of(seed) for seed in range(40)]
+    first = [world.run(plan.seed, **plan.measures) for plan in plans]
+    again = [world.run(plan.seed, **plan.measures) for plan in reversed(plans)]
+    assert first == again[::-1]
+    assert len({outcome["events"] for outcome in first}) > 30
+
+
+def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
+    plans = [chaos_worlds.plan_of(seed) for seed in range(500)]
+    assert {plan.spec for plan in plans} == set(chaos_worlds.SPECS)
+    assert {plan.measures["crashes"] for plan in plans} == {0, 1, 2, 3, 4}
+    assert {plan.measures["helpers"] > 0 for plan in plans} == {True, False}
+
+
+def test_all_mutants_are_looked_for() -> None:
+    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *RARELY_FOUND_WITHIN}
+
+
+@pytest.mark.parametrize("mutant", FOUND_WITHIN)
+def test_a_mutant_is_found(mutant: str) -> None:
+    findings = chaos.simulate(0, FOUND_WITHIN[mutant], mutant=mutant, stop=True)
+    assert len(findings.violations) == 1, f"{hooks.MUTANTS[mutant]}: not found in {findings.seeds} seeds"
+    replayed = chaos.simulate(findings.violations[0]["seed"], 1, mutant=mutant)
+    assert replayed.violations == findings.violations
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", RARELY_FOUND_WITHIN)
+def test_a_mutant_that_needs_three_faults_at_once_is_found(mutant: str) -> None:
+    assert chaos.simulate(0, RARELY_FOUND_WITHIN[mutant], mutant=mutant, stop=True).violations
+
+
+def test_a_mutant_is_off_again_after_its_seeds() -> None:
+    assert chaos.simulate(0, 1, mutant="flip-first").violations
+    assert not chaos.simulate(0, 1).violations
+
+
+def test_an_unknown_mutant_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"expected one of keep-turn, .* found 'drop-everything'"):
+        hooks.switch_on("drop-everything")

@@ -1,0 +1,250 @@
+"""A worker dies by SIGKILL just before its n-th store to shared memory: for every n, nothing is lost, doubled or left locked.
+
+The victim pushes twice and leaves, and takes turns in which it folds the others' pushes, too: two shards, every rule, a moving
+average of the weights, clipped gradients. The survivor then proves what the arena holds: bit for bit what it would hold if the
+victim had ended by itself after as many pushes as it had posted.
+"""
+
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the build with test hooks: make test-hooks")
+
+import numpy as np  # noqa: E402
+
+import fastps  # noqa: E402
+from fastps.kernels.protocol import lane as turn  # noqa: E402
+from fastps.kernels.protocol.lane import Lane  # noqa: E402
+from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
+from fastps.kernels.shm.format import format_memory  # noqa: E402
+from fastps.kernels.shm.plan import plan  # noqa: E402
+from fastps.kernels.update import fold  # noqa: E402
+
+SHARD_FLOATS = 96
+SHARDS = 2
+VICTIM = 1
+PUSHES = 2
+CLIPPED = 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rule under one policy; `hyper` are learning rate, momentum, dampening, decay, betas, epsilon, rate decay, flags."""
+
+    name: str
+    rule: int
+    planes: int
+    hyper: tuple[float, float, float, float, float, float, float, float, int]
+    policy: dict[str, Any]
+    slots: int = 2
+
+
+@fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"))
+def own_rule(weight, gradient, mean, square, learning_rate, beta):  # type: ignore[no-untyped-def]
+    mean = beta * mean + (1 - beta) * gradient
+    square = max(beta * square, abs(gradient))
+    return weight - learning_rate * mean / (square + 1e-8), mean, square
+
+
+ASP = {"fold": "each", "grant": "at-once"}
+CASES = [
+    Case("sgd-asp", fold.RULE_SGD, 0, (0.1, 0, 0, 0.01, 0, 0, 0, 0, 0), ASP),
+    Case("nesterov-ssp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, fold.HYPER_NESTEROV),
+         {"fold": "each", "grant": "bounded", "low": 1, "high": 1, "release": "printed"}),
+    Case("adam-asp", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP),
+    Case("adamw-bsp", fold.RULE_ADAM, 2, (0.01, 0, 0, 0.1, 0.9, 0.99, 1e-8, 0, fold.HYPER_DECOUPLED),
+         {"fold": "all", "grant": "next-version"}, slots=1),
+    Case("adagrad-softsync", fold.RULE_ADAGRAD, 1, (0.1, 0, 0, 0, 0, 0, 1e-10, 0.01, 0),
+         {"fold": "count", "grant": "at-once", "divisor": 2, "scale": "mean"}, slots=4),
+    Case("rmsprop-backup", fold.RULE_RMSPROP, 3, (0.01, 0.9, 0, 0, 0, 0.9, 1e-8, 0, fold.HYPER_CENTERED),
+         {"fold": "quorum", "grant": "next-version", "count": 2}, slots=1),
+    Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
+         {"fold": "in-order", "grant": "round-robin"}, slots=1),
+    Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
+    Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
+         {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
+]  # fmt: skip
+
+
+class Job:
+    """Three lanes in memory that a forked victim shares, each with the steps that it will push."""
+
+    def __init__(self, case: Case) -> None:
+        header, size = plan(
+            lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * SHARD_FLOATS,
+            rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
+        )  # fmt: skip
+        self.case = case
+        self.memory = mmap.mmap(-1, size)
+        places = [(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1)) for shard in range(SHARDS)]
+        segments = [(first, SHARD_FLOATS, 0) for first, _ in places]
+        format_memory(self.memory, header, segments, shards=places, **case.policy)
+        self.arena = Arena(self.memory)
+        self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
+        for lane in self.lanes:
+            lane.set_user_rule(own_rule.address)
+            lane.share_folds(1)  # chunks, tickets and all, although nobody helps
+        first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
+        self.floats(self.arena.weights_offset(0))[:] = first
+        self.floats(self.arena.plane_offset(0, case.planes))[:] = first  # the moving average
+        self.posts = [0, 0, 0]
+        for index in (0, 2):
+            assert self.arena.claim(index, os.getpid()) == 0
+
+    def floats(self, offset: int) -> Any:
+        return np.frombuffer(self.memory, np.float32, SHARDS * SHARD_FLOATS, offset)
+
+    def push(self, index: int, now_ns: int) -> None:
+        """Write a slot and post it; the turn is not tried."""
+        lane, step, slot = self.lanes[index], self.posts[index], self.write_slot(index)
+        lane.set_versions(slot)
+        assert lane.post(turn.KIND_PUSH, step, slot, lane.version, now_ns, CLIPPED, samples=8)
+        self.posts[index] += 1
+
+    def write_slot(self, index: int) -> int:
+        """Pull, and write the slot as a step would; returns which."""
+        lane, step = self.lanes[index], self.posts[index]
+        slot = step % self.case.slots
+        for shard in range(SHARDS):
+            lane.pull(shard)
+        gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * SHARD_FLOATS)
+        self.floats(self.arena.gradient_offset(index, slot))[:] = gradient
+        lane.set_hyper(slot, 0, *self.case.hyper)
+        lane.set_presence(slot, ((1 << SHARDS) - 1).to_bytes(8, "little"))
+        return slot
+
+    def leave(self, index: int, now_ns: int) -> None:
+        assert self.lanes[index].post(turn.KIND_LEAVE, self.posts[index], 0, 0, now_ns)
+        self.arena.leave(index)
+
+    def begin(self) -> None:
+        """What the others have posted when the victim comes."""
+        self.push(0, 10)
+        self.push(2, 35)  # between the victim's two
+
+    def live(self, pushes: int = PUSHES, leaves: bool = True) -> None:
+        """The victim's life: all of it, or so many pushes of it."""
+        lane = self.lanes[VICTIM]
+        assert isinstance(lane, WorkerLane)
+        assert self.arena.claim(VICTIM, os.getpid()) == 0
+        for step in range(pushes):
+            assert self.write_slot(VICTIM) == lane.slot
+            assert lane.push(30 + 10 * step, CLIPPED, 8, False) == turn.DONE
+            self.posts[VICTIM] += 1
+            lane.wait(0, 0, 0, 1)
+            lane.wait(1 << 40, 0, 0, 1)  # sleeps, for 1 ns
+            lane.advance_late(35 + 10 * step)
+        if leaves:
+            self.leave(VICTIM, 60)
+            assert lane.try_turn(60) == turn.DONE
+            lane.unpin()
+            self.arena.finish(VICTIM)
+
+    def survive(self) -> None:
+        """Break what the victim held, bury it, and go on with two workers to the end of the job."""
+        lane = self.lanes[0]
+        if self.arena.lane_state(VICTIM) == LANE_FREE:  # it died before it was anybody
+            assert self.arena.claim(VICTIM, os.getpid()) == 0
+        lane.break_turn(VICTIM, 70)
+        assert self.arena.bury(VICTIM, 0) == (self.arena.lane_state(VICTIM) != LANE_LEFT)
+        for step in range(3):
+            assert lane.try_turn(90) == turn.DONE
+            for index in (0, 2):
+                if self.lanes[index].granted(0) > self.posts[index] and self.lanes[index].granted(1) > self.posts[index]:
+                    self.push(index, 100 + 10 * step + index)
+                    assert self.lanes[index].try_turn(100 + 10 * step + index) == turn.DONE
+        for index in (0, 2):
+            self.leave(index, 200 + index)
+            assert self.lanes[index].try_turn(200 + index) == turn.DONE
+
+    def posts_of_victim(self) -> int:
+        return int(self.arena.counters(VICTIM)["posted"])
+
+    def ledger(self) -> list[tuple[int, int]]:
+        """Of each lane: descriptors posted, and what became of its pushes; none is neither folded nor dropped."""
+        counters = [self.arena.counters(index) for index in range(3)]
+        for index, of_lane in enumerate(counters):
+            assert of_lane["done"] == of_lane["posted"], f"lane {index}: a push is lost"
+            pushes = min(of_lane["posted"], PUSHES) if index == VICTIM else of_lane["posted"] - 1  # and its LEAVE
+            assert of_lane["folded"] + of_lane["dropped"] == SHARDS * pushes, f"lane {index}: a push is doubled or lost"
+            assert of_lane["dropped"] == 0 or self.case.policy["fold"] == "quorum"
+        return [(of_lane["folded"], of_lane["dropped"]) for of_lane in counters]
+
+    def bits(self) -> bytes:
+        """All that is committed: versions, weights, the rule's state and steps, the moving average."""
+        found = []
+        for shard in range(SHARDS):
+            version, weights, state = self.arena.committed(shard)
+            places = [self.arena.weights_offset(weights)]
+            places += [self.arena.plane_offset(state, plane) for plane in range(self.case.planes + 1)]
+            steps = self.arena.steps_offset(state) + 8 * shard
+            found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
+            found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
+        return b"".join(found)
+
+
+def _die(case: Case, store: int) -> tuple[Job, int]:
+    """A job whose victim died at this store of its life, or, at 0, lived to its end; and how many stores it made then."""
+    job = Job(case)
+    job.begin()
+    told = mmap.mmap(-1, 8)
+    child = os.fork()
+    if child == 0:
+        before = hooks.stores()
+        hooks.die_at(store)
+        job.live()
+        told[:8] = struct.pack("<q", hooks.stores() - before)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    expected = -signal.SIGKILL if store else 0
+    assert os.waitstatus_to_exitcode(status) == expected, f"at store {store}"
+    return job, struct.unpack("<q", told[:8])[0]
+
+
+def _expected(case: Case) -> Iterator[tuple[list[tuple[int, int]], bytes]]:
+    """Ledger and bits after a life that ended by itself after so many posts."""
+    for posts in range(PUSHES + 2):
+        job = Job(case)
+        job.begin()
+        job.live(min(posts, PUSHES), leaves=posts > PUSHES)
+        job.survive()
+        yield job.ledger(), job.bits()
+
+
+def _check_deaths(case: Case, every: int) -> None:
+    expected = list(_expected(case))
+    assert len({bits for _, bits in expected}) >= PUSHES + 1, "a push must make a difference"
+    job, stores = _die(case, 0)
+    assert job.arena.lane_state(VICTIM) == LANE_LEFT
+    assert stores > 300
+    seen = set()
+    for store in range(1, stores + 1, every):
+        job, _ = _die(case, store)
+        posts = job.posts_of_victim()
+        job.survive()
+        ledger, bits = expected[posts]
+        assert job.ledger() == ledger, f"died at store {store} after {posts} posts"
+        assert bits == job.bits(), f"died at store {store} after {posts} posts: other bits"
+        for shard in range(SHARDS):
+            assert job.lanes[0].owner(shard) == -1, f"died at store {store}: the turn of shard {shard} is held"
+        seen.add(posts)
+    assert seen == set(range(PUSHES + 2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_death_at_some_stores_loses_nothing_and_doubles_nothing(case: Case) -> None:
+    _check_deaths(case, every=17)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_death_at_every_store_loses_nothing_and_doubles_nothing(case: Case) -> None:
+    _check_deaths(case, every=1)

@@ -1,0 +1,330 @@
+"""Devices between real processes, with the device of the host's memory: handles, order, deaths, and whole jobs on them.
+
+The device's streams are slowed down here, so that whatever is not ordered by an event comes too early and is seen.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device.host import HostDevice
+from fastps.device.interface import HANDLE_BYTES, DeviceLostError
+from fastps.device.memory import board_bytes
+from fastps.device.store import DeviceStore
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Update
+from tests.support import processes
+
+DELAY_S = 0.003
+
+
+class Pipe:
+    """Bytes from one process to another."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+
+    def send(self, data: bytes) -> None:
+        os.write(self.writer, data)
+
+    def receive(self, size: int = HANDLE_BYTES) -> bytes:
+        return os.read(self.reader, size)
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+@pytest.fixture
+def pipes() -> Any:
+    made = [Pipe(), Pipe()]
+    yield made
+    for pipe in made:
+        pipe.close()
+
+
+@pytest.fixture
+def device() -> Any:
+    made = HostDevice("host", DELAY_S)
+    yield made
+    made.shut()
+
+
+def test_memory_that_is_opened_by_its_handle_is_the_same_memory(device: HostDevice, pipes: list[Pipe]) -> None:
+    there, back = pipes
+
+    def other() -> list[float]:
+        mine = HostDevice("host")
+        address = mine.open(there.receive())
+        found = mine.view(address, 4).tolist()
+        mine.view(address, 4)[:] = 7.0
+        back.send(b"w")
+        mine.shut()
+        return found
+
+    address = device.allocate(16)
+    device.view(address, 4)[:] = [1.0, 2.0, 3.0, 4.0]
+    child = processes.start(other)
+    there.send(device.export(address))
+    back.receive(1)
+    assert device.view(address, 4).tolist() == [7.0] * 4
+    processes.finish([child], 20)
+    assert child.outcome == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_handle_of_an_older_generation_is_refused_although_its_numbers_are_in_use_again(device: HostDevice) -> None:
+    address = device.allocate(64)
+    stale = device.export(address)
+    device.close(address)
+    again = device.allocate(64)
+    assert device.export(again)[:24] == stale[:24], "the same process, descriptor and size, or this test shows nothing"
+    with pytest.raises(DeviceLostError, match="has freed that memory"):
+        device.open(stale)
+
+
+def test_a_handle_of_a_process_that_has_ended_is_refused(device: HostDevice) -> None:
+    def other() -> bytes:
+        mine = HostDevice("host")
+        return mine.export(mine.allocate(64))
+
+    child = processes.start(other)
+    processes.finish([child], 20)
+    with pytest.raises(DeviceLostError, match="it has ended"):
+        device.open(child.outcome)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_work_that_waits_for_another_processes_event_comes_after_it(device: HostDevice, pipes: list[Pipe], waits: bool) -> None:
+    """The other process fills the memory slowly; whoever copies it after the event has all of it, and without one has not."""
+    there, back = pipes
+
+    def other() -> None:
+        mine = HostDevice("host", 20 * DELAY_S)
+        address, event = mine.open(there.receive()), mine.make_event()
+        stream, source = mine.make_stream(), mine.host_memory(64)
+        source[:] = 1
+        mine.copy(address, source.ctypes.data, 64, stream)
+        mine.record(event, stream)
+        back.send(mine.export_event(event))
+        there.receive(1)
+        mine.synchronize(stream)
+        mine.shut()
+
+    address, found = device.allocate(64), device.host_memory(64)
+    child = processes.start(other)
+    there.send(device.export(address))
+    event, stream = device.open_event(back.receive()), device.make_stream()
+    if waits:
+        device.wait(event, stream)
+    device.copy(found.ctypes.data, address, 64, stream)
+    device.synchronize(stream)
+    assert found.tolist() == [int(waits)] * 64
+    there.send(b"e")
+    processes.finish([child], 20)
+    assert child.exit_code == 0, child.outcome
+
+
+def test_who_waits_for_a_process_that_dies_is_told(device: HostDevice, pipes: list[Pipe]) -> None:
+    there, back = pipes
+
+    def other() -> None:
+        mine = HostDevice("host", 60.0)
+        event, stream = mine.make_event(), mine.make_stream()
+        mine.copy(mine.allocate(64), mine.host_memory(64).ctypes.data, 64, stream)
+        mine.record(event, stream)
+        back.send(mine.export_event(event))
+        there.receive(1)
+
+    child = processes.start(other)
+    stream = device.make_stream()
+    device.wait(device.open_event(back.receive()), stream)
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 20)
+    with pytest.raises(DeviceLostError, match="restart the job"):
+        device.synchronize(stream)
+
+
+# -- whole jobs ------------------------------------------------------------------------------------------------------------
+
+SHAPES = {"a": (33, 7), "b": (5,), "c": (4097,), "d": (1,)}
+
+
+def first_weights() -> dict[str, Any]:
+    random = np.random.default_rng(1)
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(stride) // 4 for stride in np.zeros(shape, np.float32).strides)
+
+
+def make_store(update: Update, sync: str, workers: int, homes: tuple[int, ...]) -> DeviceStore:
+    """A job whose shards are homed at the given workers; its weights are `first_weights`."""
+    policy, weights = parse_policy(sync), first_weights()
+    parameters = place([(name, shape, contiguous(shape), 0) for name, shape in SHAPES.items()], policy.shards)
+    layout = Layout(parameters, 1, update.rule, policy, workers)
+    layout = replace(layout, homes=homes, extra_bytes=board_bytes(len(layout.shards)))
+
+    def write(views: list[Any]) -> None:
+        for view, values in zip(views, weights.values(), strict=True):
+            view[:] = values.reshape(-1)
+
+    store = DeviceStore.create_for(layout, write, [update.hyper])
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def gradient(rank: int, step: int) -> dict[str, Any]:
+    random = np.random.default_rng([rank, step])
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> tuple[Any, Any]:
+    """Take steps; returns the final weights, and how many folds this worker queued if it has a device."""
+    with store.attach(rank) as worker:
+        for step in range(steps):
+            worker.step(make(rank, step))
+        worker.wait_for_others()
+        weights = {name: np.array(values) for name, values in worker.weights.items()}
+        folds = store.devices.folds if isinstance(store, DeviceStore) and store.devices is not None else None
+        return weights, folds
+
+
+def run_workers(
+    store: fastps.Store, workers: int, steps: int, identities: list[str], make: Callable[[int, int], dict[str, Any]] = gradient
+) -> list[Any]:
+    def work(rank: int) -> Any:
+        if isinstance(store, DeviceStore):
+            store.use(HostDevice(identities[rank], DELAY_S))
+        try:
+            return steps_of(store, rank, steps, make)
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize(
+    ("update", "sync", "homes"),
+    [
+        (fastps.SGD(lr=0.1, momentum=0.9, nesterov=True), "bsp", (0,)),
+        (fastps.Adam(lr=0.01, weight_decay=0.1), "bsp,ema=0.9", (1,)),
+        (fastps.RMSProp(momentum=0.9, centered=True), "psp:2,0.5,shards=3", (0, 1, 1)),
+        (fastps.Adagrad(lr_decay=0.1), "bsp,clip=0.5", (0,)),
+    ],
+    ids=["nesterov", "adam-average", "two-devices", "adagrad"],
+)
+def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(update: Update, sync: str, homes: tuple[int, ...]) -> None:
+    identities = ["one", "two"] if len(set(homes)) > 1 else ["one", "one"]
+    on_cpu = fastps.Store.create(first_weights(), update, sync=sync, workers=2)
+    expected = run_workers(on_cpu, 2, 12, identities)[0][0]
+    found = run_workers(make_store(update, sync, 2, homes), 2, 12, identities)
+    for weights, _ in found:
+        for name, values in weights.items():
+            assert np.array_equal(values, expected[name]), name
+    assert sum(folds for _, folds in found) >= 12 * len(homes)
+    if len(set(homes)) > 1:
+        assert all(folds >= 12 for _, folds in found), "each device's own worker folds its shards"
+
+
+@pytest.mark.parametrize(("sync", "identities"), [("asp", "sss"), ("dssp:1,4", "sss"), ("ssp:2", "soo"), ("asp", "soo")])
+def test_every_push_is_folded_exactly_once_on_a_device(sync: str, identities: str) -> None:
+    """`identities`: workers of the shard's own device (s) take the turns; those of another (o) push and are answered."""
+    steps, amount = 20, np.float32(1 / 1024)
+
+    def constant(rank: int, step: int) -> dict[str, Any]:
+        return {name: np.full(shape, amount) for name, shape in SHAPES.items()}
+
+    found = run_workers(make_store(fastps.SGD(lr=1.0), sync, 3, (0,)), 3, steps, list(identities), constant)
+    first = first_weights()
+    for weights, _ in found:
+        for name, values in weights.items():
+            expected = first[name].copy()
+            for _ in range(3 * steps):
+                expected -= amount
+            assert np.array_equal(values, expected), name
+    assert all(folds == 0 for (_, folds), identity in zip(found, identities, strict=True) if identity == "o")
+
+
+def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_are_still_read() -> None:
+    """Here the computing is queued, too, and slow: the host runs ahead, and every step still reads its own version."""
+    steps, amount = 15, np.float32(1 / 1024)
+    store = make_store(fastps.SGD(lr=1.0), "bsp", 2, (0,))
+
+    def work(rank: int) -> list[int]:
+        device = HostDevice("one", DELAY_S * (rank == 0), computes_at_once=False)  # one is slow, whoever folds
+        with store.use(device).attach(rank) as worker:
+            assert store.devices is not None
+            size = 4 * SHAPES["c"][0]
+            read = [device.host_memory(size) for _ in range(steps)]
+            gradient_values = device.host_memory(size)
+            gradient_values.view(np.float32)[:] = amount
+            zeros = device.host_memory(size)
+            stream = device.compute_stream()
+            for step in range(steps):
+                buffer = worker.buffers[0]
+                for index, parameter in enumerate(store.layout.parameters):
+                    address = store.devices.gradient_address(rank, worker.slot, index)
+                    # What was in the slot is overwritten twice: a fold that comes too early sees the zeros.
+                    device.copy(address, zeros.ctypes.data, 4 * parameter.length, stream)
+                    device.copy(address, gradient_values.ctypes.data, 4 * parameter.length, stream)
+                device.copy(read[step].ctypes.data, store.devices.weights_address(buffer, 2), size, stream)
+                worker.push(store.hypers)
+                worker.advance()
+                worker.pull()
+            device.synchronize(stream)
+            expected, wrong = first_weights()["c"], []
+            for step, values in enumerate(read):
+                wrong += [] if np.array_equal(values.view(np.float32), expected) else [step]
+                expected = expected - amount
+        store.close()
+        return wrong
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert [child.outcome for child in children] == [[], []], "the steps whose weights were not those of their version"
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["home", "guest"])
+def test_a_killed_worker_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:
+    store = make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,))
+
+    def work(rank: int) -> None:
+        store.use(HostDevice("one", DELAY_S))
+        with store.attach(rank) as worker:
+            for step in range(1_000_000):
+                worker.step(gradient(rank, step))
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]
+        while store.version < 5:
+            time.sleep(0.002)
+        processes.kill_one(children, victim)
+
+
+def test_what_a_device_cannot_do_is_refused_by_name() -> None:
+    store = make_store(fastps.SGD(lr=0.1), "adv*:1", 4, (0,))
+    with store, pytest.raises(fastps.UnsupportedError, match="in the background"):
+        store.use(HostDevice("one")).attach(0)
+
+
+def test_workers_that_place_shards_differently_are_told_so() -> None:
+    update = fastps.SGD(lr=0.1)
+    with make_store(update, "bsp", 2, (0,)) as store:
+        other = replace(store.layout, homes=(1,))
+        with pytest.raises(fastps.LayoutError, match="homes"):
+            fastps.Store.connect(store.job, other, [update.hyper])

@@ -1,0 +1,72 @@
+"""GPUs at the command line, on machines with and without one: who gets which, and what is said where there is none."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastps.bench import step_cuda
+from fastps.cli.main import app
+from fastps.device import placement
+from fastps.diagnostics import gpu as doctor_gpu
+from fastps.errors import Error, UsageError
+from fastps.kernels.cuda import runtime as cuda
+from fastps.processes.worker_environment import environment_of
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev; no GPU yet, and no variable that names one."""
+    monkeypatch.setattr(placement, "_DEVICES", tmp_path)
+    monkeypatch.setattr(step_cuda, "_DEVICES", tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "FASTPS_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_gpus_that_the_machine_has_not_are_refused_in_one_sentence(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="expected at least 1 GPUs on this machine, found none"):
+        placement.parse_gpus("0")
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (machine / name).touch()
+    assert placement.parse_gpus("0, 1") == "0,1"
+    with pytest.raises(UsageError, match="expected at least 4 GPUs on this machine, found 2"):
+        placement.parse_gpus("0,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(UsageError, match="found 1"):
+        placement.parse_gpus("0,1")
+
+
+def test_workers_take_the_gpus_in_turn_and_see_their_own_first() -> None:
+    base = {"FASTPS_GPUS": "0,1,2"}
+    seen = [environment_of(rank, 4, 1, "job", None, base)["CUDA_VISIBLE_DEVICES"] for rank in range(4)]
+    assert seen == ["0,1,2", "1,0,2", "2,0,1", "0,1,2"]
+    assert "CUDA_VISIBLE_DEVICES" not in environment_of(0, 4, 1, "job", None, {})
+
+
+def test_the_command_line_without_a_gpu_says_so(machine: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for arguments, said in (
+        (["run", "--gpus", "0", str(script)], "expected at least 1 GPUs"),
+        (["bench", "step", "--device", "cuda"], "expected a GPU for --device cuda, found none"),
+        (["bench", "kernels", "--backend", "tpu"], "--backend: expected cpu or cuda, found 'tpu'"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, Error), result
+        assert said in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_kernels_on_a_gpu_are_refused_where_there_is_none() -> None:
+    try:
+        cuda.load_cupy()
+    except cuda.CudaUnavailableError:
+        result = CliRunner().invoke(app, ["bench", "kernels", "--backend", "cuda", "--smoke"])
+        assert isinstance(result.exception, Error) and "found" in str(result.exception)
+    else:
+        pytest.skip("there is a GPU here")
+
+
+def test_the_doctor_has_a_line_on_gpus() -> None:
+    findings = doctor_gpu.gpu_findings()
+    assert findings[0].name == "GPUs" and all(finding.ok for finding in findings)

@@ -1,0 +1,128 @@
+"""fastps doctor: its figures are those of real arenas, its checks fail where the machine does, and its rows are stable."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from fastps import SGD, Adam, Store
+from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
+from fastps.errors import PolicyError, UsageError
+
+PARAMETERS = 100_000
+
+
+def _doctor(*arguments: str, before: Callable[[], None] | None = None) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fastps.cli", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, preexec_fn=before)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "dssp:3,15", "psp:2,0.5", "adv*:1", "ssp:3,ema=0.9"])
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_parts_add_up_to_the_whole(optimizer: str, sync: str) -> None:
+    need = need_of(PARAMETERS, 3, optimizer, sync)
+    parts = (need.gradient_slots_bytes, need.weights_bytes, need.rule_state_bytes, need.control_bytes)
+    assert sum(parts) == need.total_bytes
+    assert need.weights_bytes >= 4 * PARAMETERS * need.weights_buffers
+    assert need.gradient_slots_bytes >= 4 * PARAMETERS * need.slots_per_worker * 3
+    planes = len(OPTIMIZERS[optimizer].planes) + ("ema" in sync)
+    assert need.rule_state_bytes >= 2 * planes * 4 * PARAMETERS
+    assert need.total_bytes < 1.1 * sum(parts[:3])
+
+
+@pytest.mark.parametrize(("optimizer", "update"), [("momentum", SGD(0.1, momentum=0.9)), ("adam", Adam()), ("sgd", SGD(0.1))])
+def test_the_figures_are_those_of_a_real_arena(optimizer: str, update: "object") -> None:
+    need = need_of(PARAMETERS, 2, optimizer)
+    with Store.create({"w": np.zeros(PARAMETERS, np.float32)}, update, workers=2) as store:  # type: ignore[arg-type]
+        assert (need.total_bytes, need.weights_buffers, need.slots_per_worker) == (
+            store.arena.total_bytes,
+            store.arena.buffers,
+            store.arena.slots,
+        )
+        assert os.fstat(store.descriptor).st_size == need.total_bytes
+
+
+def test_a_model_larger_than_memory_is_measured_without_taking_memory() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    need = need_of(10**11, 4, "adam")
+    assert need.total_bytes > psutil.virtual_memory().total
+    assert process.memory_info().rss - before < 50_000_000
+    assert not need_findings(need)[-1].ok
+
+
+def test_this_machine_passes_every_check() -> None:
+    findings = {finding.name: finding for finding in examine()}
+    assert all(finding.ok for finding in findings.values()), findings
+    assert findings["cores"].value == len(os.sched_getaffinity(0))
+    assert "compiled loops over its tensors" in findings["torch"].shown
+    assert "." in findings["GPUs"].shown or findings["GPUs"].value == 0
+
+
+def test_rows_and_table_of_a_model() -> None:
+    outcome = _doctor("--model-size", "1e5", "--workers", "2", "--optimizer", "adam", "--json", "-")
+    assert outcome.returncode == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert document["command"] == "doctor"
+    *machine, need = document["rows"]
+    assert {row["kind"] for row in machine} == {"machine"}
+    assert {row["name"] for row in machine} >= {"cores", "memory", "memfd", "futex", "torch", "GPUs", "arena and workers"}
+    assert need["kind"] == "need" and need["ok"] is True
+    expected = need_of(100_000, 2, "adam")
+    assert (need["total_bytes"], need["per_worker_bytes"]) == (expected.total_bytes, expected.per_worker_bytes)
+    assert "100,000 parameters, 2 workers, adam" in outcome.stderr
+
+
+def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
+    outcome = _doctor(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)))
+    assert outcome.returncode == 1
+    failing = [line.split("│")[2].strip() for line in outcome.stdout.splitlines() if "!!" in line]
+    assert failing == ["memfd", "arena and workers"]
+    assert "does not work: the arena needs" in outcome.stdout
+
+
+def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
+    outcome = _doctor("--model-size", "1e11")
+    assert outcome.returncode == 1
+    assert "no: use fewer workers or a smaller model" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, "sgd"), "--model-size: expected at least 1, found 0"),
+        ((9, 0, "sgd"), "--workers: expected at least 1, found 0"),
+        ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, adam"),
+        ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
+        ((9, 100_000, "sgd"), "workers, found 100000"),
+        ((10**15, 1, "sgd"), "whose arena can be addressed"),
+        ((10**13, 60, "sgd"), "whose arena can be addressed"),
+        ((10**30, 1, "sgd"), "whose arena can be addressed"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((UsageError, PolicyError), match=message):
+        need_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [("many", "--model-size: expected whole numbers"), ("1,2", "--model-size: expected one whole number, found '1,2'")],
+)
+def test_wrong_usage_is_one_sentence(size: str, message: str) -> None:
+    outcome = _doctor("--model-size", size)
+    assert outcome.returncode == 2, outcome.stderr
+    assert message in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def test_a_share_is_rounded_up() -> None:
+    need = Need(1, 3, "sgd", "bsp", 2, 1, 5, 1, 1, 1, 10)
+    assert need.per_worker_bytes == 4

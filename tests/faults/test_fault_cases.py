@@ -1,0 +1,473 @@
+"""The fault cases of one node, each with a test named after its number in the project's list; more of each lies where named.
+
+Deaths and joins of every scheme are in test_membership.py, checkpoints in test_checkpoint.py, hostile bytes in
+kernels/test_answer.py. The cases that need several nodes (7 to 10, 12) are not here.
+"""
+
+import mmap
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.kernels.protocol import lane as turn
+from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_LIVE, Arena
+from fastps.membership import rendezvous
+from fastps.system.shared_memory import _oom_kills_of, available_bytes
+from tests.support import processes
+
+W = {"w": np.ones(12, np.float32)}
+ONES = {"w": np.ones(12, np.float32)}
+
+
+def _store(workers: int, sync: str = "asp", **options: Any) -> fastps.Store:
+    settings = {"on_worker_loss": "continue", "timeout_s": 20.0, **options}
+    return fastps.Store.create(options.pop("weights", W), fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.0005)
+
+
+def _attached(store: fastps.Store, rank: int, then: Callable[[fastps.Worker], Any]) -> processes.Child:
+    """A worker in a process of its own that attached and does `then`."""
+
+    def work() -> Any:
+        with store.attach(rank) as worker:
+            return then(worker)
+
+    child = processes.start(work)
+    _wait_until(lambda: store.arena.lane_state(rank) == LANE_LIVE)
+    return child
+
+
+def _kill(child: processes.Child) -> None:
+    os.kill(child.process_id, signal.SIGKILL)
+    processes.finish([child], 10)
+
+
+def _weights(store: fastps.Store) -> list[float]:
+    weights: list[float] = store.weight_views(store.committed()[0])[0].tolist()
+    return weights
+
+
+def test_case_01_a_worker_killed_while_idle_is_seen_within_100_ms() -> None:
+    taken_s = []
+    for _ in range(4):
+        with _store(2, "bsp") as store, store.attach(0) as worker:
+            idle = _attached(store, 1, lambda other: other.step(ONES) or time.sleep(60))
+            time.sleep(0.06)  # beyond the time between two looks, so that the peers meet
+            worker.step(ONES)
+            killer = threading.Timer(0.1, os.kill, (idle.process_id, signal.SIGKILL))
+            killer.start()
+            began = time.monotonic() + 0.1
+            worker.step(ONES)  # waits until the other is known to be dead
+            killer.join()
+            taken_s.append(time.monotonic() - began)
+            processes.finish([idle], 10)
+            assert store.version == 2
+            assert store.arena.lane_state(1) == LANE_DEAD
+    assert min(taken_s) < 0.1 and max(taken_s) < 2.0, taken_s  # a busy machine may be late, not always
+
+
+def test_case_02_a_gradient_half_written_never_happened() -> None:
+    with _store(2) as store, store.attach(0) as worker:
+
+        def die(other: fastps.Worker) -> None:
+            other.step({"w": np.full(12, 0.25)})
+            other.gradients["w"][:6] = 1e9
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        child = processes.start(lambda: die(store.attach(1)))
+        processes.finish([child], 10)
+        _wait_until(lambda: worker.step(ONES) is None and store.arena.lane_state(1) == LANE_DEAD)
+        assert _weights(store) == [1.0 - 0.25 - worker.steps] * 12
+
+
+def test_case_03_a_push_that_was_posted_before_a_death_is_folded_once_and_the_next_owner_is_told() -> None:
+    with _store(2, "bsp") as store, store.attach(0) as worker:
+
+        def die() -> None:
+            other = store.attach(1)
+            other.gradients["w"][:] = 3.0
+            other.push(store.hypers)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        child = processes.start(die)
+        processes.finish([child], 10)
+        worker.step(ONES)
+        assert _weights(store) == [1.0 - (3.0 + 1.0) / 2] * 12, "the mean of both, once"
+        assert store.arena.counters(1)["folded"] == 1
+
+        def replace() -> tuple[int, int]:
+            with store.attach(1) as other:
+                return other.begun_at, other.generation
+
+        again = processes.start(replace)
+        processes.finish([again], 10)
+        assert again.outcome == (1, 1), "its predecessor's step is done"
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp:2"])
+def test_case_04_a_stopped_worker_is_a_straggler_and_goes_on_afterwards(sync: str) -> None:
+    enough = mmap.mmap(-1, 1)
+
+    def steady(other: fastps.Worker) -> int:
+        while not enough[0]:
+            other.step({"w": np.zeros(12)})
+            time.sleep(0.001)
+        return other.store.arena.generation(1)
+
+    with _store(2, sync) as store, store.attach(0) as worker:
+        other = _attached(store, 1, steady)
+        _wait_until(lambda: worker.step({"w": np.zeros(12)}) is None and store.arena.counters(1)["posted"] >= 2)
+        with processes.stopped(other.process_id, unless=lambda: worker.lane.owner() == 1):  # that is case 25
+            if store.arena.version and sync == "asp":
+                before = worker.steps
+                until = time.monotonic() + 0.3
+                while time.monotonic() < until:
+                    worker.step({"w": np.zeros(12)})
+                assert worker.steps > before + 20, "the others go on at full speed"
+            else:
+                time.sleep(0.3)
+            assert store.arena.lane_state(1) == LANE_LIVE, "stopped is not dead"
+            enough[0] = 1
+        while store.arena.lane_state(1) == LANE_LIVE:
+            worker.step({"w": np.zeros(12)})
+        processes.finish([other], 10)
+        assert other.outcome == 0
+
+
+@pytest.mark.parametrize("case", [5, 6])
+def test_case_05_06_whoever_runs_the_server_dies_in_an_update_and_nothing_is_torn(case: int) -> None:
+    """There is no server process; its work is a turn. A holder is killed at random moments of large folds."""
+    weights = {"w": np.ones(300_000, np.float32)}
+    amount = np.float32(1 / 1024)
+
+    def work(store: fastps.Store, rank: int) -> None:
+        with store.attach(rank) as worker:
+            worker.gradients["w"][:] = amount
+            while True:
+                worker.gradients["w"][:] = amount
+                worker.push(store.hypers)
+                worker.advance()
+                worker.pull()
+
+    for seed in range(3):
+        store = fastps.Store.create(
+            weights, fastps.SGD(lr=1.0, momentum=0.0), workers=3, sync="asp", on_worker_loss="continue", timeout_s=20
+        )
+        with store, store.attach(0) as worker:
+            children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in (1, 2)]
+            _wait_until(lambda store=store: min(store.arena.counters(lane)["posted"] for lane in (1, 2)) > 2)
+            time.sleep(0.001 * np.random.default_rng([case, seed]).random())
+            for child in children:
+                os.kill(child.process_id, signal.SIGKILL)
+            processes.finish(children, 10)
+            began = time.monotonic()
+            while store.arena.lane_states()[1:] != bytes([LANE_DEAD] * 2):
+                worker.step({"w": np.full(300_000, amount)})
+                values = worker.weights["w"]
+                assert values.min() == values.max(), "torn"
+            assert time.monotonic() - began < 2.0
+            worker.step({"w": np.full(300_000, amount)})
+            assert worker.weights["w"][0] == np.float32(1.0) - store.version * amount, "an update was lost or made twice"
+
+
+def test_case_11_what_a_late_owner_says_counts_no_more() -> None:
+    """The turn that was broken, and the help of an earlier generation."""
+    with _store(2) as store, store.attach(0) as first, store.attach(1) as second:
+        assert first.lane.hold()
+        assert first.lane.spare()
+        assert second.lane.break_turn(0) == turn.DONE
+        assert first.lane.release(True) == turn.LOST
+        assert second.lane.hold() and second.lane.release(False) == turn.DONE
+        assert first.lane.break_turn(1, 0, generation=7) == turn.BUSY, "no owner of that generation holds it"
+
+
+def test_case_13_a_late_joiner_has_the_current_version_and_a_generation_of_its_own() -> None:
+    with _store(1, max_workers=2) as store, store.attach(0) as worker:
+        for _ in range(5):
+            worker.step(ONES)
+        with store.attach() as late:
+            assert (late.rank, late.generation, late.version, late.begun_at) == (1, 1, 5, 5)
+            assert late.weights["w"].tolist() == [-4.0] * 12
+
+
+def test_case_14_too_little_memory_is_refused_before_training_with_what_is_needed_and_free() -> None:
+    free, _ = available_bytes()
+    weights = {"w": np.broadcast_to(np.float32(0), (free // 8,))}
+    with pytest.raises(fastps.ArenaError, match=r"needs [\d.]+ GiB for .* 4 workers, found [\d.]+ GiB free \(.*\): use fewer"):
+        fastps.Store.create(weights, fastps.SGD(lr=1.0), workers=4)
+
+
+def test_case_15_deaths_for_want_of_memory_are_counted_by_the_control_group(tmp_path: Any) -> None:
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 2\noom_kill 3\n")
+    assert _oom_kills_of(tmp_path) == 3
+    assert _oom_kills_of(tmp_path / "nowhere") == 0
+
+
+# Case 16 (a full disk during a checkpoint) is in test_checkpoint.py.
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("sync", "floats"), [("asp", 12), ("bsp", 12), ("bsp", 400_000), ("ssp:2", 400_000)])
+def test_case_17_a_gradient_that_is_not_finite_is_rejected_by_worker_parameter_and_step(
+    value: float, sync: str, floats: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"a": np.ones(floats, np.float32), "b": np.ones(floats, np.float32)}
+    bad = {"a": np.full(floats, 0.5, np.float32), "b": np.full(floats, 0.5, np.float32)}
+    bad["b"][floats // 2] = value
+    good = {name: np.full(floats, 0.25, np.float32) for name in weights}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0, momentum=0.9), sync=sync, workers=2) as store:
+
+        def other() -> None:
+            with store.attach(1) as worker:
+                worker.step(bad)
+
+        child = processes.start(other)
+        with store.attach(0) as worker:
+            worker.step(good)
+            processes.finish([child], 20)
+            assert child.exit_code == 0, child.outcome
+            worker.try_turn()
+            assert store.arena.rejected(1) == (1, (0, 1)), "step 0, the second parameter"
+            assert store.arena.rejected(0) == (0, None)
+            assert store.arena.counters(1)["dropped"] == 1
+            worker.step({name: np.full(floats, -0.25 * 1.9, np.float32) for name in weights})
+            for values in worker.weights.values():
+                assert np.abs(values - (1.0 - 0.25 * 1.9 + 0.25 * 1.9)).max() < 1e-6, "as if it had never been pushed"
+    with fastps.Store.create(W, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:
+        worker.step({"w": np.full(12, value)})
+    assert "worker 0's push of step 0 was rejected" in caplog.text
+    assert "parameter 'w'" in caplog.text
+
+
+def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
+    def other(store: fastps.Store) -> None:
+        with store.attach(1) as worker:
+            worker.step({"w": np.full(12, np.nan)})
+            while True:
+                worker.step({"w": np.zeros(12)})
+
+    with _store(2, "bsp", nonfinite="raise", on_worker_loss="stop") as store:
+        child = processes.start(lambda: other(store))
+        with pytest.raises(fastps.NonFiniteGradientError, match=r"worker 1's push of step 0 was rejected.*parameter 'w'"):
+            with store.attach(0) as worker:
+                for _ in range(3):
+                    worker.step(ONES)
+        processes.finish([child], 10)
+        assert child.outcome[0] in ("NonFiniteGradientError", "WorkerDiedError")
+        assert np.isfinite(_weights(store)).all()
+    with _store(1, nonfinite="allow") as store, store.attach(0) as worker:
+        worker.step({"w": np.full(12, np.nan)})
+        assert np.isnan(_weights(store)).all()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        fastps.SGD(lr=1.0, momentum=0.9),
+        fastps.Adam(),
+        fastps.Adagrad(),
+        fastps.RMSProp(momentum=0.5),
+        fastps.RMSProp(centered=True),
+    ],
+)
+@pytest.mark.parametrize("size", [1e30, 3e38])
+def test_case_18_a_huge_gradient_never_makes_weights_or_state_infinite(update: Any, size: float) -> None:
+    with fastps.Store.create(W, update, sync="bsp", workers=1) as store, store.attach(0) as worker:
+        for step in range(4):
+            worker.step({"w": np.full(12, size if step % 2 else 1e-3)})
+            _, state = store.committed()
+            for plane in range(store.layout.planes):
+                assert np.isfinite(store.plane_views(state, plane)[0]).all()
+            assert np.isfinite(_weights(store)).all()
+
+
+def test_case_18_of_several_finite_pushes_whose_sum_overflows_the_largest_goes() -> None:
+    with fastps.Store.create(W, fastps.SGD(lr=1.0), sync="bsp", workers=2) as store:
+
+        def other() -> None:
+            with store.attach(1) as worker:
+                worker.step({"w": np.full(12, 3e38)})
+
+        child = processes.start(other)
+        with store.attach(0) as worker:
+            worker.step({"w": np.full(12, 2e38)})
+            processes.finish([child], 10)
+            assert _weights(store) == [float(np.float32(1.0) - np.float32(2e38))] * 12
+            assert [store.arena.rejected(lane)[0] for lane in range(2)] == [0, 1]
+
+
+def test_case_19_another_model_is_refused_before_a_byte_is_written() -> None:
+    update = fastps.SGD(lr=1.0)
+    with _store(2) as store, fastps.Store.create({"w": np.ones(13, np.float32)}, update, workers=2) as other:
+        before = bytes(memoryview(store.memory)[: store.arena.weights_offset(0)])
+        with pytest.raises(fastps.LayoutError, match=r"here .*, there"):
+            fastps.Store.connect(store.job, other.layout, [update.hyper], timeout_s=5)
+        assert bytes(memoryview(store.memory)[: store.arena.weights_offset(0)]) == before
+
+
+def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() -> None:
+    with _store(1, job="case-20") as store:
+        with pytest.raises(rendezvous.AbiDiffers, match=f"expected the job's arena format to be {ABI + 1}.*found {ABI}"):
+            rendezvous.ask("case-20", "host", abi=ABI + 1, layout_hash=bytes(32), layout=b"", timeout_s=5)
+        with pytest.raises((OSError, fastps.Error), match="case-20"):
+            _store(1, job="case-20")
+        assert store.version == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (lambda: torch.zeros(3, dtype=torch.float64), "expected float32, found torch.float64"),
+        (lambda: torch.zeros(3, device="meta"), "expected a tensor on the CPU or a CUDA GPU, found one on meta"),
+        (lambda: torch.zeros(8)[::2], "expected a tensor without gaps"),
+        (lambda: torch.zeros(2, 2).to_sparse(), "expected a dense tensor"),
+    ],
+)
+def test_case_21_a_tensor_that_cannot_be_shared_is_refused_by_name(make: Callable[[], torch.Tensor], refusal: str) -> None:
+    parameter = torch.nn.Parameter(make())
+    with pytest.raises(fastps.UnsupportedError, match=refusal):
+        fastps.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+
+
+def test_case_21_zero_sizes_frozen_parameters_and_missing_gradients_are_taken() -> None:
+    empty, frozen, used = (torch.nn.Parameter(torch.ones(size)) for size in (0, 3, 3))
+    with fastps.DistributedOptimizer(torch.optim.SGD([empty, frozen, used], lr=0.5)) as optimizer:
+        (used * 2).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        frozen.requires_grad_(False)
+        optimizer.zero_grad()
+        optimizer.step()
+        assert (frozen.tolist(), used.tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
+    with _store(1) as store, store.attach(0) as worker:
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 200, b"", b"\x00" * 7 + b"\x7f" + b"\xff" * 64):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(rendezvous.place_name(store.job, 0))
+                client.sendall(garbage)
+        worker.step(ONES)
+        found = rendezvous.ask(store.job, 0, abi=ABI, layout_hash=store.layout.digest(), layout=b"", timeout_s=10)
+        for descriptor in (found.memfd, found.pidfd):
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize(("kind", "slot"), [(turn.KIND_PUSH, 1 << 30), (99, 0)])
+def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, slot: int) -> None:
+    with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
+        with _store(2) as store, store.attach(0) as worker, store.attach(1) as other:
+            other.lane.post(kind, 0, slot, 0, 1)
+            worker.step(ONES)
+
+
+def test_case_23_a_damaged_header_is_refused() -> None:
+    """An arena whose header was changed is refused when it is mapped; see also kernels/test_turn.py."""
+    with _store(1) as store:
+        memory = mmap.mmap(-1, store.arena.total_bytes)
+        memory[:] = bytes(memoryview(store.memory))
+        memory[12] ^= 0x10  # the number of lanes
+        with pytest.raises(ValueError, match="places do not follow from its measures"):
+            Arena(memory)
+
+
+class _Images(torch.utils.data.Dataset[torch.Tensor]):
+    """A data set whose loader's workers are forked from the worker, and look at fastps there."""
+
+    def __init__(self, optimizer: fastps.DistributedOptimizer, parameter: torch.Tensor) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        try:
+            self._optimizer.step()
+            refused = 0.0
+        except fastps.UsageError as error:
+            refused = float("was forked from worker 0 and may only read" in str(error))
+        return torch.stack([torch.tensor(refused), self._parameter.detach().sum()])
+
+
+def test_case_24_a_forked_loader_may_read_and_is_refused_to_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with fastps.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), sync="asp") as optimizer:
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loader = torch.utils.data.DataLoader(_Images(optimizer, parameter), num_workers=2, batch_size=2)
+        assert torch.cat(list(loader)).tolist() == [[1.0, 1.5]] * 4
+        optimizer.zero_grad()
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert optimizer.version == 2, "the children that ended did not leave in the worker's name"
+
+
+def test_case_24_every_call_in_a_forked_child_is_refused() -> None:
+    with _store(2) as store, store.attach(0) as worker:
+        calls: list[Callable[[], object]] = [
+            lambda: worker.step(ONES),
+            lambda: worker.push(store.hypers),
+            lambda: worker.pull(),
+            lambda: worker.advance(),
+            lambda: fastps.save(worker, "/nonexistent"),
+            lambda: worker.wait_for_start(),
+        ]
+        for call in calls:
+            child = processes.start(call)
+            processes.finish([child], 10)
+            assert child.outcome[0] == "UsageError", child.outcome
+            assert "forked from worker 0" in child.outcome[1]
+        worker.step(ONES)
+
+
+def test_case_25_a_wait_for_a_stopped_holder_sleeps_and_says_who_waits_for_whom() -> None:
+    with _store(2, "bsp", timeout_s=1.0) as store, store.attach(0) as worker:
+        other = _attached(store, 1, lambda other: other.lane.hold() and time.sleep(60))
+        _wait_until(lambda: worker.lane.owner() == 1)
+        with processes.stopped(other.process_id):
+            began_cpu, began = time.process_time(), time.monotonic()
+            with pytest.raises(
+                fastps.TimeoutExceededError, match=r"worker 0 waited 1 s at step 1 under bsp for worker 1 \(at step 0"
+            ):
+                worker.step(ONES)
+            assert time.process_time() - began_cpu < 0.5 * (time.monotonic() - began), "it spun"
+        _kill(other)
+
+
+def test_case_25_many_more_workers_than_cores() -> None:
+    with _store(40) as store:
+        workers = [store.attach(rank) for rank in range(40)]
+        for worker in workers:
+            worker.push(store.hypers, null=True)
+        assert store.version == 40
+        for worker in workers:
+            worker.close()
+
+
+def test_case_25_uneven_data_ends_hang_nobody() -> None:
+    def work(store: fastps.Store, rank: int) -> int:
+        with store.attach(rank) as worker:
+            for _ in range(5 + 20 * rank):
+                worker.step(ONES)
+            return worker.steps
+
+    for sync in ("bsp", "ssp:1", "dssp:1,3", "backup:1", "r2sp:0.5", "softsync:1"):
+        with fastps.Store.create(W, fastps.SGD(lr=1e-3), sync=sync, workers=3, timeout_s=20) as store:
+            children = [processes.start(lambda rank=rank, store=store: work(store, rank)) for rank in range(3)]
+            processes.finish(children, 30)
+            assert [child.outcome for child in children] == [5, 25, 45], sync

@@ -1,0 +1,305 @@
+"""Restarts by the launcher: a lost worker is replaced by the spare, the job goes on, and what was injected is measured."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.errors import UsageError
+from fastps.processes.fault_injection import FaultPlan
+from fastps.processes.launcher import Launcher
+from fastps.processes.options import JobOptions
+from fastps.processes.spare import READY
+
+TRAINING = """
+import os, pathlib, signal, sys, time
+import torch, fastps
+folder = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="SYNC")
+opt.wait_for_start()
+joined = opt.worker.generation
+if joined:
+    (folder / "joined").touch()
+while opt.worker.steps < 60:
+    if fastps.rank() == VICTIM and not joined and opt.worker.steps == 10:
+        while not (folder / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    time.sleep(0.02 if not (folder / "joined").exists() else 0.001)
+    if not joined and fastps.rank() != VICTIM and opt.worker.steps == 50:
+        while not (folder / "joined").exists():
+            time.sleep(0.01)
+            opt.worker._membership.look(opt.worker.store.clock.now_ns())
+is_forked = "fastps.processes.spare" in " ".join(sys.orig_argv)
+(folder / f"worker-{fastps.rank()}").write_text(f"{joined} {is_forked} {opt.worker.begun_at}")
+opt.close()
+"""
+
+
+@pytest.mark.parametrize(("sync", "victim"), [pytest.param("asp", 0, marks=pytest.mark.slow), ("bsp", 1)])
+def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING.replace("SYNC", sync).replace("VICTIM", str(victim)))
+    launcher = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1))
+
+    def look() -> None:
+        if launcher._spare is not None and launcher._spare.is_ready:
+            (tmp_path / "ready").touch()
+
+    outcome = launcher.run(on_tick=look)
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
+    assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
+    generation, from_spare, begun = (tmp_path / f"worker-{victim}").read_text().split()
+    assert (generation, from_spare) == ("1", "True")
+    assert int(begun) >= 10
+
+
+PHASES = """
+import os, sys, time, torch, fastps
+fresh = "FASTPS_JOINS" not in os.environ
+for phase in range(2):
+    model = torch.nn.Linear(4, 1)
+    opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp" if phase == 0 else "bsp")
+    if fresh:
+        opt.wait_for_start()
+    for step in range(5):
+        opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+        if fresh and fastps.rank() == 0 and phase == 0 and step == 3:
+            os.kill(os.getpid(), 9)
+    while fresh and fastps.rank() == 1 and phase == 0 and opt.worker.store.arena.generation(0) == 0:
+        opt.worker.look_around()  # until the replacement has come
+        time.sleep(0.01)
+    opt.close()
+"""
+
+
+def test_a_replaced_worker_0_makes_the_arena_of_the_next_optimizer(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PHASES)
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=1)).run()
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert sorted((worker.rank, worker.exit_code) for worker in outcome.workers) == [(0, -9), (0, 0), (1, 0)]
+
+
+NO_SHOW = """
+import os, sys, torch, fastps
+for phase in range(2):
+    if os.environ["RANK"] == "1" and phase == PHASE:
+        os.kill(os.getpid(), 9)
+    model = torch.nn.Linear(4, 1)
+    opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
+    for _ in range(5):
+        opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    opt.close()
+"""
+
+
+@pytest.mark.parametrize("phase", [0, 1], ids=["the first optimizer", "the second"])
+def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_replaced(tmp_path: Path, phase: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NO_SHOW.replace("PHASE", str(phase)))
+    launcher = Launcher([sys.executable, str(script)], 2, options=JobOptions(on_worker_loss="continue"))
+    outcome = launcher.run()
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert [worker.exit_code for worker in outcome.workers] == [0, -9]
+    assert outcome.seconds < 60
+
+
+AFTERWARDS = """
+import os, sys, time, torch, fastps
+model = torch.nn.Linear(4, 1)
+opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="bsp")
+for step in range(5):
+    opt.zero_grad(); model(torch.ones(2, 4)).sum().backward(); opt.step()
+    time.sleep(0.1)  # so that the job is seen
+opt.close()
+time.sleep(0.5 + fastps.rank())
+sys.exit(fastps.rank() == 0)
+"""
+
+
+def test_a_worker_that_fails_when_training_is_over_is_not_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AFTERWARDS)
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2)).run()
+    assert [(worker.rank, worker.exit_code) for worker in outcome.workers] == [(0, 1), (1, 0)]
+
+
+LOSSES = """
+import os, pathlib, signal, sys, time
+import numpy
+folder, restart = pathlib.Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "0":
+    while not (folder / "life-2").exists():
+        time.sleep(0.01)
+    sys.exit()
+is_forked = "fastps.processes.spare" in " ".join(sys.orig_argv)
+(folder / f"life-{restart}").write_text(f"{is_forked} {os.getppid()} {numpy.random.random()} {sys.argv[0]}")
+print("life", restart)
+while restart < 2 and not (folder / f"end-{restart}").exists():
+    time.sleep(0.01)
+if restart < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list[list[str]]:
+    """Worker 1 is lost twice, `before_second` between, once the spare is ready; what each of its three processes wrote."""
+    script = folder / "script.py"
+    script.write_text(LOSSES)
+    launcher = Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(restarts=3), imports=["numpy"])
+
+    def look() -> None:
+        if launcher._spare is not None and launcher._spare.is_ready and (folder / "life-0").exists():
+            (folder / "end-0").touch()
+        if (folder / "life-1").exists() and not (folder / "end-1").exists():
+            before_second(launcher)
+            (folder / "end-1").touch()
+
+    outcome = launcher.run(on_tick=look, tick_s=0.02)
+    assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
+    assert [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers] == [
+        (0, 0, 0),
+        (1, 0, -9),
+        (1, 1, -9),
+        (1, 2, 0),
+    ]
+    return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
+
+
+def test_one_spare_forks_all_replacements_which_are_processes_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives = _lose_twice(tmp_path, lambda launcher: None)
+    assert [life[0] for life in lives] == ["False", "True", "True"]
+    assert {life[1] for life in lives} == {str(os.getpid())}, "each is the launcher's own child"
+    assert len({life[2] for life in lives}) == 3, "numpy's random numbers are each process' own"
+    assert {life[3] for life in lives} == {str(tmp_path / "script.py")}
+    assert [line for line in capsys.readouterr().out.splitlines() if "life" in line] == [
+        f"[1] life {life}" for life in range(3)
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_without_a_spare_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
+    def hurt(launcher: Launcher) -> None:
+        assert launcher._spare_worker is not None
+        launcher._spare_worker.send(number)
+
+    assert [life[0] for life in _lose_twice(tmp_path, hurt)] == ["False", "True", "False"]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["before it is ready", "once it is ready"])
+def test_a_spare_ends_without_a_word_with_a_launcher_that_has_read_nothing(waits: bool) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its, ours:
+        spare = subprocess.Popen(
+            [sys.executable, "-m", "fastps.processes.spare", "json"], stdin=its, stderr=subprocess.PIPE, text=True
+        )
+        its.close()
+        if waits:
+            assert ours.recv(16, socket.MSG_PEEK) == READY
+        ours.close()
+        _, said = spare.communicate(timeout=60)
+    assert (spare.returncode, said) == (0, "")
+
+
+def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no luck')")
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    assert outcome.exit_code == 0
+    assert [(worker.rank, worker.restart) for worker in outcome.workers if worker.failed][-1][0] == 1
+    assert len(outcome.workers) <= 4
+
+
+def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.exit('the disk is full')")
+    outcome = Launcher([sys.executable, str(script)], 2, options=JobOptions(restarts=2), imports=[]).run()
+    assert outcome.exit_code == 1
+    assert outcome.first_failure is not None
+    assert list(outcome.first_failure.tail)[-1] == "the disk is full"
+    assert len(outcome.workers) == 4
+
+
+@pytest.mark.parametrize("text", ["kill", "kill:x", "maim:3", "kill:-1", "kill:1.5", "stop:1,seconds:0"])
+def test_a_plan_of_faults_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--chaos"):
+        FaultPlan.parse(text)
+
+
+def test_a_plans_moments_follow_from_its_seed() -> None:
+    plan = FaultPlan.parse("kill:40,stop:20,seconds:600", seed=3)
+    moments = plan.moments()
+    assert moments == FaultPlan.parse("kill:40,stop:20,seconds:600", seed=3).moments()
+    assert moments == sorted(moments) and all(0 <= at_s <= 600 for at_s, _ in moments)
+    assert [sum(kind == name for _, kind in moments) for name in ("kill", "stop")] == [40, 20]
+
+
+@pytest.mark.parametrize(
+    "options", [{"restarts": -1}, {"every": 3}, {"restarts": 1, "on_worker_loss": "stop"}, {"nonfinite": "perhaps"}]
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        JobOptions(**options)  # type: ignore[arg-type]
+
+
+def _train(folder: Path, *arguments: str) -> dict[str, object]:
+    file = folder / "row.json"
+    command = [
+        sys.executable,
+        "-m",
+        "fastps.cli",
+        "train",
+        "--data",
+        "digits",
+        "--no-progress",
+        "--json",
+        str(file),
+        *arguments,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env={**os.environ, "FASTPS_TIMEOUT": "200"})
+    row: dict[str, object] = json.loads(file.read_text())["rows"][0]
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_train_resumes_bit_for_bit_under_bsp_sampler_included(tmp_path: Path) -> None:
+    common = ["-n", "2", "--sync", "bsp", "--checkpoint"]
+    _train(
+        tmp_path, *common, str(tmp_path / "whole"), "--every", "1000", "--epochs", "4", "--save", str(tmp_path / "whole.npz")
+    )
+    _train(tmp_path, *common, str(tmp_path / "parts"), "--every", "15", "--epochs", "2")
+    resumed = [*common, str(tmp_path / "parts"), "--every", "1000", "--epochs", "4", "--resume", str(tmp_path / "parts")]
+    before = fastps.load(tmp_path / "parts").version
+    _train(tmp_path, *resumed, "--save", str(tmp_path / "parts.npz"))
+    assert before % 15 == 0 and before > 15
+    with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "parts.npz") as parts:
+        for name in whole.files:
+            assert whole[name].tobytes() == parts[name].tobytes(), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_under_fire_ends_well_and_tells_what_it_cost(tmp_path: Path) -> None:
+    fire = ["--chaos", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
+    row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "40", *fire)
+    chaos = row["chaos"]
+    assert isinstance(chaos, dict)
+    assert chaos["faults"]["kill"] >= 1
+    assert chaos["updates"] > 0 and chaos["live_worker_seconds"] > 0
+    assert row["test_accuracy"] > 0.8  # type: ignore[operator]

@@ -1,0 +1,233 @@
+"""The GPU's kernels as the host compiles them, bit for bit against the fold's oracle; and that a CUDA compiler takes them.
+
+The same rows, situations and sizes as the CPU's fold (fold_jobs.py). Where NVRTC or nvcc is found, the source is compiled for
+sm_80 and sm_90; nothing here needs a GPU.
+"""
+
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.kernels.cuda import host_fold as device_fold
+from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import runtime as cuda
+from fastps.kernels.update import reference
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_SGD, RULE_USER
+from tests.kernels.update.test_fold import DECAYS, with_average
+from tests.support.fold_jobs import (
+    ALL_ROWS,
+    MODES,
+    ROWS,
+    SGD_ROWS,
+    SITUATIONS,
+    SIZES,
+    Job,
+    Result,
+    Row,
+    assert_same_bits,
+    make_job,
+)
+
+DTYPES = pytest.mark.parametrize("dtype", list(device_order.DTYPES))
+LONG = (4095, 4096, 4097, 9001)  # around a tile's border
+
+
+def narrowed(values: Any, dtype: str) -> Any:
+    """The gradient as it lies on a device: float32, or the 16 bits of a half or a bfloat16 (truncated: any bits will do)."""
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype == "bfloat16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values if dtype == "float32" else values.astype(np.float16)
+
+
+def widened(values: Any, dtype: str) -> Any:
+    """What such a gradient means, in float32."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def aligned(values: Any) -> Any:
+    """A copy that begins on 16 bytes, as device memory does."""
+    values = np.ascontiguousarray(values)
+    room = np.zeros(values.nbytes + 64, np.uint8)
+    skip = -room.ctypes.data % 64
+    copy = room[skip : skip + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy
+
+
+def fold_on_device(job: Job, mode: int, dtype: str, nonfinite: Any = None) -> tuple[Result, list[Any]]:
+    """The job's result by the kernel, and the gradients that it read, in float32."""
+    decay = job.ema_decay or 0.0
+    shape = device_order.Shape(job.row.rule, len(job.state), decay, tuple(job.segments))
+    gradients = [aligned(narrowed(push[0], dtype)) for push in job.pushes]
+    pushes = [
+        device_order.DevicePush(gradient.ctypes.data, push[1], np.array(push[2], np.bool_), *push[3:])
+        for gradient, push in zip(gradients, job.pushes, strict=True)
+    ]
+    weights, state = aligned(job.weights), aligned(job.state)
+    weights_out, state_out = aligned(np.zeros_like(weights)), aligned(np.zeros_like(state))
+    buffers = device_order.Buffers(
+        weights.ctypes.data, weights_out.ctypes.data, state.ctypes.data, state_out.ctypes.data, len(weights)
+    )
+    options = {"scale": job.scale, "rate_scale": job.rate_scale, "nonfinite": 0}
+    if nonfinite is not None:
+        options["nonfinite"] = nonfinite.ctypes.data
+    order, steps = device_order.make_order(shape, mode, pushes, job.steps, buffers, **options)
+    order, tiles = aligned(order), aligned(device_order.tiles_of(shape))
+    blocks = len(tiles) // device_fold.TILE_BYTES
+    device_fold.launch(job.row.rule, device_order.DTYPES[dtype], order.ctypes.data, tiles.ctypes.data, blocks)
+    return (weights_out, state_out, steps), [widened(gradient, dtype) for gradient in gradients]
+
+
+def fold_by_reference(job: Job, mode: int, gradients: list[Any]) -> Result:
+    pushes = [(gradient, *push[1:]) for gradient, push in zip(gradients, job.pushes, strict=True)]
+    options: dict[str, Any] = {"scale": job.scale, "rate_scale": job.rate_scale}
+    if job.ema_decay is not None:
+        options |= {"ema_plane": len(job.state) - 1, "ema_decay": job.ema_decay}
+    return reference.fold(job.row.rule, mode, job.segments, pushes, job.weights, job.state, job.steps, **options)
+
+
+def assert_is_the_references(job: Job, mode: int, dtype: str, context: object = None) -> None:
+    found, gradients = fold_on_device(job, mode, dtype)
+    with np.errstate(all="ignore"):
+        assert_same_bits(found, fold_by_reference(job, mode, gradients), (dtype, context))
+
+
+@DTYPES
+@MODES
+@ROWS
+def test_every_rule_dtype_and_situation_has_the_bits_of_the_reference(row: Row, mode: int, dtype: str) -> None:
+    for seed, situation in enumerate(SITUATIONS):
+        assert_is_the_references(make_job(row, 1 + seed % 5, situation, seed, SIZES), mode, dtype, situation)
+
+
+@MODES
+@ROWS
+def test_the_moving_average_has_the_bits_of_the_reference(row: Row, mode: int) -> None:
+    for seed, situation in enumerate(SITUATIONS):
+        job = with_average(make_job(row, 3, situation, seed, SIZES[:5]), DECAYS[seed % len(DECAYS)] or 0.1)
+        assert_is_the_references(job, mode, "float32", situation)
+
+
+@pytest.mark.parametrize("row", [SGD_ROWS[3], ALL_ROWS[9]], ids=lambda row: row.name)
+def test_parameters_longer_than_a_tile_are_folded_whole(row: Row) -> None:
+    for pushes in (1, 2, 5):
+        assert_is_the_references(make_job(row, pushes, "in_all", pushes, LONG), FOLD_SUM, "float32")
+
+
+def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None:
+    job = with_average(make_job(SGD_ROWS[3], 1, "in_all", 3, SIZES[:5]), 0.9)
+    job.weights[20], job.state[1][40] = np.inf, np.nan
+    empty = Job(job.row, job.segments, [], job.weights, job.state, job.steps, ema_decay=0.9)
+    for mode in (FOLD_SUM, FOLD_EACH):
+        assert_is_the_references(empty, mode, "float32")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    row=st.sampled_from(ALL_ROWS),
+    mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
+    dtype=st.sampled_from(list(device_order.DTYPES)),
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    pushes=st.integers(1, 6),
+    situation=st.sampled_from(sorted(SITUATIONS)),
+    seed=st.integers(0, 2**32),
+    share=st.floats(0, 1),
+)
+def test_any_floats_at_all_fold_as_the_reference_folds_them(
+    row: Row, mode: int, dtype: str, lengths: list[int], pushes: int, situation: str, seed: int, share: float
+) -> None:
+    job = make_job(row, pushes, situation, seed, lengths)
+    random = np.random.default_rng(seed)
+    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
+        is_any = random.random(values.shape) < share
+        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+    with np.errstate(all="ignore"):
+        assert_is_the_references(job, mode, dtype)
+
+
+def test_every_half_and_every_bfloat16_means_what_numpy_says() -> None:
+    """All 65,536 of each, as the gradient of a step from 0 with rate -1: the weight is then the gradient, and NaN stays NaN."""
+    every = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    hyper = SGD_ROWS[0].hyper._replace(learning_rate=-1.0)
+    none, steps, zeros = np.zeros((0, 65536), np.float32), np.zeros(1, np.int64), np.zeros(65536, np.float32)
+    for dtype, meant in (("float16", every.view(np.float16).astype(np.float32)), ("bfloat16", widened(every, "bfloat16"))):
+        job = Job(SGD_ROWS[0], [(0, 65536, 0)], [(meant, [hyper], [True], 1.0, 1.0)], zeros, none, steps)
+        (weights, _, _), gradients = fold_on_device(job, FOLD_SUM, dtype)
+        assert np.array_equal(gradients[0], meant, equal_nan=True)
+        assert np.array_equal(weights, meant, equal_nan=True)
+
+
+@DTYPES
+@MODES
+def test_a_push_that_is_not_finite_is_told_and_no_other(mode: int, dtype: str) -> None:
+    for length in (1, 17, 5000):
+        for value in (np.inf, -np.inf, np.nan):
+            job = make_job(SGD_ROWS[3], 4, "in_all", length, [length])
+            flags = np.zeros(4, np.int32)
+            fold_on_device(job, mode, dtype, flags)
+            assert flags.tolist() == [0, 0, 0, 0]
+            job.pushes[2][0][16 + length - 1] = value
+            fold_on_device(job, mode, dtype, flags)
+            assert flags.tolist() == [0, 0, 1, 0]
+
+
+def test_what_no_kernel_can_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="folds on the CPU only"):
+        device_order.Shape(RULE_USER, 1, 0.0, ((0, 4, 0),))
+    with pytest.raises(ValueError, match="at most 1 planes of sgd"):
+        device_order.Shape(RULE_SGD, 2, 0.0, ((0, 4, 0),))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        device_order.Shape(RULE_SGD, 0, 0.0, ((4, 4, 0),))
+    shape = device_order.Shape(RULE_SGD, 0, 0.0, ((0, 4, 0),))
+    push = device_order.DevicePush(0, [SGD_ROWS[3].hyper], np.ones(1, np.bool_))
+    with pytest.raises(ValueError, match="expected the planes"):
+        device_order.make_order(shape, FOLD_SUM, [push], np.zeros(1, np.int64), device_order.Buffers(0, 0, 0, 0, 4))
+    with pytest.raises(ValueError, match="a rule of 0 to 3"):
+        device_fold.launch(4, 0, 0, 0, 0)
+
+
+# -- compilers -------------------------------------------------------------------------------------------------------------
+
+
+ARCHITECTURES = ("sm_80", "sm_90")
+
+
+def test_nvcc_compiles_every_kernel(tmp_path: Path) -> None:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        pytest.skip("nvcc is not installed")
+    binary = tmp_path / "fold.fatbin"
+    targets = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in ARCHITECTURES]
+    command = [compiler, "--threads=2", *targets, *cuda.OPTIONS, "-Werror=all-warnings", "-fatbin", "--no-compress"]
+    done = subprocess.run([*command, "-o", str(binary), str(cuda.SOURCE)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = binary.read_bytes()
+    assert all(f".text.{name}".encode() in found for name in cuda.kernel_names())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nvrtc_compiles_every_kernel(architecture: str) -> None:
+    try:
+        binary = cuda.compile_with_nvrtc(architecture)
+    except cuda.CudaUnavailableError as error:
+        pytest.skip(str(error))
+    assert all(name.encode() in binary for name in cuda.kernel_names())
+
+
+def test_asking_for_a_kernel_where_there_is_no_gpu_is_one_clear_sentence() -> None:
+    with contextlib.suppress(cuda.CudaUnavailableError):
+        cuda.load_cupy()
+        pytest.skip("there is a GPU here")
+    with pytest.raises(cuda.CudaUnavailableError, match=r"expected (CuPy|a GPU|at least one GPU).*found"):
+        cuda.fold_kernel(0, RULE_SGD, "float32")

@@ -1,0 +1,344 @@
+"""The turn on plain memory: commits, grants, pins, order of events, broken turns, and two threads at once."""
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.plan import plan
+
+FLOATS = 32
+BSP = {"fold": "all", "grant": "next-version"}
+ASP = {"fold": "each", "grant": "at-once"}
+COMBINED = {**ASP, "combine": True}
+
+
+class Job:
+    """An arena in this process's own memory, with one parameter of ones and a lane a worker."""
+
+    def __init__(
+        self,
+        lanes: int,
+        *,
+        fold: str,
+        grant: str,
+        low: int = 0,
+        high: int = 0,
+        release: str = "printed",
+        combine: bool = False,
+    ) -> None:
+        header, size = plan(
+            lanes=lanes,
+            slots=2,
+            ring_size=8,
+            groups=1,
+            parameters=1,
+            buffer_floats=FLOATS,
+            rule=0,
+            state_planes=0,
+            extra_bytes=0,
+            buffers=lanes + 3,
+        )
+        self.memory = mmap.mmap(-1, size)
+        format_memory(
+            self.memory,
+            header,
+            [(0, FLOATS, 0)],
+            fold=fold,
+            grant=grant,
+            low=low,
+            high=high,
+            release=release,
+            hard_bound=False,
+            combine=combine,
+        )
+        self.arena = Arena(self.memory)
+        self.lanes = [Lane(self.arena, index) for index in range(lanes)]
+        self.posts = [0] * lanes
+        self.weights(0)[:] = 1.0
+
+    def weights(self, buffer: int) -> Any:
+        return np.frombuffer(self.memory, np.float32, FLOATS, self.arena.weights_offset(buffer))
+
+    def post(self, lane: int, gradient: float, now_ns: int, learning_rate: float = 1.0) -> None:
+        """Fill the lane's next slot and post it."""
+        slot = self.posts[lane] % 2
+        view = np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(lane, slot))
+        view[:] = gradient
+        self.lanes[lane].set_hyper(slot, 0, learning_rate, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.lanes[lane].set_presence(slot, (1).to_bytes(8, "little"))
+        self.lanes[lane].set_versions(slot)
+        assert self.lanes[lane].post(turn.KIND_PUSH, self.posts[lane], slot, self.lanes[lane].version, now_ns)
+        self.posts[lane] += 1
+
+    def current(self) -> float:
+        """The one value that all weights of the committed version have."""
+        _, buffer, _ = self.arena.committed()
+        values = set(self.weights(buffer).tolist())
+        assert len(values) == 1
+        return float(values.pop())
+
+
+def test_asp_folds_each_push_and_grants_at_once() -> None:
+    job = Job(2, **ASP)
+    job.post(0, 0.25, 10)
+    assert job.lanes[0].try_turn() == turn.DONE
+    assert (job.arena.version, job.current(), job.lanes[0].granted(), job.lanes[0].done()) == (1, 0.75, 2, 1)
+
+
+def test_a_worker_pulls_what_came_of_its_push() -> None:
+    job = Job(2, **ASP)
+    lane, buffers = job.lanes[0], [-1]
+    job.post(0, 0.25, 10)
+    assert lane.try_turn() == turn.DONE
+    assert lane.pull_all(buffers) == -1 and lane.version == 1
+    assert job.weights(buffers[0])[0] == job.current() == 0.75
+    with pytest.raises(ValueError, match="expected a list of 1 buffers, found 2"):
+        lane.pull_all([0, 0])
+
+
+def test_pushes_of_one_drain_are_one_sum_with_their_mean_learning_rate() -> None:
+    job = Job(3, **COMBINED)
+    job.post(2, 0.25, 10, learning_rate=1.0)
+    job.post(0, 0.5, 11, learning_rate=0.5)
+    job.post(2, 0.125, 12, learning_rate=0.75)
+    assert job.lanes[1].try_turn() == turn.DONE
+    assert (job.arena.version, job.current()) == (1, 1 - 0.75 * (0.25 + 0.5 + 0.125))
+    assert [lane.granted() for lane in job.lanes] == [2, 1, 3]
+    assert [lane.done() for lane in job.lanes] == [1, 0, 2]
+
+
+def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
+    job = Job(3, **COMBINED)
+    for drain in range(3):
+        for lane in (0, 2):
+            job.lanes[lane].pull()
+            job.post(lane, 0.0, 10 * drain + lane)
+        assert job.lanes[0].try_turn() == turn.DONE
+    job.post(1, 0.0, 40)  # computed with version 0
+    job.lanes[0].pull()
+    job.post(0, 0.0, 41)
+    assert job.lanes[1].try_turn() == turn.DONE
+    counters = [job.arena.counters(lane) for lane in range(3)]
+    assert [row["folded"] for row in counters] == [4, 1, 3]
+    assert [row["staleness_sum"] for row in counters] == [0, 3, 0]
+    histograms = job.arena.histograms(0)
+    assert dict(histograms["staleness"]) == {0: 7, 3: 1}
+    assert histograms["average_staleness"] == pytest.approx((0 + 0 + 0 + 1.5) / 4)
+    assert sum(count for _, count in histograms["gaps_ns"]) == 7, "eight pushes, the later of each sum without a gap"
+
+
+def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_nothing() -> None:
+    job = Job(2, **COMBINED)
+    assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
+    assert job.lanes[1].post(turn.KIND_NULL, 0, 0, 0, 6)
+    assert job.lanes[1].post(turn.KIND_LEAVE, 1, 0, 0, 7)
+    assert job.lanes[0].try_turn() == turn.DONE
+    assert (job.arena.version, job.current()) == (1, 1.0)
+    assert job.lanes[0].granted() == 2
+    assert [lane.done() for lane in job.lanes] == [1, 2]
+
+
+def test_bsp_folds_the_mean_when_the_last_worker_pushed() -> None:
+    job = Job(2, **BSP)
+    job.post(0, 0.5, 10)
+    assert job.lanes[0].try_turn() == turn.DONE
+    assert (job.arena.version, job.current(), job.lanes[0].granted()) == (0, 1.0, 1)
+    assert job.lanes[0].done() == 0, "a kept push still needs its slot"
+    job.post(1, 1.0, 20)
+    assert job.lanes[1].try_turn() == turn.DONE
+    assert (job.arena.version, job.current()) == (1, 0.25)
+    assert [lane.granted() for lane in job.lanes] == [2, 2]
+    assert [lane.done() for lane in job.lanes] == [1, 1]
+
+
+def test_whoever_holds_the_turn_folds_for_those_who_found_it_busy() -> None:
+    job = Job(2, **ASP)
+    assert job.lanes[0].hold()
+    job.post(1, 0.5, 10)
+    assert job.lanes[1].try_turn() == turn.BUSY
+    assert job.arena.version == 0
+    assert job.lanes[0].release(False) == turn.DONE
+    assert (job.arena.version, job.current()) == (1, 0.5)
+
+
+def test_events_are_decided_in_order_of_their_times_whatever_the_lane() -> None:
+    job = Job(3, fold="each", grant="bounded", low=0, high=0)
+    job.post(2, 0.0, 30)
+    job.post(0, 0.0, 20)
+    job.post(1, 0.0, 10)
+    assert job.lanes[2].try_turn() == turn.DONE
+    # Worker 1 pushed first and waited; all are level after the last of them, so all are granted.
+    assert [lane.granted() for lane in job.lanes] == [2, 2, 2]
+
+
+def test_staleness_counts_versions_between_read_and_fold() -> None:
+    job = Job(2, **ASP)
+    for now_ns in range(3):
+        job.post(0, 0.0, now_ns)
+        job.lanes[0].try_turn()
+    job.post(1, 0.0, 9)  # computed with version 0
+    job.lanes[1].try_turn()
+    counters = job.arena.counters(1)
+    assert (counters["folded"], counters["staleness_sum"], counters["staleness_max"]) == (1, 3, 3)
+
+
+def test_a_pinned_buffer_is_never_written() -> None:
+    job = Job(2, **ASP)
+    pinned = job.lanes[1].pull()
+    before = job.weights(pinned).copy()
+    for now_ns in range(20):
+        job.post(0, 0.125, now_ns)
+        job.lanes[0].try_turn()
+        job.lanes[0].pull()
+    assert np.array_equal(job.weights(pinned), before)
+    assert job.lanes[1].pull() != pinned
+    assert job.lanes[1].version == 20
+
+
+def test_every_worker_may_pin_another_buffer_and_a_fold_still_finds_one() -> None:
+    job = Job(4, **ASP)
+    pinned = []
+    for reader in range(4):
+        pinned.append(job.lanes[reader].pull())
+        job.post(0, 0.125, reader)
+        assert job.lanes[0].try_turn() == turn.DONE
+    assert len(set(pinned)) == 4
+    job.post(0, 0.125, 10)
+    assert job.lanes[0].try_turn() == turn.DONE
+
+
+def test_a_null_push_counts_and_changes_nothing() -> None:
+    job = Job(1, **ASP)
+    assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
+    assert job.lanes[0].try_turn() == turn.DONE
+    assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 1.0, 2)
+
+
+def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
+    job = Job(2, **BSP)
+    job.post(0, 0.5, 10)
+    job.lanes[0].try_turn()
+    assert job.lanes[1].post(turn.KIND_LEAVE, 0, 0, 0, 20)
+    assert job.lanes[1].try_turn() == turn.DONE
+    assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda lane: lane.post(turn.KIND_PUSH, 0, 7, 0, 1), "a slot that does not exist"),
+        (lambda lane: lane.post(99, 0, 0, 0, 1), "a kind that does not exist"),
+    ],
+)
+def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Callable[[Lane], bool], why: str) -> None:
+    job = Job(2, **ASP)
+    assert spoil(job.lanes[1]), why
+    assert job.lanes[0].try_turn() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].bad_lane == 1
+    assert (job.arena.version, job.lanes[0].owner()) == (0, -1)
+
+
+def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
+    job = Job(2, **BSP)
+    first, second = job.lanes
+    assert first.wait_awake(1, 0, 1)
+    assert not first.wait_awake(2, 0, 1000)
+    for lane in (0, 1):
+        job.post(lane, 0.25, 10 + lane)
+    assert second.try_turn() == turn.DONE
+    assert first.wait_awake(2, 1, 1) and not first.wait_awake(2, 2, 1)
+
+
+def test_a_push_without_a_grant_is_refused() -> None:
+    job = Job(2, **BSP)
+    job.post(0, 0.5, 10)
+    job.post(0, 0.5, 11)
+    assert job.lanes[0].try_turn() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].bad_lane == 0
+
+
+def test_a_dead_owners_turn_is_broken_and_its_work_done_again() -> None:
+    job = Job(3, **ASP)
+    assert job.lanes[0].hold()  # dies here
+    job.post(0, 0.25, 10)
+    job.post(1, 0.25, 20)
+    assert job.lanes[1].try_turn() == turn.BUSY
+    assert job.lanes[1].break_turn(2) == turn.BUSY, "only the owner's turn may be broken"
+    assert job.lanes[1].break_turn(0) == turn.DONE
+    assert (job.arena.version, job.current(), job.lanes[1].owner()) == (2, 0.5, -1)
+
+
+def test_the_flip_of_a_late_owner_fails() -> None:
+    job = Job(2, **ASP)
+    assert job.lanes[0].hold()
+    job.lanes[0].spare()
+    job.post(1, 0.25, 10)
+    assert job.lanes[1].break_turn(0) == turn.DONE
+    assert job.lanes[0].release(True) == turn.LOST
+    assert (job.arena.version, job.current()) == (1, 0.75)
+
+
+def test_publishing_by_hand_keeps_the_version() -> None:
+    job = Job(2, **ASP)
+    assert job.lanes[0].hold()
+    buffer, _ = job.lanes[0].spare()
+    job.weights(buffer)[:] = 7.0
+    assert job.lanes[0].release(True) == turn.DONE
+    assert (job.arena.version, job.current()) == (0, 7.0)
+
+
+def test_a_damaged_header_is_refused() -> None:
+    job = Job(2, **ASP)
+    damaged = bytearray(job.memory[:4096])
+    damaged[12] ^= 1  # the number of lanes
+    memory = mmap.mmap(-1, len(job.memory))
+    memory[:4096] = bytes(damaged)
+    with pytest.raises(ValueError, match="damaged"):
+        Arena(memory)
+    with pytest.raises(ValueError, match="found other memory"):
+        Arena(mmap.mmap(-1, 8192))
+
+
+@pytest.mark.parametrize("policy", [BSP, ASP, COMBINED, {"fold": "each", "grant": "bounded", "low": 1, "high": 1}])
+@pytest.mark.parametrize("awake", [False, True], ids=["asleep", "awake"])
+def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], awake: bool) -> None:
+    """One process may attach twice: the same protocol between threads, every push folded exactly once."""
+    workers, pushes = 4, 2_000
+    job = Job(workers, **policy)
+    amount = 1.0 / 1024
+
+    def work(index: int) -> None:
+        lane = job.lanes[index]
+        for step in range(pushes):
+            # A slot may be written again when its push of two steps ago is done with.
+            assert _wait_for(lane, step + 1 if policy["grant"] != "at-once" else 0, max(0, step - 1), awake)
+            job.post(index, amount, step)
+            lane.try_turn()
+            lane.pull()
+        assert _wait_for(lane, 0, pushes, awake)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    total = pushes if policy is BSP else workers * pushes
+    assert job.arena.version == total or (policy is COMBINED and pushes <= job.arena.version <= total)
+    assert sum(job.arena.counters(index)["folded"] for index in range(workers)) == workers * pushes
+    assert job.current() == 1.0 - total * amount, "sums of multiples of 1/1024 are exact"
+
+
+def _wait_for(lane: Lane, granted: int, done: int, awake: bool) -> bool:
+    for _ in range(2_000):
+        if (awake and lane.wait_awake(granted, done, 4)) or lane.wait(granted, done, 0 if awake else 100, 5_000_000):
+            return True
+        lane.try_turn()
+    return False

@@ -1,0 +1,117 @@
+"""A worker's own lane on plain memory: each call does what the calls of a bare lane do, and the tally counts it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol.worker_lane import EARLY, FULL, WorkerLane
+from tests.kernels.protocol.test_lane import ASP, BSP, FLOATS, Job
+
+RING_SIZE = 8  # Job's
+
+
+class Steps:
+    """Lane 0 of a job, as a worker drives it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.lane = WorkerLane(job.arena, 0)
+        self.lane.steps = self.lane.granted() - 1
+        for slot in range(2):
+            self.lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+            self.lane.set_presence(slot, (1).to_bytes(8, "little"))
+
+    def write(self, gradient: float) -> None:
+        offset = self.job.arena.gradient_offset(0, self.lane.slot)
+        np.frombuffer(self.job.memory, np.float32, FLOATS, offset)[:] = gradient
+
+    def tally(self) -> tuple[int, ...]:
+        lane = self.lane
+        return lane.steps, lane.posts, lane.slot, lane.slot_free_at, lane.compute_ns, lane.wait_ns, lane.samples
+
+
+def test_a_push_is_folded_granted_and_tallied() -> None:
+    job = Job(2, **ASP)
+    steps = Steps(job)
+    lane = steps.lane
+    lane.loss, lane.granted_ns, lane.earlier_steps = 0.5, 100, 40
+    steps.write(0.25)
+    assert lane.push(130, 1.0, 16, False) == turn.DONE
+    assert (job.arena.version, job.current(), job.arena.counters(0)["staleness_max"]) == (1, 0.75, 0)
+    assert lane.advance(150, False)
+    assert steps.tally() == (1, 1, 1, 0, 30, 0, 16)
+    counters = job.arena.counters(0)
+    found = [counters[name] for name in ("posted", "steps", "wait_ns", "compute_ns", "samples", "loss")]
+    assert found == [1, 41, 0, 30, 16, 0.5]
+
+
+def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None:
+    job = Job(2, **BSP)
+    steps = Steps(job)
+    steps.write(0.5)
+    assert steps.lane.push(10, 1.0, 0, False) == turn.DONE
+    assert not steps.lane.advance(20, False)
+    assert job.arena.counters(0)["steps"] == 0, "not before the step begins"
+    job.post(1, 1.0, 30)
+    assert job.lanes[1].try_turn() == turn.DONE
+    steps.lane.advance_late(50)
+    assert (steps.lane.wait_ns, job.arena.counters(0)["wait_ns"], job.arena.counters(0)["steps"]) == (30, 30, 1)
+    assert steps.lane.advance(60, False), "and at once where nothing is left to wait for"
+
+
+def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> None:
+    job = Job(2, **ASP)
+    steps = Steps(job)
+    assert job.lanes[1].hold()
+    for now_ns in (1, 2):  # two slots
+        steps.write(0.0)
+        assert steps.lane.push(now_ns, 1.0, 0, False) == turn.BUSY
+        assert steps.lane.advance(now_ns, True) == (now_ns == 1)
+    assert job.lanes[1].release(False) == turn.DONE
+    assert steps.lane.advance(3, True)
+
+
+def test_a_full_ring_is_told_and_nothing_is_done() -> None:
+    job = Job(2, **ASP)
+    steps = Steps(job)
+    assert job.lanes[1].hold()
+    for now_ns in range(RING_SIZE):
+        assert steps.lane.push(now_ns, 1.0, 1, True) == turn.BUSY
+        before = steps.tally()
+        assert (steps.lane.push(now_ns, 1.0, 1, True), steps.tally()) == (EARLY, before), "its step has not begun"
+        assert steps.lane.advance(now_ns, True)
+    before = steps.tally()
+    assert steps.lane.push(99, 1.0, 1, True) == FULL
+    assert (steps.tally(), steps.lane.posted()) == (before, RING_SIZE)
+    assert job.lanes[1].release(False) == turn.DONE
+    assert steps.lane.push(100, 1.0, 1, True) == turn.DONE
+    assert (job.current(), job.arena.counters(0)["folded"], steps.lane.posts) == (1.0, RING_SIZE + 1, RING_SIZE + 1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from([0.5, 1.0])), max_size=12))
+def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]]) -> None:
+    whole, parts = Steps(Job(2, **ASP)), Steps(Job(2, **ASP))
+    for now_ns, (null, samples, scale) in enumerate(pushes, 1):
+        for steps in (whole, parts):
+            steps.write(0.25 * samples)
+        assert whole.lane.push(10 * now_ns, scale, samples, null) == turn.DONE
+        step, slot, version = parts.lane.begin_push(10 * now_ns, samples, null)
+        kind = turn.KIND_NULL if null else turn.KIND_PUSH
+        assert parts.lane.post(kind, step, slot, version, 10 * now_ns, scale, parts.lane.loss, samples)
+        assert parts.lane.try_turn(10 * now_ns) == turn.DONE
+        for steps in (whole, parts):
+            assert steps.lane.advance(10 * now_ns + 1, False)
+            assert steps.lane.pull_all([0]) == -1
+    assert whole.tally() == parts.tally()
+    assert whole.job.current() == parts.job.current()
+    assert whole.job.arena.histograms(0) == parts.job.arena.histograms(0)
+    ours, theirs = whole.job.arena.counters(0), parts.job.arena.counters(0)
+    assert {**ours, "loss": None} == {**theirs, "loss": None}  # no loss was told: NaN in both
+
+
+def test_lanes_that_there_are_not_are_refused() -> None:
+    with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
+        WorkerLane(Job(2, **ASP).arena, 2)

@@ -1,0 +1,244 @@
+"""Words that another process wrote over are named, or do nothing; and what no process wrote over is never called damaged."""
+
+import mmap
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.plan import plan
+from tests.fuzz.places import Header, header_of
+
+FLOATS = 32
+POLICIES: dict[str, dict[str, Any]] = {
+    "asp": {"fold": "each", "grant": "at-once"},
+    "bsp": {"fold": "all", "grant": "next-version"},
+    "ssp": {"fold": "each", "grant": "bounded", "low": 1, "high": 1},
+    "dssp": {"fold": "each", "grant": "bounded", "low": 1, "high": 4},
+    "backup": {"fold": "quorum", "grant": "next-version", "count": 2},
+    "psp": {"fold": "quorum", "grant": "next-version", "count": 1, "timeout_ns": 40, "repeats": True, "scale": "linear"},
+    "softsync": {"fold": "count", "grant": "at-once", "divisor": 2},
+    "adv": {"fold": "count", "grant": "at-once", "divisor": 2, "groups": 2},
+    "r2sp": {"fold": "in-order", "grant": "round-robin", "relax": 0.8, "tune": True, "scale": "batch"},
+    "each in turn": {"fold": "each", "grant": "round-robin", "relax": 0.5},
+    "sums in turn": {"fold": "count", "grant": "round-robin", "divisor": 1, "groups": 2, "relax": 0.1},
+}
+
+
+class Job:
+    """An arena of this process's own, with one parameter of ones and a lane a worker."""
+
+    def __init__(self, lanes: int, started: int = 0, shards: int = 1, **policy: Any) -> None:
+        header, size = plan(
+            lanes=lanes, slots=3, ring_size=8, groups=1, parameters=shards, buffer_floats=FLOATS * shards, rule=0,
+            state_planes=0, extra_bytes=0, buffers=lanes + 3, shards=shards,
+        )  # fmt: skip
+        self.memory = mmap.mmap(-1, size)
+        places = [(FLOATS * shard, FLOATS, 0) for shard in range(shards)]
+        format_memory(
+            self.memory,
+            header,
+            places,
+            started=started,
+            shards=[(offset, offset + FLOATS) for offset, _, _ in places],
+            **policy,
+        )
+        self.arena = Arena(self.memory)
+        self.header: Header = header_of(self.memory)
+        self.lanes = [Lane(self.arena, index) for index in range(lanes)]
+        self.posts = [0] * lanes
+
+    def post(self, lane: int, now_ns: int, kind: int = turn.KIND_PUSH, samples: int = 0) -> None:
+        slot = self.posts[lane] % 3
+        view = np.frombuffer(self.memory, np.float32, self.header.buffer_floats, self.arena.gradient_offset(lane, slot))
+        view[:] = 0.25
+        self.lanes[lane].set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.lanes[lane].set_presence(slot, b"\xff" * 8)
+        self.lanes[lane].set_versions(slot)
+        assert self.lanes[lane].post(kind, self.posts[lane], slot, self.lanes[lane].version, now_ns, samples=samples)
+        self.posts[lane] += 1
+
+    def write(self, offset: int, form: str, value: int) -> None:
+        struct.pack_into(form, self.memory, offset, value)
+
+    def scheduler(self, copy: int) -> int:
+        """Where a copy of the scheduler's state begins."""
+        return self.header.scheduler_offset + copy * self.header.scheduler_bytes
+
+
+# -- what nobody wrote over ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_history_is_called_damaged(name: str) -> None:
+    """Pushes in any order, null pushes, workers that leave, die and join: the holder's look at its state finds nothing."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        count, shards = draw.randint(2, 6), 2 if "repeats" in POLICIES[name] else 1
+        job = Job(count, draw.randint(2, count), shards, **POLICIES[name])
+        for rank in range(count):
+            job.arena.claim(rank, 1)
+        now_ns = 1
+        for _ in range(150):
+            now_ns += draw.choice([0, 1, 5, 30])
+            rank, act = draw.randrange(count), draw.random()
+            live = job.arena.lane_state(rank) == 1
+            if live and act < 0.8:
+                ready = any(job.lanes[rank].granted(shard) > job.arena.clock(rank) for shard in range(shards))
+                if ready and job.lanes[rank].posted() - job.lanes[rank].done() < 3:
+                    job.lanes[rank].pull()
+                    job.post(rank, now_ns, turn.KIND_NULL if act < 0.1 else turn.KIND_PUSH, draw.randint(1, 9))
+            elif live and act < 0.83 and job.lanes[rank].posted() - job.lanes[rank].done() < 7:
+                job.lanes[rank].post(turn.KIND_LEAVE, 0, 0, 0, now_ns)
+                job.arena.leave(rank)
+                job.arena.finish(rank)
+            elif act < 0.86:
+                job.arena.bury(rank, job.arena.generation(rank))
+            elif act < 0.9 and not live:
+                job.arena.claim(rank, 1, True)
+            if job.arena.lane_state(rank) == 6 and job.arena.has_joined(rank):
+                job.arena.joined(rank)
+            taker = job.lanes[draw.randrange(count)]
+            assert taker.try_turn(now_ns) == turn.DONE, f"seed {seed}"
+        assert job.arena.version > 0
+
+
+# -- the scheduler's state -------------------------------------------------------------------------------
+
+# Offsets in bytes within scheduler_t (kernels/scheduling/state.pxd).
+LINKS_OFFSET = 96
+STATE_WOUNDS = {
+    "the policy's fold": (0, "<i", 9),
+    "where the links lie": (LINKS_OFFSET, "<q", 1 << 40),
+    "where the lists lie": (128, "<q", -64),
+    "the number of workers": (208, "<i", 1000),
+    "how many live": (212, "<i", 0),
+    "how many arrived": (216, "<i", 4000),
+    "whose fold is next": (224, "<i", -5),
+    "whose grant is next": (228, "<i", 2),
+    "the first bucket": (236, "<i", 99),
+    "the last bucket": (240, "<i", 1),
+    "the free bucket": (244, "<i", 7000),
+    "the frontier": (248, "<i", 1 << 20),
+    "the first that waits": (252, "<i", 1 << 20),
+    "how many workers changed": (264, "<i", 1 << 30),
+    "how many links changed": (268, "<i", -1),
+    "a worker's place in the ring of the living": (320 + 12 * 8, "<i", 77),
+    "a worker's cursor": (320 + 8 * 8, "<q", 50),
+    "how a worker waits": (320 + 7 * 8 + 6, "<b", 5),
+}
+
+
+@pytest.mark.parametrize("name", STATE_WOUNDS)
+def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
+    offset, form, value = STATE_WOUNDS[name]
+    job = Job(2, **POLICIES["bsp"])
+    job.post(0, 10)
+    job.write(job.scheduler(0) + offset, form, value)
+    for lane in job.lanes:
+        assert lane.try_turn(20) == turn.BAD_STATE
+        assert lane.owner() == -1
+    assert job.arena.version == 0
+
+
+def test_a_ring_of_workers_that_wait_is_refused() -> None:
+    job = Job(2, **POLICIES["bsp"])
+    job.post(0, 10)
+    assert job.lanes[0].try_turn(10) == turn.DONE
+    for copy in range(2):
+        (links,) = struct.unpack_from("<q", job.memory, job.scheduler(copy) + LINKS_OFFSET)
+        job.write(job.scheduler(copy) + links + 20, "<i", 0)  # who waits behind worker 0: worker 0
+    job.post(1, 20)
+    assert job.lanes[1].try_turn(20) == turn.BAD_STATE
+
+
+def test_a_damaged_policy_lets_nobody_attach() -> None:
+    job = Job(2, **POLICIES["bsp"])
+    job.write(job.scheduler(0), "<i", 9)
+    with pytest.raises(ValueError, match="expected a fold, a grant and a scale by their numbers, found 9"):
+        Lane(job.arena, 0)
+
+
+# -- descriptors, the commit word, orders ----------------------------------------------------------------
+
+
+def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
+    job = Job(2, **POLICIES["bsp"])
+    job.post(0, 10)
+    assert job.lanes[0].try_turn(10) == turn.DONE
+    job.write(job.header.lanes_offset + 768 + 40, "<I", 1 << 30)  # the first descriptor's slot
+    job.post(1, 20)
+    assert (job.lanes[1].try_turn(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
+
+
+def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
+    job = Job(2, **POLICIES["asp"])
+    job.write(job.header.domains_offset + 64, "<Q", 100 << 1)  # the commit word: version 0, buffer 100
+    assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
+    with pytest.raises(
+        ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
+    ):
+        job.arena.committed()
+    with pytest.raises(ValueError, match="found 100 and 0"):
+        job.arena.pin_version(0, 0)
+
+
+def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
+    job = Job(2, **POLICIES["asp"])
+    job.write(job.header.domains_offset + 128 + 12, "<I", 9)
+    with pytest.raises(ValueError, match="found 0 and 9"):
+        job.arena.committed()
+    job.post(0, 10)
+    assert job.lanes[0].try_turn(10) == turn.BAD_FOLD
+
+
+@pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
+def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_floats: int) -> None:
+    """The helper takes nothing, or leaves what it took to the holder; its own pushes go on."""
+    job = Job(2, **POLICIES["asp"])
+    job.lanes[0].share_folds(1)
+    work = job.header.work_offset
+    job.write(work + 128, "<q", chunk_floats)
+    struct.pack_into("<iiIIIII", job.memory, work + 152, 0, 1, 0, 1, 0, 1, 1)  # a mode, streaming, buffers, and one push
+    job.write(work, "<Q", (chunks << 56) | ((1 << min(chunks, 56)) - 1))
+    assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
+    assert job.lanes[0].helped == 0
+    job.post(0, 10)
+    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.arena.version == 1
+
+
+# -- measures and places -----------------------------------------------------------------------------------
+
+
+def test_measures_that_are_written_over_are_not_read_again() -> None:
+    job = Job(2, **POLICIES["asp"])
+    segments = job.header.segments_offset
+    for offset in (*range(8, 272, 8), segments, segments + 8, job.header.domains_offset + 320, job.header.domains_offset + 328):
+        job.write(offset, "<Q", 1 << 40)
+    job.post(0, 10)
+    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.arena.version == 1
+
+
+@pytest.mark.parametrize(("place", "value"), [("offset", 1 << 40), ("offset", 3), ("length", -1), ("length", 33), ("group", 1)])
+def test_a_parameter_outside_of_the_buffers_lets_nobody_attach(place: str, value: int) -> None:
+    job = Job(2, **POLICIES["asp"])
+    offset = {"offset": 0, "length": 8, "group": 16}[place]
+    job.write(job.header.segments_offset + offset, "<i" if place == "group" else "<q", value)
+    with pytest.raises(ValueError, match="expected parameter 0 within 32 floats and 1 groups"):
+        Arena(job.memory)
+
+
+def test_measures_whose_size_wraps_around_let_nobody_attach() -> None:
+    with pytest.raises(ValueError, match="expected an arena of at most 2\\^56 bytes"):
+        plan(
+            lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=1 << 62, rule=0, state_planes=0, extra_bytes=0,
+            buffers=4,
+        )  # fmt: skip

@@ -1,0 +1,330 @@
+"""The answering thread, spoken to byte by byte: hostile and slow clients, its end, forks, and what it leaves open."""
+
+import array
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastps.kernels.shm import rendezvous as answer
+from tests.support import descriptors, processes
+
+ABI = 7
+HASH = bytes(range(32))
+OTHER_HASH = bytes(reversed(range(32)))
+AT_ONCE_S = 0.5  # far above what an answer takes, far below the second that a bad client may hold the thread
+
+
+@pytest.fixture
+def name() -> bytes:
+    return b"\0fastps-test/" + secrets.token_hex(6).encode()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("fastps-test")
+    yield descriptor
+    os.close(descriptor)
+
+
+def _answerer(name: bytes, memory: int, layout: bytes = b"{}", user: int | None = None) -> answer.Answerer:
+    """An answerer at place 5. The memory stands for the pidfd too: the thread hands out both without a look."""
+    return answer.Answerer(name, memory, memory, ABI, HASH, layout, 5, os.geteuid() if user is None else user)
+
+
+def _client(name: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(5)
+    connection.connect(name)
+    return connection
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    """Everything until the answerer hangs up."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(1 << 16):
+            data += part
+    return data
+
+
+def _reply(name: bytes, message: bytes) -> bytes:
+    """What the answerer sends to a client that says `message`, and nothing more."""
+    with _client(name) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(message)
+            connection.shutdown(socket.SHUT_WR)
+        return _read_all(connection)
+
+
+def _seconds_to_answer(name: bytes) -> float:
+    began = time.monotonic()
+    assert answer.unpack_answer(_reply(name, answer.pack_hello(ABI, HASH, 0, False))) == (answer.OK, 5, 0)
+    return time.monotonic() - began
+
+
+def _threads() -> list[Path]:
+    """The answering threads of this process."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [task for task in tasks if (task / "comm").read_text().strip() == "fastps-answer"]
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_accepted_client_gets_both_descriptors_with_the_answer(name: bytes, memory: int) -> None:
+    with _answerer(name, memory), _client(name) as connection:
+        connection.sendall(answer.pack_hello(ABI, HASH, 0, False))
+        data, [(_, kind, content)], _, _ = connection.recvmsg(1000, 1000, socket.MSG_CMSG_CLOEXEC)
+        received = array.array("i", content)
+        assert (kind, len(received)) == (socket.SCM_RIGHTS, 2)
+        assert answer.unpack_answer(data) == (answer.OK, 5, 0)
+        for descriptor in received:
+            assert os.fstat(descriptor).st_ino == os.fstat(memory).st_ino
+            os.close(descriptor)
+
+
+def test_a_client_with_another_hash_gets_the_layout_and_leaves_its_own(name: bytes, memory: int) -> None:
+    with _answerer(name, memory, b"ours") as answerer:
+        for text in (b"", b"theirs", b"later"):
+            data = _reply(name, answer.pack_hello(ABI, OTHER_HASH, len(text), False) + text)
+            assert answer.unpack_answer(data[: answer.ANSWER_BYTES]) == (answer.LAYOUT_DIFFERS, 5, 4)
+            assert data[answer.ANSWER_BYTES :] == b"ours"
+            assert answerer.foreign_layout() == (None if text == b"" else "theirs"), "the first text is kept"
+    assert answerer.foreign_layout() is None
+
+
+def test_a_shorter_hello_of_another_abi_is_answered_at_once(name: bytes, memory: int) -> None:
+    with _answerer(name, memory), _client(name) as connection:
+        began = time.monotonic()
+        connection.sendall(answer.pack_hello(ABI + 1, HASH, 0, False)[: answer.PREFIX_BYTES])
+        data = _read_all(connection)
+        assert answer.abi_of(data) == ABI
+        assert answer.unpack_answer(data)[0] == answer.ABI_DIFFERS
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+def test_another_user_is_refused_whatever_it_says(name: bytes, memory: int) -> None:
+    with _answerer(name, memory, user=os.geteuid() + 1) as answerer:
+        for message in (b"", answer.pack_hello(ABI, HASH, 0, False), answer.pack_hello(ABI, OTHER_HASH, 1, False) + b"x"):
+            assert answer.unpack_answer(_reply(name, message)) == (answer.REFUSED, 5, 0)
+        assert answerer.foreign_layout() is None
+
+
+def test_bytes_that_are_no_answer_are_not_taken_for_one() -> None:
+    assert answer.abi_of(bytes(answer.PREFIX_BYTES)) is None
+    with pytest.raises(ValueError, match="at least 16 bytes, found 15"):
+        answer.abi_of(bytes(15))
+    with pytest.raises(ValueError, match="expected 32 bytes, found 33"):
+        answer.unpack_answer(bytes(33))
+
+
+# -- hostile and slow clients --------------------------------------------------------------------------------------------
+
+
+HELLO = answer.pack_hello(ABI, OTHER_HASH, 0, False)
+CUT_SHORT = {
+    "nothing": b"",
+    "one byte": HELLO[:1],
+    "half a prefix": HELLO[: answer.PREFIX_BYTES // 2],
+    "all but one byte": HELLO[:-1],
+    "half a layout": answer.pack_hello(ABI, OTHER_HASH, 1_000_000, False) + b"x" * 500_000,
+}
+WRONG = {
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 4096,
+    "noise": random.Random(5).randbytes(300_000),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a huge layout": HELLO[:-8] + struct.pack("=Q", 2**63) + b"x" * 1000,
+    "the largest length": HELLO[:-8] + b"\xff" * 8,
+    "one byte too many": HELLO[:-8] + struct.pack("=Q", answer.MAX_LAYOUT_BYTES + 1),
+    "an unknown flag": HELLO[:12] + struct.pack("=I", 2) + HELLO[16:],
+}
+
+
+@pytest.mark.parametrize("what", [*CUT_SHORT, *WRONG])
+def test_hostile_bytes_are_dropped_and_the_next_client_is_served(name: bytes, memory: int, what: str) -> None:
+    with _answerer(name, memory) as answerer:
+        before = descriptors.opened()
+        for _ in range(5):
+            if what in CUT_SHORT:
+                assert _reply(name, CUT_SHORT[what]) == b""
+            else:
+                assert answer.unpack_answer(_reply(name, WRONG[what])) == (answer.BAD_HELLO, 5, 0)
+        assert _seconds_to_answer(name) < AT_ONCE_S
+        assert answerer.foreign_layout() is None
+        assert descriptors.settle(before) == before
+
+
+def test_random_changes_of_a_hello_never_stop_the_thread(name: bytes, memory: int) -> None:
+    generator = random.Random(11)
+    with _answerer(name, memory):
+        for _ in range(300):
+            hello = bytearray(answer.pack_hello(ABI, OTHER_HASH, 16, False) + bytes(16))
+            for _ in range(generator.randrange(1, 4)):
+                hello[generator.randrange(len(HELLO))] = generator.randrange(256)
+            with _client(name) as connection, contextlib.suppress(ConnectionError):
+                connection.sendall(hello[: generator.randrange(len(hello) + 1)])
+        assert _seconds_to_answer(name) < AT_ONCE_S
+
+
+def test_descriptors_that_a_client_sends_are_not_kept(name: bytes, memory: int) -> None:
+    with _answerer(name, memory):
+        before = descriptors.opened()
+        for _ in range(20):
+            with _client(name) as connection:
+                socket.send_fds(connection, [answer.pack_hello(ABI, HASH, 0, False)[:20]], [memory, memory])
+        _seconds_to_answer(name)
+        assert descriptors.settle(before) == before
+
+
+def test_a_silent_client_delays_others_by_its_time_limit_only(name: bytes, memory: int) -> None:
+    with _answerer(name, memory), _client(name) as silent:
+        assert 0.5 < _seconds_to_answer(name) < 3
+        assert _read_all(silent) == b""
+
+
+def test_a_client_that_drips_its_bytes_has_no_more_time_than_a_silent_one(name: bytes, memory: int) -> None:
+    with _answerer(name, memory), _client(name) as dripping:
+
+        def drip() -> None:
+            for byte in answer.pack_hello(ABI, HASH, 0, False):
+                dripping.sendall(bytes([byte]))
+                time.sleep(0.2)
+
+        child = processes.start(drip)
+        assert 0.5 < _seconds_to_answer(name) < 3
+        processes.finish([child], 20)
+        assert child.outcome[0] in ("BrokenPipeError", "ConnectionResetError")
+
+
+def test_a_client_that_does_not_read_has_no_more_time_either(name: bytes, memory: int) -> None:
+    with _answerer(name, memory, layout=b"x" * 3_000_000), _client(name) as deaf:
+        deaf.sendall(answer.pack_hello(ABI, OTHER_HASH, 0, False))
+        assert 0.5 < _seconds_to_answer(name) < 3
+
+
+def test_a_client_that_leaves_before_its_answer_ends_does_no_harm(name: bytes, memory: int) -> None:
+    with _answerer(name, memory, layout=b"x" * 3_000_000):
+        for _ in range(20):
+            with _client(name) as connection:
+                connection.sendall(answer.pack_hello(ABI, OTHER_HASH, 0, False))
+                connection.recv(1)
+        assert _seconds_to_answer(name) < AT_ONCE_S
+
+
+# -- the thread's end, forks, arguments ----------------------------------------------------------------------------------
+
+
+def test_close_ends_the_thread_and_frees_the_name(name: bytes, memory: int) -> None:
+    before = descriptors.opened()
+    answerer = _answerer(name, memory)
+    assert len(_threads()) == 1
+    answerer.close()
+    answerer.close()
+    assert descriptors.opened() == before
+    with pytest.raises(ConnectionRefusedError):
+        _client(name)
+    deadline = time.monotonic() + 5  # the kernel lists a joined thread for a moment longer
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not _threads()
+    with _answerer(name, memory):
+        _seconds_to_answer(name)
+
+
+def test_close_does_not_wait_for_a_silent_client(name: bytes, memory: int) -> None:
+    answerer = _answerer(name, memory)
+    with _client(name) as silent:
+        silent.sendall(b"x")
+        time.sleep(0.05)
+        began = time.monotonic()
+        answerer.close()
+        assert time.monotonic() - began < AT_ONCE_S
+        assert _read_all(silent) == b""
+
+
+def test_an_answerer_that_is_dropped_ends_too(name: bytes, memory: int) -> None:
+    before = descriptors.opened()
+    answerer = _answerer(name, memory)
+    del answerer
+    gc.collect()
+    assert descriptors.opened() == before
+    with pytest.raises(ConnectionRefusedError):
+        _client(name)
+
+
+def test_the_thread_takes_no_signal(name: bytes, memory: int) -> None:
+    with _answerer(name, memory):
+        (thread,) = _threads()
+        blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", (thread / "status").read_text(), re.MULTILINE)
+        assert blocked
+        not_blockable = {signal.SIGKILL, signal.SIGSTOP, 32, 33}  # the last two belong to the C library
+        for number in set(range(1, 65)) - not_blockable:
+            assert int(blocked[1], 16) >> (number - 1) & 1, number
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "the maker's own mask is as it was"
+
+
+def test_a_child_that_forgets_holds_nothing_and_the_parents_thread_goes_on(name: bytes, memory: int) -> None:
+    before = descriptors.opened()
+    with _answerer(name, memory) as answerer:
+
+        def forget() -> tuple[list[str], str | None]:
+            answerer.forget_after_fork()
+            answerer.forget_after_fork()
+            answerer.close()
+            return descriptors.opened(), answerer.foreign_layout()
+
+        child = processes.start(forget)
+        processes.finish([child], 10)
+        opened, layout = child.outcome
+        assert [target for target in opened if "pipe:" not in target] == [t for t in before if "pipe:" not in t]
+        assert layout is None
+        assert _seconds_to_answer(name) < AT_ONCE_S
+
+
+def test_a_child_forked_behind_pythons_back_cannot_end_the_parents_thread(name: bytes, memory: int) -> None:
+    with _answerer(name, memory) as answerer:
+        child = ctypes.PyDLL(None).fork()  # runs no at-fork hook
+        if child == 0:
+            answerer.close()
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert _seconds_to_answer(name) < AT_ONCE_S
+
+
+def test_a_name_that_is_taken_is_an_error_that_leaves_nothing(name: bytes, memory: int) -> None:
+    with _answerer(name, memory):
+        before = descriptors.opened()
+        with pytest.raises(OSError, match=r"cannot answer at 'fastps-test/.*Address already in use"):
+            _answerer(name, memory)
+        assert descriptors.opened() == before
+        assert len(_threads()) == 1
+
+
+def test_arguments_out_of_range_are_refused(name: bytes, memory: int) -> None:
+    before = descriptors.opened()
+    user = os.geteuid()
+    for wrong in (b"", b"\0", b"/tmp/path", b"\0" + b"x" * answer.NAME_BYTES):
+        with pytest.raises(ValueError, match="begins with a zero byte"):
+            _answerer(wrong, memory)
+    with pytest.raises(ValueError, match="hash of 32 bytes, found 5"):
+        answer.Answerer(name, memory, memory, ABI, b"short", b"{}", 0, user)
+    with pytest.raises(ValueError, match="at most 67108864 bytes of text, found 67108865"):
+        answer.Answerer(name, memory, memory, ABI, HASH, bytes(answer.MAX_LAYOUT_BYTES + 1), 0, user)
+    with pytest.raises(ValueError, match="at most 67108864 bytes of text"):
+        answer.pack_hello(ABI, HASH, answer.MAX_LAYOUT_BYTES + 1, False)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        answer.Answerer(name, memory, -1, ABI, HASH, b"{}", 0, user)
+    assert descriptors.opened() == before

@@ -1,0 +1,347 @@
+"""The compiled fold, bit for bit, against its oracle on every instruction set. Speed is not tested here."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.kernels.update import fold as compiled
+from fastps.kernels.update import reference
+from fastps.kernels.update.fold import (
+    FOLD_EACH,
+    FOLD_SUM,
+    RULE_ADAM,
+    RULE_SGD,
+)
+from fastps.kernels.update.reference import Hyper
+from tests.support.fold_jobs import (
+    ALL_ROWS,
+    GAP,
+    ISAS,
+    MODES,
+    ROWS,
+    SGD_ROWS,
+    SITUATIONS,
+    Floats,
+    Job,
+    Pushes,
+    Result,
+    Row,
+    assert_same_bits,
+    bits,
+    make_job,
+    normal,
+)
+
+
+@ROWS
+@MODES
+def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int) -> None:
+    for pushes in range(1, 7):
+        for seed, situation in enumerate(SITUATIONS):
+            job = make_job(row, pushes, situation, seed)
+            expected = job.fold_by_reference(mode)
+            for isa in compiled.instruction_sets():
+                assert_same_bits(job.fold(mode, isa), expected, (isa, pushes, situation))
+
+
+@ISAS
+@MODES
+def test_presence_bits_beyond_the_first_word_are_read(isa: str, mode: int) -> None:
+    job = make_job(SGD_ROWS[3], 3, "own_loss_scales", seed=1, lengths=[5] * 131)
+    assert_same_bits(job.fold(mode, isa), job.fold_by_reference(mode), isa)
+
+
+@ISAS
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999, 0.9999999])
+@pytest.mark.parametrize("steps", [0, 1, 7, 100, 100_000])
+def test_adams_corrected_roots_have_the_bits_of_a_division(isa: str, beta2: float, steps: int) -> None:
+    """Squares of every size that a float has, none and infinite ones; without epsilon the last bit of a root is seen."""
+    random = np.random.default_rng(steps)
+    squares = np.concatenate(([0.0, np.inf], np.exp2(random.uniform(-149, 128, 20_000)))).astype(np.float32)
+    ones = np.ones_like(squares)
+    hyper = Hyper(0.01, 0.0, 0.0, 0.0, 0.9, beta2, 0.0, 0.0, 0)
+    start = np.stack([ones, squares])
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        expected, state = reference.adam(ones, list(start), 0 * ones, hyper, hyper.learning_rate, steps)
+    pushes = [(0 * ones, [hyper], [True], 1.0, 1.0)]
+    found = compiled.fold(RULE_ADAM, FOLD_SUM, [(0, len(ones), 0)], pushes, ones, start, np.array([steps]), instruction_set=isa)
+    assert np.array_equal(bits(found[0]), bits(expected)) and np.array_equal(bits(found[1]), bits(np.stack(state)))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_what_no_push_has_stays_as_it_is(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "absent_in_all", seed=2)
+    weights, state, steps = job.fold(mode, isa)
+    for parameter, (offset, length, _) in enumerate(job.segments):
+        span = slice(offset, offset + length)
+        is_absent = parameter % 3 == 1
+        assert np.array_equal(bits(weights[span]), bits(job.weights[span])) == is_absent
+        assert not is_absent or np.array_equal(bits(state[:, span]), bits(job.state[:, span]))
+        assert steps[parameter] - job.steps[parameter] == (0 if is_absent else 3 if mode == FOLD_EACH else 1)
+
+
+@ISAS
+@MODES
+@ROWS
+def test_fold_leaves_its_inputs_alone(row: Row, mode: int, isa: str) -> None:
+    job, same = (make_job(row, 2, "in_all", seed=3) for _ in range(2))
+    job.fold(mode, isa)
+    assert_same_bits((job.weights, job.state, job.steps), (same.weights, same.state, same.steps), isa)
+    assert all(np.array_equal(push[0], other[0]) for push, other in zip(job.pushes, same.pushes, strict=True))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_folding_by_ranges_gives_the_same_bits(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "own_loss_scales", seed=4)
+    n = len(job.weights)
+    for parts in (2, 3, 7):
+        inner = np.random.default_rng(parts).integers(1, n, parts - 1)
+        edges = [0, *sorted(int(edge) for edge in inner), n]
+        ranges = list(itertools.pairwise(edges))
+        assert_same_bits(job.fold(mode, isa, ranges), job.fold(mode, isa), ranges)
+        assert_same_bits(job.fold(mode, isa, ranges[::-1]), job.fold(mode, isa), ranges)
+
+
+def adjoining(row: Row, pushes: int, situation: str, seed: int) -> Job:
+    """A job whose segments leave no gap: runs of one group and as many steps, ended by another group or another count."""
+    lengths, groups, steps = (16, 32, 1024, 0, 48, 16, 3008, 16, 32), (0, 0, 0, 0, 0, 1, 1, 0, 0), (5, 5, 5, 5, 7, 7, 7, 0, 0)
+    job = make_job(row, pushes, situation, seed, lengths)
+    offsets = [sum(lengths[:index]) for index in range(len(lengths))]
+    return replace(job, segments=list(zip(offsets, lengths, groups, strict=True)), steps=np.array(steps))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_segments_that_adjoin_are_folded_as_each_by_itself(row: Row, mode: int, isa: str) -> None:
+    random = np.random.default_rng(1)
+    for pushes in (1, 3):
+        for seed, situation in enumerate(SITUATIONS):
+            job = adjoining(row, pushes, situation, seed)
+            for decay in (None, 0.9):
+                averaged = job if decay is None else with_average(job, decay)
+                with np.errstate(invalid="ignore"):  # a centered variance may be negative here, as torch's may
+                    expected = averaged.fold_by_reference(mode)
+                assert_same_bits(averaged.fold(mode, isa), expected, (pushes, situation))
+                edges = [0, *sorted(int(edge) for edge in random.integers(1, len(job.weights), 3)), len(job.weights)]
+                assert_same_bits(averaged.fold(mode, isa, list(itertools.pairwise(edges))), expected, (edges, situation))
+
+
+@MODES
+def test_steps_are_written_with_the_first_float_of_their_parameter(mode: int) -> None:
+    job = make_job(SGD_ROWS[3], 3, "in_all", seed=9, lengths=[20, 20])
+    offset = job.segments[1][0]
+    _, _, steps = job.fold(mode, "auto", [(offset + 1, len(job.weights))])
+    assert steps.tolist() == [0, 0]
+    _, _, steps = job.fold(mode, "auto", [(offset, offset + 1)])
+    assert steps.tolist() == [0, job.fold_by_reference(mode)[2][1]]
+
+
+@ISAS
+@MODES
+@ROWS
+def test_a_rate_scale_of_one_may_be_left_out_and_changes_no_bit(row: Row, mode: int, isa: str) -> None:
+    job = make_job(row, 3, "own_learning_rates", seed=10)
+    without = replace(job, pushes=[push[:4] for push in job.pushes])  # type: ignore[misc]
+    assert_same_bits(without.fold(mode, isa), job.fold(mode, isa), isa)
+
+
+@ISAS
+@ROWS
+def test_a_rate_scale_is_a_factor_of_the_learning_rate(row: Row, isa: str) -> None:
+    """Under FOLD_EACH the push's own counts; under FOLD_SUM the mean of them, times the fold's."""
+    job = make_job(row, 3, "in_all", seed=11)
+    halved = [(*push[:4], 0.5) for push in job.pushes]
+    slower = [
+        (push[0], [each._replace(learning_rate=each.learning_rate / 2) for each in push[1]], *push[2:])  # type: ignore[attr-defined]
+        for push in job.pushes
+    ]
+    expected = replace(job, pushes=slower)
+    assert_same_bits(replace(job, pushes=halved).fold(FOLD_EACH, isa), expected.fold(FOLD_EACH, isa), isa)
+    assert_same_bits(replace(job, pushes=halved).fold(FOLD_SUM, isa), expected.fold(FOLD_SUM, isa), isa)
+    assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_SUM, isa), expected.fold(FOLD_SUM, isa), isa)
+    assert_same_bits(replace(job, rate_scale=0.5).fold(FOLD_EACH, isa), job.fold(FOLD_EACH, isa), isa)
+
+
+@ISAS
+@ROWS
+def test_each_is_as_many_sums_of_one_push(row: Row, isa: str) -> None:
+    job = make_job(row, 5, "own_loss_scales", seed=5)
+    now: Result = (job.weights, job.state, job.steps)
+    for push in job.pushes:
+        now = Job(row, job.segments, [push], *now).fold(FOLD_SUM, isa)
+    assert_same_bits(job.fold(FOLD_EACH, isa), now, isa)
+
+
+def with_average(job: Job, decay: float, seed: int = 0) -> Job:
+    """The same job with one more plane of state, that of the moving average of the weights."""
+    average = normal(np.random.default_rng(seed), 1, len(job.weights))
+    return replace(job, state=np.concatenate([job.state, average]), ema_decay=decay)
+
+
+DECAYS = (0.9999, 0.9, 0.5, 0.25, 0.0)
+
+
+@ROWS
+@MODES
+def test_the_moving_average_is_the_references_bit_for_bit_and_disturbs_nothing(row: Row, mode: int) -> None:
+    for seed, situation in enumerate(SITUATIONS):
+        plain = make_job(row, 3, situation, seed)
+        job = with_average(plain, DECAYS[seed % len(DECAYS)])
+        expected = job.fold_by_reference(mode)
+        for isa in compiled.instruction_sets():
+            weights, state, steps = job.fold(mode, isa)
+            assert_same_bits((weights, state, steps), expected, (isa, situation))
+            assert_same_bits((weights, state[:-1], steps), plain.fold(mode, isa), (isa, situation))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_the_moving_average_follows_the_formula_of_the_backup_workers_paper(row: Row, mode: int, isa: str) -> None:
+    """theta_bar(t) = alpha theta_bar(t - 1) + (1 - alpha) theta(t), Chen et al. 2017, section 1.1."""
+    job = with_average(make_job(row, 1, "in_all", seed=12), 0.9)
+    weights, state, _ = job.fold(mode, isa)
+    expected = 0.9 * job.state[-1].astype(np.float64) + 0.1 * weights
+    for offset, length, _ in job.segments:
+        span = slice(offset, offset + length)
+        np.testing.assert_allclose(state[-1][span], expected[span], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.3])
+def test_the_moving_average_has_the_bits_of_torch_lerp(decay: float) -> None:
+    job = with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=13, lengths=[3000]), decay)
+    weights, state, _ = job.fold(FOLD_SUM, "auto")
+    expected = torch.lerp(torch.from_numpy(job.state[-1]), torch.from_numpy(weights), 1 - decay).numpy()
+    span = slice(GAP, GAP + 3000)
+    assert np.array_equal(bits(state[-1][span]), bits(expected[span]))
+
+
+@ISAS
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_moving_average_of_weights_that_stand_still_is_those_weights(isa: str, decay: float) -> None:
+    job = make_job(SGD_ROWS[0], 2, "in_all", seed=14)
+    still = [(*push[:4], 0.0) for push in job.pushes]
+    job = replace(job, pushes=still, state=job.weights[np.newaxis].copy(), ema_decay=decay)
+    for mode in (FOLD_SUM, FOLD_EACH):
+        weights, state, _ = job.fold(mode, isa)
+        assert np.array_equal(bits(state[0]), bits(weights))
+        assert np.array_equal(bits(weights[weights != 0]), bits(job.weights[weights != 0]))
+
+
+@ISAS
+@ROWS
+def test_each_moves_the_average_as_often_as_sums_of_one_push_would(row: Row, isa: str) -> None:
+    """Also for a parameter that some pushes, or all, have no gradient for: the average goes with versions."""
+    for situation in ("own_loss_scales", "absent_in_one", "absent_in_all"):
+        job = with_average(make_job(row, 5, situation, seed=15), 0.9)
+        now: Result = (job.weights, job.state, job.steps)
+        for push in job.pushes:
+            now = Job(row, job.segments, [push], *now, ema_decay=0.9).fold(FOLD_SUM, isa)
+        assert_same_bits(job.fold(FOLD_EACH, isa), now, (isa, situation))
+
+
+@ISAS
+@MODES
+def test_a_parameter_that_no_push_has_still_draws_its_average(mode: int, isa: str) -> None:
+    job = with_average(make_job(SGD_ROWS[3], 3, "absent_in_all", seed=16), 0.9)
+    offset, length, _ = job.segments[1]
+    span = slice(offset, offset + length)
+    _, state, steps = job.fold(mode, isa)
+    average = job.state[-1][span]
+    for _ in range(3 if mode == FOLD_EACH else 1):
+        average = reference.lerp(average, job.weights[span], np.float32(1 - 0.9))
+    assert np.array_equal(bits(state[-1][span]), bits(average))
+    assert steps[1] == job.steps[1]
+
+
+@ISAS
+@MODES
+def test_a_fold_of_no_pushes_changes_nothing(mode: int, isa: str) -> None:
+    job = replace(with_average(make_job(SGD_ROWS[3], 1, "in_all", seed=17), 0.9), pushes=[])
+    expected = job.fold_by_reference(mode)
+    assert_same_bits(job.fold(mode, isa), expected, isa)
+    offset, length, _ = job.segments[-1]
+    assert np.array_equal(bits(expected[1][:, offset : offset + length]), bits(job.state[:, offset : offset + length]))
+
+
+@ISAS
+@MODES
+@ROWS
+def test_folding_by_ranges_gives_the_same_average(row: Row, mode: int, isa: str) -> None:
+    job = with_average(make_job(row, 3, "own_loss_scales", seed=18), 0.99)
+    n = len(job.weights)
+    ranges = [(0, 777), (777, 2000), (2000, n)]
+    assert_same_bits(job.fold(mode, isa, ranges), job.fold(mode, isa), ranges)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    row=st.sampled_from(ALL_ROWS),
+    mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
+    lengths=st.lists(st.integers(0, 70) | st.integers(1000, 1100), min_size=1, max_size=5),
+    pushes=st.integers(1, 6),
+    situation=st.sampled_from(sorted(SITUATIONS)),
+    seed=st.integers(0, 2**32),
+    share=st.floats(0, 1),
+    decay=st.none() | st.floats(0, 1),
+)
+def test_any_floats_at_all_fold_as_the_reference_folds_them(
+    row: Row, mode: int, lengths: list[int], pushes: int, situation: str, seed: int, share: float, decay: float | None
+) -> None:
+    """`share` of the values are any 32 bits: subnormal, huge, infinite and not a number among them."""
+    job = make_job(row, pushes, situation, seed, lengths)
+    if decay is not None:
+        job = with_average(job, decay, seed)
+    random = np.random.default_rng(seed)
+    for values in (job.weights, job.state, *(push[0] for push in job.pushes)):
+        is_any = random.random(values.shape) < share
+        values[is_any] = random.integers(0, 2**32, values.shape, np.uint32).view(np.float32)[is_any]
+    with np.errstate(all="ignore"):
+        expected = job.fold_by_reference(mode)
+        for isa in compiled.instruction_sets():
+            assert_same_bits(job.fold(mode, isa), expected, isa)
+
+
+def almost_halfway(random: np.random.Generator, n: int) -> tuple[Floats, Floats, np.float32]:
+    """Return c, a and b for which c + a * b is less than half a float from c, by too little for a double to tell."""
+    c = normal(random, n)
+    b = np.float32(2**-10 * (1 - 2**-23))
+    a = np.spacing(c) * np.float32(2**9 * (1 + 2**-23)) * random.choice(np.array([-1, 1], np.float32), n)
+    return c, a, b
+
+
+def test_the_references_fused_multiply_add_rounds_once() -> None:
+    random = np.random.default_rng(6)
+    c, a, b = almost_halfway(random, 1000)
+    more = [normal(random, 3000) * np.float32(2) ** random.integers(-30, 30, 3000).astype(np.float32) for _ in range(3)]
+    first, second, third = (np.append(one, other) for one, other in zip(more, (a, np.broadcast_to(b, c.shape), c), strict=True))
+    found = reference.fused_multiply_add(first, second, third)
+    for x, y, z, rounded in zip(first.tolist(), second.tolist(), third.tolist(), found, strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        error = abs(Fraction(float(rounded)) - exact)
+        for neighbour in (np.nextafter(rounded, np.float32(-np.inf)), np.nextafter(rounded, np.float32(np.inf))):
+            other = abs(Fraction(float(neighbour)) - exact)
+            assert error < other or (error == other and rounded.view(np.int32) % 2 == 0), (x, y, z)
+
+
+@ISAS
+def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
+    weights, gradient, rate = almost_halfway(np.random.default_rng(8), 1000)
+    rounded_twice = (weights + gradient.astype(np.float64) * rate).astype(np.float32)
+    assert np.count_nonzero(rounded_twice != weights) > 100
+    hyper = SGD_ROWS[0].hyper._replace(learning_rate=float(-rate))
+    pushes: Pushes = [(gradient, [hyper], [True], 1.0, 1.0)]
+    arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
+    found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
+    assert np.array_equal(bits(found), bits(weights))

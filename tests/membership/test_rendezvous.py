@@ -1,0 +1,498 @@
+"""The rendezvous between real processes: what an answer brings, how differences are named, deaths, nothing leaked."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastps.kernels.shm import rendezvous as answer
+from fastps.membership import rendezvous
+from tests.support import descriptors, processes
+
+ABI = 7
+HASH = bytes(range(32))
+OTHER_HASH = bytes(reversed(range(32)))
+LAYOUT = b'{"parameters": ["ours"]}'
+AT_ONCE_S = 0.5  # far above what an answer takes
+
+
+@pytest.fixture
+def job() -> str:
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("fastps-test")
+    os.write(descriptor, b"arena")
+    yield descriptor
+    os.close(descriptor)
+
+
+def _answerer(job: str, memory: int, place: rendezvous.Place = 0, layout: bytes = LAYOUT) -> rendezvous.Answerer:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        number = rendezvous.HOST_PLACE if place == "host" else place
+        return rendezvous.Answerer(rendezvous.place_name(job, place), memory, pidfd, ABI, HASH, layout, number)
+    finally:
+        os.close(pidfd)
+
+
+def _ask(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Answer:
+    arguments: dict[str, Any] = {"abi": ABI, "layout_hash": HASH, "layout": LAYOUT, "timeout_s": 5.0}
+    return rendezvous.ask(job, place, **arguments | changes)
+
+
+def _ask_and_close(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Answer:
+    found = _ask(job, place, **changes)
+    os.close(found.memfd)
+    os.close(found.pidfd)
+    return found
+
+
+def _process_of(pidfd: int) -> int:
+    found = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{pidfd}").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+SPAWNED = """
+import ctypes, os, sys
+from fastps.membership import rendezvous
+job, seconds_held = sys.argv[1], float(sys.argv[2])
+memory, pidfd = os.memfd_create("fastps-test"), os.pidfd_open(os.getpid())
+answerer = rendezvous.Answerer(rendezvous.place_name(job, 0), memory, pidfd, 7, bytes(range(32)), b"{}", 0)
+print("ready", flush=True)
+if seconds_held:
+    ctypes.PyDLL(None).usleep(int(seconds_held * 1e6))  # a PyDLL call keeps the GIL
+    print("awake", flush=True)
+print(os.pread(memory, 5, 0).decode() if sys.stdin.readline() else "", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _spawned(job: str, seconds_held: float = 0.0) -> Iterator["subprocess.Popen[str]"]:
+    """A process that shares nothing with this one, and answers at place 0."""
+    command = [sys.executable, "-c", SPAWNED, job, str(seconds_held)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+# -- what an answer brings -----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_brings_the_memory_and_the_pidfd_of_whoever_answers(job: str, memory: int) -> None:
+    with _answerer(job, memory, 3):
+        found = _ask(job, 3)
+        assert os.fstat(found.memfd).st_ino == os.fstat(memory).st_ino
+        assert os.pread(found.memfd, 5, 0) == b"arena"
+        assert (found.place, found.process_id) == (3, os.getpid())
+        assert _process_of(found.pidfd) == os.getpid()
+        assert rendezvous.pidfd_alive(found.pidfd)
+        os.close(found.memfd)
+        os.close(found.pidfd)
+
+
+def test_the_host_and_the_lanes_of_one_process_have_places_of_their_own(job: str, memory: int) -> None:
+    with _answerer(job, memory, "host"), _answerer(job, memory, 0), _answerer(job, memory, 12):
+        assert [_ask_and_close(job, place).place for place in ("host", 0, 12)] == [rendezvous.HOST_PLACE, 0, 12]
+
+
+def test_two_unrelated_processes_share_the_memory_and_see_each_other_end(job: str) -> None:
+    with _spawned(job) as process:
+        found = _ask(job)
+        assert (found.process_id, _process_of(found.pidfd)) == (process.pid, process.pid)
+        os.pwrite(found.memfd, b"hello", 0)
+        assert rendezvous.dead_among([found.pidfd]) == []
+        text, _ = process.communicate("\n", timeout=20)
+        assert text == "hello\n"
+        assert not rendezvous.pidfd_alive(found.pidfd)
+        os.close(found.memfd)
+        os.close(found.pidfd)
+
+
+def test_a_process_answers_while_its_interpreter_is_busy(job: str) -> None:
+    with _spawned(job, seconds_held=3.0) as process:
+        assert process.stdout is not None
+        for _ in range(20):
+            began = time.monotonic()
+            _ask_and_close(job)
+            assert time.monotonic() - began < AT_ONCE_S
+        assert not select.select([process.stdout], [], [], 0)[0], "it woke before the last answer: nothing was shown"
+
+
+def test_a_forked_child_asks_its_parent_and_answers_for_itself(job: str, memory: int) -> None:
+    reader, writer = os.pipe()
+
+    def work() -> tuple[int, int]:
+        with _answerer(job, memory, 1):
+            asked = _ask_and_close(job, 0).process_id
+            os.read(reader, 1)
+        return asked, os.getpid()
+
+    with _answerer(job, memory, 0):
+        child = processes.start(work)
+        answered: list[rendezvous.Answer] = []
+        while not answered:
+            with contextlib.suppress(rendezvous.Absent):
+                answered.append(_ask_and_close(job, 1))
+        os.write(writer, b".")
+        processes.finish([child], 10)
+    assert answered[0].process_id == child.process_id
+    assert child.outcome == (os.getpid(), child.process_id)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_two_jobs_do_not_meet(job: str, memory: int) -> None:
+    absent: list[tuple[str, rendezvous.Place]] = [(job, 1), (job, "host"), (f"{job}/b", 0), (job[:-1], 0), (f"{job} ", 0)]
+    with _answerer(job, memory, 0), _answerer(f"{job}/b", memory, 1):
+        for place in absent:
+            with pytest.raises(rendezvous.Absent):
+                _ask(*place)
+
+
+def test_no_descriptor_would_reach_a_program_that_is_started(job: str, memory: int) -> None:
+    before = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    with _answerer(job, memory):
+        found = _ask(job)
+        now = {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists() or entry.is_symlink()}
+        fresh = now - before
+        assert {found.memfd, found.pidfd} < fresh
+        assert not [descriptor for descriptor in fresh if os.get_inheritable(descriptor)]
+        os.close(found.memfd)
+        os.close(found.pidfd)
+
+
+def test_nothing_is_leaked_over_many_asks(job: str, memory: int) -> None:
+    with _answerer(job, memory):
+        before = descriptors.opened()
+        for _ in range(200):
+            _ask_and_close(job)
+            with pytest.raises(rendezvous.LayoutDiffers):
+                _ask(job, layout_hash=OTHER_HASH)
+            with pytest.raises(rendezvous.AbiDiffers):
+                _ask(job, abi=ABI + 1)
+            with pytest.raises(rendezvous.Absent):
+                _ask(job, 1)
+        assert descriptors.settle(before) == before
+
+
+# -- differences ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [0, 3_000_000])
+def test_a_different_layout_is_known_on_both_sides(job: str, memory: int, padding: int) -> None:
+    ours, theirs, later = (json.dumps([name, "x" * padding], ensure_ascii=False) for name in ("ours", "thëirs", "later"))
+    with _answerer(job, memory, layout=ours.encode()) as answerer:
+        assert answerer.foreign_layout() is None
+        with pytest.raises(rendezvous.LayoutDiffers) as caught:
+            _ask(job, layout_hash=OTHER_HASH, layout=theirs.encode())
+        assert caught.value.theirs == ours
+        assert answerer.foreign_layout() == theirs
+        with pytest.raises(rendezvous.LayoutDiffers):
+            _ask(job, layout_hash=OTHER_HASH, layout=later.encode())
+        assert answerer.foreign_layout() == theirs, "the first one is kept"
+        _ask_and_close(job)
+
+
+def test_an_observer_needs_no_layout(job: str, memory: int) -> None:
+    with _answerer(job, memory) as answerer:
+        _ask_and_close(job, layout_hash=bytes(32), layout=b"", observer=True)
+        _ask_and_close(job, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000, observer=True)
+        assert answerer.foreign_layout() is None
+        with pytest.raises(rendezvous.LayoutDiffers):
+            _ask(job, layout_hash=bytes(32), layout=b"")
+
+
+def test_equal_hashes_are_answered_however_long_the_text_is(job: str, memory: int) -> None:
+    with _answerer(job, memory):
+        for _ in range(20):
+            _ask_and_close(job, layout=b"x" * 2_000_000)
+
+
+def test_another_abi_is_told_which_one_is_here(job: str, memory: int) -> None:
+    with _answerer(job, memory) as answerer:
+        with pytest.raises(rendezvous.AbiDiffers, match="format to be 8 as in this process, found 7") as caught:
+            _ask(job, abi=8, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000)
+        assert caught.value.theirs == ABI
+        assert answerer.foreign_layout() is None
+
+
+# -- users ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_answerer_that_refuses_this_user_is_named_so(job: str, memory: int) -> None:
+    name = rendezvous.place_name(job, 0)
+    with (
+        answer.Answerer(name, memory, memory, ABI, HASH, LAYOUT, 0, os.geteuid() + 1),
+        pytest.raises(rendezvous.OtherUser, match="refused to answer user"),
+    ):
+        _ask(job)
+
+
+def test_another_users_answerer_is_not_even_greeted(job: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    with _answerer(job, memory) as answerer:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(rendezvous.OtherUser, match=f"expected user {user + 1}, found {user}"):
+            _ask(job, layout_hash=OTHER_HASH)
+        assert answerer.foreign_layout() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_two_real_users_get_nothing_from_each_other(job: str, memory: int) -> None:
+    def work() -> tuple[str, bytes]:
+        os.setuid(65534)
+        with pytest.raises(rendezvous.OtherUser) as caught:
+            _ask(job)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(rendezvous.place_name(job, 0))
+            return str(caught.value), connection.recv(100)
+
+    with _answerer(job, memory):
+        child = processes.start(work)
+        processes.finish([child], 10)
+        text, data = child.outcome
+        assert text.endswith("expected user 65534, found 0")
+        assert answer.unpack_answer(data) == (answer.REFUSED, 0, 0)
+        _ask_and_close(job)
+
+
+# -- impostors, and a lack of descriptors --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _impostor(job: str, reply: bytes, sent: list[int]) -> Iterator[None]:
+    """A forked process that listens at place 0 and gives each client the same reply."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(rendezvous.place_name(job, 0))
+        listener.listen()
+
+        def work() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    socket.send_fds(connection, [reply], sent)
+                    time.sleep(0.05)
+
+        child = processes.start(work)
+    try:
+        yield
+    finally:
+        os.kill(child.process_id, signal.SIGKILL)
+        processes.finish([child], 10)
+
+
+@pytest.fixture
+def good_answer(job: str, memory: int) -> bytes:
+    """The bytes of an accepting answer, without its descriptors."""
+    with _answerer(job, memory), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(rendezvous.place_name(job, 0))
+        connection.sendall(answer.pack_hello(ABI, HASH, 0, False))
+        return connection.recv(1000)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_answer_with_another_number_of_descriptors_is_none(job: str, memory: int, good_answer: bytes, count: int) -> None:
+    before = descriptors.opened()
+    with _impostor(job, good_answer, [memory] * count), pytest.raises(rendezvous.Silent, match="descriptors"):
+        _ask(job)
+    assert descriptors.settle(before) == before
+
+
+def test_an_answer_in_another_language_is_none_and_its_descriptors_are_closed(job: str, memory: int) -> None:
+    before = descriptors.opened()
+    with _impostor(job, b"x" * 64, [memory, memory]), pytest.raises(rendezvous.Silent, match="not fastps"):
+        _ask(job)
+    assert descriptors.settle(before) == before
+
+
+def test_whoever_only_hangs_up_is_silent_in_the_end(job: str, memory: int, good_answer: bytes) -> None:
+    before = descriptors.opened()
+    with _impostor(job, good_answer[:20], [memory, memory]), pytest.raises(rendezvous.Silent, match=r"within 0\.3 s"):
+        _ask(job, timeout_s=0.3)
+    assert descriptors.settle(before) == before
+
+
+def test_a_lack_of_descriptors_is_named_and_passes(job: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with _spawned(job):
+        highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+        held: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            os.close(held.pop())  # room for the connection, but not for what it brings
+            with pytest.raises(OSError, match="no descriptors are left to join the job"):
+                _ask(job)
+            held.append(os.dup(0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in held:
+                os.close(descriptor)
+        _ask_and_close(job)
+
+
+# -- deaths --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_absent_at_once(job: str) -> None:
+    with _spawned(job) as process:
+        found = _ask(job)
+        process.kill()
+        assert select.select([found.pidfd], [], [], 10)[0]
+        began = time.monotonic()
+        with pytest.raises(rendezvous.Absent, match=f"nobody answers at 'fastps/{job}/0'"):
+            _ask(job)
+        assert time.monotonic() - began < AT_ONCE_S
+        assert rendezvous.dead_among([found.pidfd]) == [found.pidfd]
+        os.close(found.memfd)
+        os.close(found.pidfd)
+
+
+def test_a_killed_process_is_absent_although_its_forked_child_lives(job: str, memory: int) -> None:
+    reader, writer = os.pipe()
+
+    def parent() -> None:
+        with _answerer(job, memory):
+            if os.fork() == 0:
+                os.write(writer, struct.pack("=i", os.getpid()))
+            time.sleep(60)
+            os._exit(0)
+
+    process = processes.start(parent)
+    (grandchild,) = struct.unpack("=i", os.read(reader, 4))
+    grandchild_pidfd = os.pidfd_open(grandchild)
+    try:
+        try:
+            _ask_and_close(job)
+        finally:
+            os.kill(process.process_id, signal.SIGKILL)
+            os.waitpid(process.process_id, 0)  # not `finish`: the grandchild holds the pipe that it reads to the end
+        with pytest.raises(rendezvous.Absent):
+            _ask(job)
+        with _answerer(job, memory):
+            assert _ask_and_close(job).process_id == os.getpid(), "the name is free again"
+        assert rendezvous.pidfd_alive(grandchild_pidfd)
+    finally:
+        signal.pidfd_send_signal(grandchild_pidfd, signal.SIGKILL)
+        assert select.select([grandchild_pidfd], [], [], 10)[0]
+        for descriptor in (grandchild_pidfd, reader, writer, process.reader):
+            os.close(descriptor)
+
+
+def test_a_forked_child_holds_none_of_its_parents_sockets(job: str, memory: int) -> None:
+    def sockets() -> list[str]:
+        return [target for target in descriptors.opened() if "socket:" in target or "anon_inode" in target]
+
+    before = sockets()
+    with _answerer(job, memory) as answerer, _answerer(job, memory, 1):
+
+        def look_and_close() -> tuple[list[str], str | None]:
+            found = sockets(), answerer.foreign_layout()
+            answerer.close()
+            return found
+
+        child = processes.start(look_and_close)
+        processes.finish([child], 10)
+        assert child.outcome == (before, None)
+        _ask_and_close(job, 0)
+        _ask_and_close(job, 1)
+
+
+def test_a_process_killed_while_it_is_asked_is_absent_and_not_silent(job: str) -> None:
+    with _spawned(job) as process:
+        processes.stop(process.pid)
+
+        def kill_soon() -> None:
+            time.sleep(0.3)
+            os.kill(process.pid, signal.SIGKILL)
+
+        killer = processes.start(kill_soon)
+        with pytest.raises(rendezvous.Absent):
+            _ask(job, timeout_s=20.0)
+        processes.finish([killer], 10)
+
+
+def test_a_stopped_process_is_silent_until_it_goes_on(job: str) -> None:
+    with _spawned(job) as process:
+        processes.stop(process.pid)
+        began = time.monotonic()
+        with pytest.raises(rendezvous.Silent, match=r"within 0\.3 s, found a process that listens but does not answer"):
+            _ask(job, timeout_s=0.3)
+        assert 0.3 <= time.monotonic() - began < 2
+        process.send_signal(signal.SIGCONT)
+        _ask_and_close(job)
+
+
+def test_a_full_queue_of_clients_is_silent_too(job: str) -> None:
+    name = rendezvous.place_name(job, 0)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first,
+    ):
+        listener.bind(name)
+        listener.listen(0)
+        first.connect(name)
+        with pytest.raises(rendezvous.Silent):
+            _ask(job, timeout_s=0.2)
+
+
+def test_the_dead_are_told_from_the_living_in_one_call() -> None:
+    children = [processes.start(lambda: time.sleep(60)) for _ in range(3)]
+    pidfds = [os.pidfd_open(child.process_id) for child in children]
+    assert rendezvous.dead_among(pidfds) == []
+    os.kill(children[1].process_id, signal.SIGKILL)
+    assert select.select([pidfds[1]], [], [], 10)[0]
+    assert rendezvous.dead_among(pidfds) == [pidfds[1]], "not waited for yet, and dead all the same"
+    for child in children:
+        os.kill(child.process_id, signal.SIGKILL)
+    processes.finish(children, 10)
+    assert rendezvous.dead_among(pidfds) == pidfds
+    for pidfd in pidfds:
+        os.close(pidfd)
+    with pytest.raises(OSError, match="closed descriptor"):
+        rendezvous.pidfd_alive(pidfds[0])
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_abstract_and_made_of_job_and_place() -> None:
+    assert rendezvous.place_name("mnist", 3) == b"\0fastps/mnist/3"
+    assert rendezvous.place_name("mnist", "host") == b"\0fastps/mnist/host"
+    assert len(rendezvous.place_name("x" * 95, "host")) == answer.NAME_BYTES
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 97, "é" * 50])
+def test_a_job_name_of_another_length_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="job's name of 1 to 96 bytes"):
+        rendezvous.place_name(wrong, 100)
+
+
+@pytest.mark.parametrize("wrong", [-1, "holder", 1.5, None])
+def test_another_kind_of_place_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="lane's number, 'host' or 'server'"):
+        rendezvous.place_name("mnist", wrong)

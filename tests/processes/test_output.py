@@ -1,0 +1,263 @@
+"""What a terminal, or a file, shows of several workers that write at the same time."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fastps.cli.report import failure_panel
+from fastps.processes.launcher import Launcher, Outcome
+from fastps.processes.output import JobOutput
+from fastps.processes.worker_output import Lines
+from fastps.system.clock import MonotonicClock
+
+
+class Terminal(io.StringIO):
+    """A terminal that obeys what JobOutput sends it: up some lines, and clear what is below."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def shown(self) -> list[str]:
+        lines = [""]
+        for piece in re.split(r"(\x1b\[\d+F|\x1b\[J|\n)", self.getvalue()):
+            if piece == "\n":
+                lines.append("")
+            elif up := re.fullmatch(r"\x1b\[(\d+)F", piece):
+                del lines[len(lines) - 1 - int(up[1]) :]
+                lines.append("")
+            elif piece != "\x1b[J":
+                lines[-1] += piece
+        return lines[:-1]
+
+
+class Steps(MonotonicClock):
+    """A clock that shows what it is told to."""
+
+    time_ns = 0
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+
+def test_bars_of_two_workers_keep_a_line_each_on_a_terminal() -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(0, "10%\r", terminal)
+    output.write(1, "20%\r", terminal)
+    assert terminal.shown() == ["[0] 10%", "[1] 20%"]
+    output.write(0, "30%\r", terminal)
+    output.write(1, "a loss of 0.5\n", terminal)
+    assert terminal.shown() == ["[1] a loss of 0.5", "[0] 30%"]
+    output.write(1, "40%\r", terminal)
+    output.write(0, "100%\n", terminal)
+    output.end(1, terminal)
+    assert terminal.shown() == ["[1] a loss of 0.5", "[0] 100%", "[1] 40%"]
+
+
+def test_bar_wider_than_the_terminal_takes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal, output = Terminal(), JobOutput(Steps())
+    for _ in range(3):
+        output.write(0, "x" * 100 + "\r", terminal)
+    assert terminal.shown() == ["[0] " + "x" * 15]
+
+
+def test_bars_are_lines_of_a_file_one_a_second_and_the_last() -> None:
+    file, clock = io.StringIO(), Steps()
+    output = JobOutput(clock)
+    for percent in range(0, 100, 10):
+        clock.time_ns = percent * 20_000_000
+        output.write(0, f"{percent}%\r", file)
+        output.write(1, f"{percent}%\r", file)
+    output.write(0, "100%\n", file)
+    output.end(0, file)
+    output.end(1, file)
+    assert file.getvalue().splitlines() == ["[0] 0%", "[1] 0%", "[0] 50%", "[1] 50%", "[0] 100%", "[1] 90%"]
+
+
+# What tqdm writes, in pieces as they come through a pipe: a bar begins with its carriage return.
+ONE_LOOP = [b"\r  0%", b"\r 50%", b"\r100%", b"\n"]
+NESTED_LOOPS = [
+    *(b"\repochs 0%", b"\n\rsteps 0%\x1b[A", b"\n\rsteps 50%\x1b[A", b"\n\r         \x1b[A", b"\repochs 50%"),
+    *(b"\n\rsteps 0%\x1b[A", b"\n\rsteps 50%\x1b[A", b"\n\r         \x1b[A", b"\repochs 100%", b"\n"),
+]
+
+
+def _pass_on(pieces: list[bytes], output: JobOutput, sink: io.StringIO, clock: Steps | None = None, seconds: float = 0) -> None:
+    """As the launcher does, with so many seconds before each piece."""
+    lines = Lines()
+    for piece in pieces:
+        if clock is not None:
+            clock.time_ns += int(seconds * 1e9)
+        for line in [*lines.feed(piece), *([lines.bar + b"\r"] if lines.bar else [])]:
+            output.write(0, line.decode(), sink)
+
+
+def test_bar_that_begins_with_its_carriage_return_is_shown_at_once() -> None:
+    for shown, until in (["[0]   0%"], 1), (["[0]  50%"], 2), (["[0] 100%"], 4):
+        terminal, output = Terminal(), JobOutput(Steps())
+        _pass_on(ONE_LOOP[:until], output, terminal)
+        assert terminal.shown() == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(1.0, ["[0]   0%", "[0]  50%", "[0] 100%"]), (0.1, ["[0]   0%", "[0] 100%"])],
+    ids=["slow", "fast"],
+)
+def test_bar_in_a_file_has_neither_empty_lines_nor_a_line_twice(seconds: float, shown: list[str]) -> None:
+    file, clock = io.StringIO(), Steps()
+    output = JobOutput(clock)
+    _pass_on(ONE_LOOP, output, file, clock, seconds)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == shown
+
+
+def test_last_update_of_a_bar_that_has_no_end_is_in_the_file() -> None:
+    file, output = io.StringIO(), JobOutput(Steps())
+    _pass_on(ONE_LOOP[:3], output, file)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == ["[0]   0%", "[0] 100%"]
+
+
+def test_nested_bars_are_one_line_below_the_outer_loops_and_move_no_cursor() -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(1, "1%\r", terminal)
+    _pass_on(NESTED_LOOPS[:3], output, terminal)
+    assert terminal.shown() == ["[0] epochs 0%", "[0] steps 50%", "[1] 1%"]
+    file, output = io.StringIO(), JobOutput(Steps())
+    _pass_on(NESTED_LOOPS, output, file)
+    output.end(0, file)
+    assert file.getvalue().splitlines() == ["[0] epochs 0%", "[0] epochs 50%", "[0] epochs 100%"]
+    assert "\x1b" not in file.getvalue()
+
+
+def test_line_on_the_other_stream_leaves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    errors = Terminal()
+    errors.write = terminal.write  # type: ignore[method-assign]  # one terminal, two streams
+    monkeypatch.setattr(sys, "stderr", errors)
+    output.write(0, "10%\r", errors)
+    output.write(0, "a loss of 0.5\n", terminal)
+    assert terminal.shown() == ["[0] a loss of 0.5", "[0] 10%"]
+    output.end(0, terminal)
+    output.write(0, "100%\n", errors)
+    assert terminal.shown() == ["[0] a loss of 0.5", "[0] 100%"]
+
+
+def test_more_bars_than_the_terminal_has_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", "6")
+    terminal, output = Terminal(), JobOutput(Steps())
+    for rank in range(8):
+        output.write(rank, "10%\r", terminal)
+    assert terminal.shown() == ["[0] 10%", "[1] 10%", "[2] 10%", "... and 5 more"]
+
+
+def test_colours_and_wide_characters_take_the_room_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "11")
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(0, "\x1b[32m12345\x1b[0m\r", terminal)
+    output.write(1, "\u5b66\u4e60\u7387\u5b66\r", terminal)
+    assert terminal.shown() == ["[0] \x1b[32m12345\x1b[0m", "[1] \u5b66\u4e60\u7387"]
+
+
+def test_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal, output = Terminal(), JobOutput(Steps())
+    _pass_on(ONE_LOOP, output, terminal)
+    assert terminal.getvalue() == "[0]   0%\n[0] 100%\n"
+
+
+def test_lines_of_others_do_not_get_between_the_bars() -> None:
+    terminal, output = Terminal(), JobOutput(Steps())
+    output.write(0, "10%\r", terminal)
+    output.hide_bars()
+    terminal.write("worker 1 ended by SIGKILL; started another\n")
+    output.write(0, "20%\r", terminal)
+    assert terminal.shown() == ["worker 1 ended by SIGKILL; started another", "[0] 20%"]
+
+
+def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\nprint('\\r50%', end='', flush=True)\nfor _ in range(200):\n    time.sleep(0.05)\n"
+        "    if os.path.exists('seen'):\n        sys.exit()\nsys.exit('not seen')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    def look() -> None:
+        if terminal.shown() == ["[0] 50%"]:
+            (tmp_path / "seen").touch()
+
+    assert Launcher([sys.executable, "script.py"], 1).run(look).exit_code == 0
+    assert terminal.shown() == ["[0] 50%"]
+
+
+@pytest.mark.parametrize(
+    "before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"], ["environment/bin/python"]]
+)
+def test_interpreter_before_the_script_is_this_one(before: list[str], tmp_path: Path) -> None:
+    (tmp_path / "environment/bin").mkdir(parents=True)
+    (tmp_path / "environment/bin/python").symlink_to(sys.executable)
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:], sys.executable)\n")
+    script = "script" if before[-1] == "-m" else "script.py"
+    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", *before, script, "--flag"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stdout == f"[0] ['--flag'] {sys.executable}\n", ended.stderr
+
+
+@pytest.mark.parametrize("name", ["python", "./python", "folder/python"])
+def test_script_that_is_called_python_is_a_script(name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / name).write_text("import sys\nprint(sys.argv[1:])\n")
+    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", name, "x.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stdout == "[0] ['x.py']\n", ended.stderr
+
+
+def test_interpreter_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", "/nowhere/bin/python", "x.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, "found no file '/nowhere/bin/python'" in ended.stderr) == (2, True)
+
+
+def test_traceback_of_a_worker_is_printed_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def fail():\n    raise ValueError('no luck')\nfail()\n")
+    command = [sys.executable, "-m", "fastps.cli", "run", "-n", "1", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.count("in fail") == 1
+    assert "its last line: ValueError: no luck" in ended.stderr
+
+
+def _panel_of(outcome: Outcome) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(failure_panel(outcome))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_panel_shows_a_last_line_as_it_was_written(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(r"import sys; sys.exit('expected x[:100:] and \[red], found \x1b[31m:boom:\x1b[0m')")
+    outcome = Launcher([sys.executable, str(script)], 1).run()
+    assert r"its last line: expected x[:100:] and \[red], found :boom: " in _panel_of(outcome)
+
+
+def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter(range(100))
+    monkeypatch.setattr("fastps.processes.launcher.oom_kills", lambda: next(kills))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    sys.exit('its child')\nos.kill(os.getpid(), 9)\n"
+    )
+    shown = _panel_of(Launcher([sys.executable, str(script)], 1).run())
+    assert "worker 0 failed first: ended by SIGKILL, for want of memory: the control group's limit was reached" in shown
+    assert "its last line: its child" in shown

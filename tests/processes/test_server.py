@@ -1,0 +1,437 @@
+"""A server of the job's own, with real processes: the same results, no turns for the workers, and everybody's death."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import fastps
+from fastps.device.host import HostDevice
+from fastps.device.memory import board_bytes
+from fastps.device.store import DeviceStore
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.kernels.shm.arena import LANE_DEAD
+from fastps.processes.options import JobOptions
+from fastps.store import core_sharing as cores
+from tests.support import processes
+
+AMOUNT = np.float32(1.0 / 1024)
+SIZE = 1000
+# With constant gradients of 1/1024 and a rate of 1 all sums are exact, so that the order of arrival does not show.
+EXACT = ["asp,shards=2", "dssp:1,4", "r2sp:0.5"]
+
+
+def _store(sync: str, workers: int, update: fastps.job.update_rules.Update | None = None, **options: Any) -> fastps.Store:
+    weights = {"a": np.ones(SIZE, np.float32), "b": np.ones((3, 5), np.float32)}
+    settings = {"server": "process", "timeout_s": 20.0, **options}
+    return fastps.Store.create(weights, update or fastps.SGD(lr=1.0), sync=sync, workers=workers, **settings)
+
+
+def _constant(_rank: int, _step: int) -> dict[str, Any]:
+    return {"a": np.full(SIZE, AMOUNT), "b": np.full((3, 5), AMOUNT)}
+
+
+def _random(rank: int, step: int) -> dict[str, Any]:
+    numbers = np.random.default_rng([rank, step])
+    return {"a": numbers.standard_normal(SIZE, np.float32), "b": numbers.standard_normal((3, 5), np.float32)}
+
+
+def _steps(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]], pause_s: float = 0.0) -> Any:
+    """Take steps; returns the final weights, and what was logged."""
+    told = _Told()
+    with store.attach(rank) as worker:
+        worker.wait_for_start()  # or a fast one would be done, and see itself alone, before a slow one has come
+        for step in range(steps):
+            for name, values in make(rank, step).items():
+                worker.gradients[name][...] = values
+            worker.push(store.hypers, samples=4)
+            worker.advance()
+            worker.pull()
+            time.sleep(pause_s)
+        worker.wait_for_others()
+        return {name: np.array(values) for name, values in worker.weights.items()}, told.texts
+
+
+class _Told(logging.Handler):
+    """What this process logs about members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("fastps.membership").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _run(store: fastps.Store, workers: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+    children = [processes.start(lambda rank=rank: _steps(store, rank, steps, make)) for rank in range(workers)]
+    processes.finish(children, 40)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    return [child.outcome[0] for child in children]
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.001)
+
+
+def _server_of(store: fastps.Store) -> int:
+    assert store.server is not None
+    return store.server.process_id
+
+
+# -- the same results --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sync", "update"),
+    [("bsp,ema=0.9", fastps.Adam(lr=0.01)), ("hardsync:8,shards=2", fastps.SGD(lr=0.1, momentum=0.9))],
+    ids=["adam-average", "two-shards"],
+)
+def test_a_sum_of_all_has_the_bits_of_the_workers_own_turns(sync: str, update: fastps.job.update_rules.Update) -> None:
+    found = []
+    for server in ("workers", "process"):
+        with _store(sync, 2, update, server=server) as store:
+            found += _run(store, 2, 30, _random)
+            assert store.version == 30
+    for weights in found[1:]:
+        for name, values in weights.items():
+            assert np.array_equal(values, found[0][name]), name
+
+
+@pytest.mark.parametrize("sync", EXACT)
+def test_every_push_is_folded_exactly_once_by_the_server(sync: str) -> None:
+    workers, steps = 3, 40
+    with _store(sync, workers) as store:
+        for weights in _run(store, workers, steps, _constant):
+            assert all(set(values.reshape(-1).tolist()) == {1.0 - workers * steps / 1024} for values in weights.values())
+
+
+def test_timers_of_a_quorum_are_the_servers() -> None:
+    """Two workers wait for the timer while the third is too slow for it; whoever had to fire it would not be the server."""
+    workers, steps = 3, 20
+    with _store("psp:2,1,push_timeout=0.002,shards=1", workers) as store:
+        pauses_s = (0.0, 0.0, 0.01)
+        work = [partial(_steps, store, rank, steps, _constant, pauses_s[rank]) for rank in range(workers)]
+        children = [processes.start(each) for each in work]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        weights = children[0].outcome[0]
+        counters = [store.arena.counters(rank) for rank in range(workers)]
+        folded = sum(counter["folded"] for counter in counters)
+        dropped = [counter["dropped"] for counter in counters]
+        assert (folded + sum(dropped), sum(dropped[:2]) < dropped[2]) == (workers * steps, True)
+        assert set(weights["a"].tolist()) == {1.0 - folded / 1024}, "a quorum's mean times its count is its sum"
+
+
+@pytest.mark.slow
+def test_a_rule_of_the_users_own_is_compiled_in_the_server_again() -> None:
+    factor = 0.5
+
+    @fastps.rule(state=("speed",), hyper=("learning_rate", "drag"))
+    def dragged(weight, gradient, speed, learning_rate, drag):  # type: ignore[no-untyped-def]
+        moved = speed * drag + gradient * factor
+        return weight - learning_rate * moved, moved
+
+    found = []
+    for server in ("workers", "process"):
+        with _store("bsp", 2, dragged(learning_rate=0.1, drag=0.3), server=server) as store:
+            found.append(_run(store, 2, 10, _random)[0])
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+# -- who takes the turns -----------------------------------------------------------------------------------------------
+
+
+def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_workers_only() -> None:
+    with _store("asp", 1, timeout_s=60) as store, store.attach(0) as worker:
+        for _ in range(3):
+            worker.step(_constant(0, 0))
+        _until(lambda: store.version == 3)
+        with processes.stopped(_server_of(store)):
+            worker.push(store.hypers)
+            for _ in range(20):
+                worker.try_turn()
+                time.sleep(0.005)
+            assert (store.version, worker.lane.posted(), worker.lane.done()) == (3, 4, 3), "posted, and nobody folds it"
+            observer = fastps.observe(store.job)
+            assert [row.rank for row in observer.look().workers] == [0]
+            observer.close()
+        _until(lambda: store.version == 4)
+
+
+def test_a_wait_for_a_stopped_server_says_who_takes_the_turns() -> None:
+    with _store("bsp", 1, timeout_s=0.5) as store, store.attach(0) as worker:
+        with processes.stopped(_server_of(store)):
+            worker.push(store.hypers)
+            with pytest.raises(fastps.TimeoutExceededError, match=f"process {_server_of(store)}, the job's server"):
+                worker.advance()
+        worker.advance()
+
+
+def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_job_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    found = []
+    for server in ("workers", "process"):
+        for name, value in JobOptions(server=server).environment().items():
+            monkeypatch.setenv(name, value)
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 4)
+        with fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), sync="bsp") as optimizer:
+            assert (optimizer.worker.store.server is not None) == (server == "process")
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.randn(3, 8)).square().sum().backward()
+                optimizer.step()
+            state = optimizer.state_dict()["state"]
+            found.append([parameter.detach().clone() for parameter in model.parameters()] + [state[0]["exp_avg"]])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
+    with _store("asp", 2) as store, store.attach(0) as first, store.attach(1) as second:
+        first.hold_turns()
+        second.push(store.hypers)
+        time.sleep(0.05)
+        assert store.version == 0
+        buffer, _ = first.lane.spare()
+        for view in store.weight_views(buffer):
+            view[:] = 5.0
+        first.release_turns(True)
+        _until(lambda: store.version == 1)
+        second.pull()
+        assert second.weights["a"][0] == 5.0 - second.gradients["a"][0]
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sync", "loss"), [("bsp", "stop"), ("dssp:1,4", "continue"), ("r2sp:0.5", "stop")])
+def test_the_servers_death_loses_nothing_and_is_told_once(sync: str, loss: str) -> None:
+    workers, steps = 3, 150
+    with _store(sync, workers, on_worker_loss=loss) as store:
+        work = [partial(_steps, store, rank, steps, _constant, 0.001) for rank in range(workers)]
+        children = [processes.start(each) for each in work]
+        _until(lambda: store.version >= 20)
+        os.kill(_server_of(store), signal.SIGKILL)
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        pushes = steps * workers
+        for child in children:
+            assert set(child.outcome[0]["a"].tolist()) == {1.0 - (steps if sync == "bsp" else pushes) / 1024}
+        told = [text for child in children for text in child.outcome[1]]
+        assert len(told) == 1 and f"the server (process {_server_of(store)}) died" in told[0], told
+        assert store.arena.lane_state(store.arena.server_lane) == LANE_DEAD
+
+
+def test_the_server_shares_the_workers_cores_until_it_dies() -> None:
+    with _store("asp", 2) as store, store.attach(0) as worker:
+        assert worker.cores.takers == 3
+        os.kill(_server_of(store), signal.SIGKILL)
+        _until(lambda: worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))}) is None and not store.arena.is_served())
+        worker.try_turn()
+        assert worker.cores.takers == 2
+        assert worker.cores.spins == cores.spins(2, len(os.sched_getaffinity(0)))
+
+
+def test_a_server_that_rests_for_long_sleeps() -> None:
+    """It yields the core before it sleeps, where it shares one: for a millisecond at most, and not again after a long rest."""
+    with _store("asp", os.cpu_count() or 1) as store, store.attach(0) as worker:
+        server = psutil.Process(_server_of(store))
+        for _ in range(20):
+            worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))})
+        before_s = sum(server.cpu_times()[:2])
+        time.sleep(1.0)
+        assert sum(server.cpu_times()[:2]) - before_s < 0.3
+
+
+def test_the_turn_of_a_server_that_dies_in_a_fold_is_broken() -> None:
+    """Four million parameters: nearly all of the server's time is the fold's."""
+    weights = {"w": np.ones(1 << 22, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=1, server="process") as store:
+        with store.attach(0) as worker:
+            worker.gradients["w"][:] = AMOUNT
+            is_alive, steps = True, 0
+            while is_alive or steps < 12:
+                assert steps < 100, "the server was never seen with the turn"  # a busy machine may let this look too late
+                worker.push(store.hypers)
+                while is_alive and steps >= 5 and not worker.push_folded:
+                    if worker.lane.owner() == store.arena.server_lane:
+                        os.kill(_server_of(store), signal.SIGKILL)
+                        is_alive = False
+                worker.advance()
+                worker.gradients["w"][:] = AMOUNT
+                steps += 1
+            worker.wait_for_others()
+            assert (store.version, set(worker.weights["w"].tolist())) == (steps, {1.0 - steps / 1024})
+
+
+def test_a_killed_worker_is_buried_by_the_server_and_another_joins_in_its_place() -> None:
+    with _store("ssp:2", 2, on_worker_loss="continue") as store:
+        children = [processes.start(lambda rank=rank: _steps(store, rank, 60, _constant, 0.002)) for rank in range(2)]
+        _until(lambda: store.version >= 10)
+        os.kill(children[1].process_id, signal.SIGKILL)
+        children.append(processes.start(lambda: _steps(store, 1, 20, _constant, 0.002)))
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0, -signal.SIGKILL, 0], [child.outcome for child in children]
+        assert store.weight_views(store.committed()[0])[0][0] == 1.0 - store.version / 1024
+
+
+def test_a_killed_worker_ends_the_job_with_its_name_where_losses_do() -> None:
+    with _store("bsp", 3) as store:
+        children = [processes.start(lambda rank=rank: _steps(store, rank, 10**6, _constant)) for rank in range(3)]
+        _until(lambda: store.version >= 5)
+        os.kill(children[1].process_id, signal.SIGKILL)
+        processes.finish(children, 20)
+        for rank in (0, 2):
+            assert children[rank].outcome[0] == "WorkerDiedError", children[rank].outcome
+        assert any("worker 1 (" in children[rank].outcome[1] for rank in (0, 2))
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def _creator(job: str, steps: int) -> None:
+    """Make a job of two workers, and be the first of them."""
+    with _store("asp", 2, job=job, on_worker_loss="continue") as store:
+        _steps(store, 0, steps, _constant, 0.001)
+
+
+def _found(job: str) -> fastps.Store:
+    policy, update = parse_policy("asp"), fastps.SGD(lr=1.0)
+    rows = [("a", (SIZE,), (1,), 0), ("b", (3, 5), (5, 1), 0)]
+    faults = fastps.job.fault_policy.FaultPolicy(on_worker_loss="continue")
+    layout = Layout(place(rows), 1, update.rule, policy, 2, faults=faults, server="process")
+    return fastps.Store.connect(job, layout, [update.hyper], timeout_s=20)
+
+
+def _is_gone(process_id: int) -> bool:
+    return not psutil.pid_exists(process_id) or psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_server_outlives_its_creator_and_ends_with_the_last_worker() -> None:
+    job = f"server-{os.getpid()}"
+    creator = processes.start(lambda: _creator(job, 10**6))
+    with _found(job) as store:
+        server = store.arena.process_id(store.arena.server_lane)
+        with store.attach(1) as worker:
+            _until(lambda: store.version >= 5)
+            os.kill(creator.process_id, signal.SIGKILL)
+            processes.finish([creator], 10)
+            for step in range(100):
+                worker.step(_constant(1, step))
+                time.sleep(0.002)
+            assert worker.is_served and not _is_gone(server)  # type: ignore[attr-defined]
+        _until(lambda: _is_gone(server), 2.0)
+
+
+def test_no_server_outlives_workers_that_were_all_killed() -> None:
+    job = f"killed-{os.getpid()}"
+    children = [processes.start(lambda: _creator(job, 10**6))]
+    with _found(job) as store:
+        children.append(processes.start(lambda: _steps(store, 1, 10**6, _constant)))
+        _until(lambda: store.version >= 5 and store.arena.counters(1)["posted"] > 0)
+        server = store.arena.process_id(store.arena.server_lane)
+    for child in children:
+        os.kill(child.process_id, signal.SIGKILL)
+    processes.finish(children, 10)
+    _until(lambda: _is_gone(server), 2.0)
+
+
+def test_a_store_that_nobody_joined_takes_its_server_with_it() -> None:
+    with _store("bsp", 2) as store:
+        server = _server_of(store)
+        assert not _is_gone(server)
+    assert not psutil.pid_exists(server), "ended, and reaped"
+
+
+def test_a_second_job_of_a_running_jobs_name_is_refused_as_without_a_server() -> None:
+    with _store("bsp", 1, job=f"twice-{os.getpid()}") as store, pytest.raises(fastps.AttachError, match="choose another"):
+        _store("bsp", 1, job=store.job)
+
+
+@pytest.mark.parametrize("ask", [lambda: _store("bsp", 1, server="threads"), lambda: JobOptions(server="threads")])
+def test_an_unknown_server_is_refused_in_one_sentence(ask: Callable[[], object]) -> None:
+    with pytest.raises(fastps.UsageError, match="expected server to be one of workers, process, found 'threads'"):
+        ask()
+
+
+def test_workers_that_disagree_about_the_server_are_told_so() -> None:
+    update = fastps.SGD(lr=1.0)
+    with _store("bsp", 2) as store, pytest.raises(fastps.LayoutError, match="server"):
+        fastps.Store.connect(store.job, replace(store.layout, server="workers"), [update.hyper])
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def _device_store(sync: str, workers: int, update: fastps.job.update_rules.Update) -> DeviceStore:
+    policy = parse_policy(sync)
+    parameters = place([("a", (SIZE,), (1,), 0), ("b", (3, 5), (5, 1), 0)], policy.shards)
+    layout = Layout(parameters, 1, update.rule, policy, workers, server="process")
+    shards = len(layout.shards)
+    layout = replace(layout, homes=(layout.lanes,) * shards, extra_bytes=board_bytes(shards))
+
+    def write(views: list[Any]) -> None:
+        for view in views:
+            view[:] = 1.0
+
+    make = partial(HostDevice, "one", 0.002)
+    store = DeviceStore.create_for(layout, write, [update.hyper], timeout_s=20, server_device=make)
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def _device_steps(store: DeviceStore, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> Any:
+    store.use(HostDevice("one", 0.002))
+    try:
+        with store.attach(rank) as worker:
+            for step in range(steps):
+                worker.step(make(rank, step))
+            worker.wait_for_others()
+            assert store.devices is not None and store.devices.folds == 0, "workers fold nothing"
+            return {name: np.array(values) for name, values in worker.weights.items()}
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("sync", ["bsp", "psp:2,0.5,shards=2"])
+def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) -> None:
+    update = fastps.Adam(lr=0.01)
+    with _store(sync, 2, update, server="workers") as on_cpu:
+        expected = _run(on_cpu, 2, 12, _random)[0]
+    with _device_store(sync, 2, update) as store:
+        children = [processes.start(lambda rank=rank: _device_steps(store, rank, 12, _random)) for rank in range(2)]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    for child in children:
+        for name, values in child.outcome.items():
+            assert np.array_equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("victim", [-1, 0, 1], ids=["server", "creator's worker", "worker"])
+def test_a_death_on_a_device_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:
+    with _device_store("bsp", 3, fastps.SGD(lr=0.01)) as store:
+        children = [processes.start(lambda rank=rank: _device_steps(store, rank, 10**6, _random)) for rank in range(3)]
+        _until(lambda: store.version >= 5)
+        if victim >= 0:
+            processes.kill_one(children, victim)
+        else:
+            os.kill(_server_of(store), signal.SIGKILL)
+            processes.finish_after_a_death(children, "the server (process")
+            assert any("memory on devices was its own and is gone" in child.outcome[1] for child in children)

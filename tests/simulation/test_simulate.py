@@ -1,0 +1,534 @@
+"""Simulations in virtual time: small cases by hand, the oracles' decisions, and what the papers say of staleness."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps import parse_policy
+from fastps.errors import PolicyError, UsageError
+from fastps.kernels.simulation.compute_time import ComputeTimes
+from fastps.kernels.simulation.network import Network
+from fastps.kernels.simulation.simulator import Simulator
+from fastps.simulation.compute_models import ComputeModel, parse_compute
+from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
+from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
+from tests.oracles.asp import Asp
+from tests.oracles.backup import Backup
+from tests.oracles.bsp import Bsp
+from tests.oracles.combined import Combined
+from tests.oracles.dssp import Dssp
+from tests.oracles.hardsync import HardSync
+from tests.oracles.psp import PspServer
+from tests.oracles.r2sp import R2sp
+from tests.oracles.softsync import SoftSync
+from tests.oracles.ssp import Ssp
+from tests.oracles.staggered import StaggeredSoftSync
+from tests.oracles.tree import Tree
+
+VARIED = parse_compute("lognormal:10ms,0.4")
+
+
+def played(spec: str, **options: Any) -> Outcome:
+    return simulate(parse_policy(spec), Simulation(**options), trace=True)
+
+
+def times(outcome: Outcome, kind: str, worker: int) -> list[int]:
+    """When the lines of a kind of one worker were written, in ns."""
+    assert outcome.trace is not None
+    lines = outcome.trace
+    chosen = (lines["kind"] == TRACE_KINDS.index(kind)) & (lines["worker"] == worker)
+    return [int(time_ns) for time_ns in lines["time_ns"][chosen]]
+
+
+def constant(*times_ns: int) -> ComputeModel:
+    """Each worker always computes as long."""
+    return ComputeModel("replay", replay=[[time_ns] for time_ns in times_ns])
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_bsp_goes_at_the_pace_of_the_slowest() -> None:
+    outcome = played("bsp", workers=3, steps=5, compute=constant(10, 20, 30))
+    assert times(outcome, "fold", 0) == [30, 60, 90, 120, 150]
+    assert times(outcome, "begin", 2) == [0, 30, 60, 90, 120, 150]
+    row = outcome.row
+    assert row["seconds"] == 150e-9 and row["steps"] == 15 and row["updates"] == 5
+    assert row["wait_share"] == pytest.approx(5 * (20 + 10) / (5 * 90))
+    assert row["grant_wait_share"] == pytest.approx(row["wait_share"]), "there is nothing else to wait for"
+    assert row["zero_gap_share"] == 10 / 14, "two of the three pushes of an update follow the first at once"
+
+
+def test_ssp_lets_the_fast_worker_be_one_ahead() -> None:
+    outcome = played("ssp:1", workers=2, steps=5, compute=constant(10, 30))
+    # It pushes at 10 (one ahead: goes on) and 20 (two ahead: waits for the push at 30), then once in each step of the slow.
+    assert times(outcome, "receive", 0) == [10, 20, 40, 70, 100, 130]
+    assert times(outcome, "grant", 0) == [10, 30, 60, 90, 120]
+    assert times(outcome, "receive", 1) == [30, 60, 90, 120]
+
+
+def test_combined_pushes_of_one_instant_are_one_version_and_the_others_one_each() -> None:
+    outcome = played("asp,combine=true", workers=3, steps=4, leave=True, compute=constant(10, 20, 20))
+    assert times(outcome, "fold", 0) == [10, 20, 30, 40] and times(outcome, "fold", 2) == [20, 40, 60, 80]
+    row = outcome.row
+    assert row["steps"] == 12 and row["updates"] == 6, "at 10, 20 (of three), 30, 40 (of three), 60 and 80 (of two)"
+    # The fast one reads every version; the others miss the one at 10, then the one at 30.
+    assert row["staleness"] == [(0, 8), (1, 4)]
+    assert row["sigma_mean"] == pytest.approx((2 / 3 + 2 / 3) / 6)
+    assert row["zero_gap_share"] == 6 / 11
+    plain = simulate(parse_policy("asp"), Simulation(workers=3, steps=4, leave=True, compute=constant(10, 20, 20))).row
+    assert plain["updates"] == 12 and plain["staleness_max"] == 3
+
+
+def test_a_busy_server_finds_the_pushes_that_waited_for_it_in_one_drain() -> None:
+    """An update takes 100. The push at 10 is one; those at 20, 30 and 40 wait until 110, and are one more."""
+    options: dict[str, Any] = {"workers": 4, "steps": 1, "compute": constant(10, 20, 30, 40), "update_ns": 100}
+    outcome = played("asp,combine=true", **options)
+    assert [times(outcome, "fold", worker) for worker in range(4)] == [[10], [110], [110], [110]]
+    assert outcome.row["updates"] == 2 and outcome.row["staleness"] == [(0, 1), (1, 3)]
+    assert played("asp", **options).row["updates"] == 4
+
+
+def test_backup_drops_the_late_worker_and_gives_it_the_newest_weights() -> None:
+    outcome = played("backup:1", workers=3, steps=5, compute=constant(10, 20, 50))
+    assert times(outcome, "fold", 1) == [20, 40, 60, 80, 100, 120]
+    assert times(outcome, "drop", 2) == times(outcome, "grant", 2) == [50, 100]
+    assert outcome.trace is not None
+    begun = outcome.trace[(outcome.trace["kind"] == TRACE_KINDS.index("begin")) & (outcome.trace["worker"] == 2)]
+    assert list(begun["version"]) == [0, 2, 4], "of two versions at 50; at 100 its push comes before the fifth's last"
+    assert outcome.row["dropped"] == 2 and outcome.row["staleness_max"] == 0
+
+
+def test_figure_2_of_dssp_gives_three_extra_iterations() -> None:
+    """The intervals of test_scheduler.py's Figure 2: at 52 the controller finds r* = 3, and would wait 1 from 82 on."""
+    model = ComputeModel("replay", replay=[[12, *[10] * 20], [1, *[41] * 20]])
+    outcome = played("dssp:2,6", workers=2, steps=7, compute=model)
+    assert times(outcome, "receive", 1)[:3] == [1, 42, 83]
+    granted = times(outcome, "grant", 0)
+    assert granted[:4] == [12, 22, 32, 42], "within s_L"
+    # Line 14 sends OK without line 4's decrement: r* + 1 = 4 iterations begin before the slow push.
+    assert [time_ns for time_ns in granted if 42 < time_ns < 83] == [52, 62, 72, 82]
+    ssp = played("ssp:2", workers=2, steps=7, compute=model)
+    assert [time_ns for time_ns in times(ssp, "grant", 0) if 42 < time_ns < 84] == [83], "SSP waits 31 here"
+
+
+def test_transfers_share_a_port_and_directions_do_not_disturb_each_other() -> None:
+    """1,000 bytes at 1 byte a ns. Pushes begin at 1000 and 1500, so the first ends at 2500 (500 alone, 500 at half the rate),
+
+    the second at 3000 (500 at half the rate, 500 alone). Pulls begin at 2500 and 3000: the first ends at 4000, the second at
+    4500, in the same way, and not disturbed by the pushes.
+    """
+    outcome = played("asp", workers=2, steps=1, compute=constant(1000, 1500), model_bytes=1000, bandwidth=1e9)
+    assert (times(outcome, "receive", 0), times(outcome, "receive", 1)) == ([2500], [3000])
+    longer = played("asp", workers=2, steps=2, compute=constant(1000, 1500), model_bytes=1000, bandwidth=1e9)
+    assert (times(longer, "pull", 0)[0], times(longer, "pull", 1)[0]) == (4000, 4500)
+    push, pull = outcome.row["links"]
+    assert (push["bytes"], push["peak"], push["direction"]) == (2000.0, 2, "push")
+    assert push["share"] == pytest.approx(2000 / 3000) == push["busy_share"]
+    assert (pull["bytes"], pull["peak"], pull["direction"]) == (0.0, 2, "pull"), "both are on their way at the end"
+
+
+def test_a_workers_own_port_bounds_its_transfers() -> None:
+    outcome = played(
+        "asp", workers=2, steps=1, compute=constant(1000, 1500), model_bytes=1000, bandwidth=1e9, worker_bandwidth=0.25e9
+    )
+    assert (times(outcome, "receive", 0), times(outcome, "receive", 1)) == ([5000], [5500])
+
+
+def test_latency_and_slow_servers() -> None:
+    outcome = played("asp", workers=1, steps=3, compute=constant(10), latency_ns=5)
+    assert times(outcome, "receive", 0) == [15, 35, 55]
+    slow = played(
+        "asp,shards=2",
+        workers=1,
+        steps=2,
+        compute=constant(10),
+        latency_ns=5,
+        model_bytes=200,
+        bandwidth=1e9,
+        slow_servers={1: 3},
+    )
+    assert slow.trace is not None
+    received = slow.trace[slow.trace["kind"] == TRACE_KINDS.index("receive")]
+    assert [(int(line["time_ns"]), int(line["shard"])) for line in received[:2]] == [(10 + 100 + 5, 0), (10 + 300 + 15, 1)]
+
+
+def test_a_pull_of_the_version_that_is_held_moves_no_weights() -> None:
+    # softsync:1 of two workers folds both together: the first push makes no version, so its answer is a word.
+    outcome = played("softsync:1", workers=2, steps=2, compute=constant(1000, 4000), model_bytes=100, bandwidth=1e9)
+    assert times(outcome, "receive", 0)[:2] == [1100, 2200]
+    assert times(outcome, "pull", 0)[0] == 1100
+
+
+def test_late_answers_leave_partial_pulls_with_old_blocks() -> None:
+    options: dict[str, Any] = {"workers": 4, "steps": 200, "compute": VARIED, "late_pulls": (0.05, 500_000_000)}
+    partial = simulate(parse_policy("psp:3,0.75"), Simulation(**options)).row
+    full = simulate(parse_policy("psp:3,1"), Simulation(**options)).row
+    assert partial["stale_blocks"] > 0 and full["stale_blocks"] == 0
+    assert partial["steps_per_s"] > 2 * full["steps_per_s"]
+
+
+def test_overlap_hides_transfers() -> None:
+    options: dict[str, Any] = {"workers": 4, "steps": 200, "compute": constant(10_000), "model_bytes": 5000, "bandwidth": 1e9}
+    plain = simulate(parse_policy("softsync:1"), Simulation(**options)).row
+    hidden = simulate(parse_policy("adv*:1"), Simulation(**options)).row
+    assert hidden["wait_share"] < 0.01
+    assert hidden["steps_per_s"] == pytest.approx(4 / 10e-6, rel=0.01)
+    assert plain["steps_per_s"] < 0.55 * hidden["steps_per_s"], "four pushes and pulls of 5 us share one port"
+
+
+def test_a_tree_halves_the_load_of_its_ports() -> None:
+    options: dict[str, Any] = {"workers": 8, "steps": 100, "compute": constant(1000), "model_bytes": 5000, "bandwidth": 1e9}
+    base = simulate(parse_policy("softsync:1"), Simulation(**options)).row
+    tree = simulate(parse_policy("adv:1"), Simulation(**options)).row
+    assert len(base["links"]) == 2 and len(tree["links"]) == 4
+    assert base["link_share_max"] == pytest.approx(0.5, abs=0.01), "all push together, then all pull together"
+    assert tree["steps_per_s"] == pytest.approx(2 * base["steps_per_s"], rel=0.1)
+
+
+def test_tuned_batches_make_workers_take_equally_long() -> None:
+    model = replace(parse_compute("constant:10ms"), factors={0: 3.0})
+    outcome = played("r2sp:0.8,tune=true", workers=4, steps=50, compute=model, batch=16)
+    assert outcome.trace is not None
+    begun = outcome.trace[outcome.trace["kind"] == TRACE_KINDS.index("begin")]
+    last = {int(line["worker"]): int(line["detail"]) for line in begun}
+    assert last == {0: 16, 1: 48, 2: 48, 3: 48}
+    plain = simulate(parse_policy("r2sp:0.8"), Simulation(workers=4, steps=50, compute=model, batch=16)).row
+    assert outcome.row["samples_per_s"] > 2 * plain["samples_per_s"]
+
+
+def test_workers_that_leave_have_done_their_own_steps() -> None:
+    outcome = played("asp", workers=3, steps=7, leave=True, compute=constant(10, 20, 50))
+    assert [len(times(outcome, "receive", worker)) for worker in range(3)] == [7, 7, 7]
+    assert [times(outcome, "leave", worker) for worker in range(3)] == [[70], [140], [350]]
+
+
+# -- the oracles -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A spec, its oracle for so many workers, and whether the oracle is told timestamps and samples."""
+
+    spec: str
+    oracle: Callable[[int], Any]
+    is_told: bool = True
+
+
+JUDGED = [
+    Judged("bsp", Bsp, False),
+    Judged("asp", Asp, False),
+    Judged("ssp:2", lambda n: Ssp(n, 2), False),
+    Judged("dssp:1,6", lambda n: Dssp(n, 1, 6, "next-push", False), False),
+    Judged("dssp:1,6,release=printed,hard_bound=true", lambda n: Dssp(n, 1, 6, "printed", True), False),
+    Judged("backup:2", lambda n: Backup(n, 2)),
+    Judged("psp:5,0.75", lambda n: PspServer(n, 5, 0)),
+    Judged("psp:5,0.5,push_timeout=0.001,pull_timeout=0.002", lambda n: PspServer(n, 5, 1_000_000)),
+    Judged("hardsync:64", HardSync),
+    Judged("softsync:3", lambda n: SoftSync(n, 3)),
+    Judged("adv:2", lambda n: Tree(n, 2, 2)),
+    Judged("adv*:2,groups=3", lambda n: Tree(n, 2, 3)),
+    Judged("r2sp:0.8", lambda n: R2sp(n, 0.8)),
+    Judged("r2sp:0.6,tune=true", lambda n: R2sp(n, 0.6, tune=True)),
+    Judged("softsync:2,stagger=0.5", lambda n: StaggeredSoftSync(n, 2, 0.5)),
+]
+EVENTS = ("receive", "timer", "leave")
+NETWORKS: dict[str, dict[str, Any]] = {
+    "instant": {},
+    "shared": {"model_bytes": 1e6, "bandwidth": 1e9, "latency_ns": 50_000, "late_pulls": (0.02, 60_000_000)},
+}
+
+
+def decisions(trace: Any, shard: int) -> Iterator[tuple[Any, list[int], list[int], int]]:
+    """Each event of a shard's scheduler with what it decided: (line, folded, granted, dropped)."""
+    event, folded, granted, dropped = None, [], [], 0
+    for line in trace[trace["shard"] == shard]:
+        kind = TRACE_KINDS[line["kind"]]
+        if kind in EVENTS:
+            if event is not None:
+                yield event, sorted(folded), sorted(granted), dropped
+            event, folded, granted, dropped = line, [], [], 0
+        elif kind == "fold":
+            folded.append(int(line["worker"]))
+        elif kind == "grant":
+            granted.append(int(line["worker"]))
+        elif kind == "drop":
+            dropped += 1
+    yield event, sorted(folded), sorted(granted), dropped
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
+@pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.spec)
+def test_decisions_are_the_oracles_at_the_same_times(judged: Judged, leave: bool, network: str) -> None:
+    workers, steps = 7, 40
+    model = replace(VARIED, factors={0: 2.5})
+    outcome = played(judged.spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **NETWORKS[network])
+    assert outcome.trace is not None
+    for shard in range(outcome.row["shards"]):
+        oracle, seen = judged.oracle(workers), 0
+        for event, folded, granted, dropped in decisions(outcome.trace, shard):
+            kind, worker, now_ns = TRACE_KINDS[event["kind"]], int(event["worker"]), int(event["time_ns"])
+            dropped_before = sum(oracle.dropped.values())
+            if kind == "timer":
+                assert oracle.due_ns() == now_ns
+                expected = oracle.fire()
+            elif kind == "leave":
+                expected = oracle.leave(worker, now_ns)
+            elif judged.is_told:
+                expected = oracle.push(worker, now_ns, int(event["version"]), int(event["detail"]))
+            else:
+                expected = oracle.push(worker, now_ns)
+            assert (folded, granted) == (sorted(expected[0]), expected[1]), f"{judged.spec}, shard {shard}: {kind} {event}"
+            assert dropped == sum(oracle.dropped.values()) - dropped_before
+            seen += kind == "receive"
+        assert seen >= workers * steps * 0.9
+
+
+COMBINED = {
+    "asp,combine=true": Asp,
+    "ssp:2,combine=true": lambda n: Ssp(n, 2),
+    "ssp:1,shards=3,pull=0.5,combine=true": None,
+    "dssp:1,6,combine=true": lambda n: Dssp(n, 1, 6, "next-push", False),
+}
+BUSY: dict[str, Any] = {"service_ns": 200_000, "update_ns": 3_000_000}
+
+
+@pytest.mark.parametrize("surroundings", [{}, NETWORKS["shared"], BUSY, {**NETWORKS["shared"], **BUSY}], ids=str)
+@pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
+@pytest.mark.parametrize("spec", [spec for spec, oracle in COMBINED.items() if oracle is not None])
+def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: bool, surroundings: dict[str, Any]) -> None:
+    workers, steps = 7, 40
+    model = replace(parse_compute("normal:10ms,2ms"), factors={0: 2.5})
+    outcome = played(spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **surroundings)
+    assert outcome.trace is not None and outcome.row["steps"] == workers * steps
+    make = COMBINED[spec]
+    assert make is not None
+    oracle, granted_since = Combined(make(workers)), list[int]()
+    for event, folded, granted, _ in decisions(outcome.trace, 0):
+        kind, worker, now_ns = TRACE_KINDS[event["kind"]], int(event["worker"]), int(event["time_ns"])
+        decided = getattr(oracle, "leave" if kind == "leave" else "push")(worker, now_ns)
+        granted_since += decided[1]
+        assert decided[0] == []
+        if kind == "leave":
+            assert (folded, granted) == ([], sorted(granted_since))
+        elif folded:
+            assert (folded, granted) == (oracle.close()[0], sorted(granted_since)), f"{spec}: drain at {event}"
+        else:
+            assert granted == [], "grants are those of the whole drain"
+            continue
+        granted_since = []
+    assert outcome.row["updates"] == oracle.version
+    if "update_ns" in surroundings:
+        assert oracle.version < 0.8 * workers * steps, "pushes meet at a busy server"
+
+
+@pytest.mark.parametrize("spec", COMBINED)
+def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: str) -> None:
+    outcome = played(spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"], **BUSY)
+    assert outcome.trace is not None
+    for shard in range(outcome.row["shards"]):
+        lines = outcome.trace[(outcome.trace["shard"] == shard) & (outcome.trace["kind"] == TRACE_KINDS.index("fold"))]
+        assert len(lines) == 280
+        before = (lines["version"] + lines["detail"]).tolist()
+        assert before == sorted(before) and set(before) == set(range(before[-1] + 1)), "versions follow each other"
+        assert lines["detail"].min() >= 0
+
+
+@pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.spec)
+def test_every_push_is_folded_or_dropped_once_or_still_waits(judged: Judged) -> None:
+    outcome = played(judged.spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"])
+    row = outcome.row
+    assert row["steps"] == 280
+    folded = sum(count for _, count in row["staleness"])
+    assert folded + row["dropped"] == 280 * row["shards"], "all have left, so nothing waits"
+
+
+# -- what the papers say of staleness -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["bsp", "hardsync:128", "backup:2"])
+def test_synchronous_schemes_have_no_staleness(spec: str) -> None:
+    row = simulate(parse_policy(spec), Simulation(workers=30, steps=100, compute=VARIED)).row
+    assert row["staleness_mean"] == row["staleness_max"] == 0
+    assert [versions for versions, _ in row["staleness"]] == [0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 15, 30])
+def test_softsyncs_mean_staleness_is_n(n: int) -> None:
+    """Rudra, Figure 4: with lambda = 30, <sigma> is n for n-softsync, and sigma hardly ever above 2 n."""
+    row = simulate(
+        parse_policy(f"softsync:{n}"), Simulation(workers=30, steps=400, compute=parse_compute("normal:10ms,1ms"))
+    ).row
+    assert row["sigma_mean"] == pytest.approx(n, rel=0.1)
+    above = sum(count for versions, count in row["staleness"] if versions > 2 * n)
+    assert above / 12_000 < 0.001
+
+
+@pytest.mark.parametrize("workers", [2, 5, 16])
+def test_r2sps_staleness_is_at_most_n_minus_1_and_reaches_it(workers: int) -> None:
+    row = simulate(parse_policy("r2sp:1"), Simulation(workers=workers, steps=100, compute=VARIED)).row
+    assert row["staleness_max"] == workers - 1
+
+
+# -- one seed, one trace -----------------------------------------------------------------------------
+
+MIXED: dict[str, Any] = {
+    "workers": 9,
+    "steps": 200,
+    "compute": replace(parse_compute("pareto:5ms,2.5"), factors={3: 1.7}, bursts=(2e8, 3e7, 4.0)),
+    "model_bytes": 1_234_567,
+    "bandwidth": 1.25e9,
+    "worker_bandwidth": 4e8,
+    "latency_ns": 12_345,
+    "late_pushes": (0.01, 7_000_000),
+}
+
+
+@pytest.mark.parametrize("spec", ["bsp", "dssp:3,15", "psp:6,0.75", "softsync:4", "adv*:2", "r2sp:0.8,tune=true"])
+def test_one_seed_gives_the_same_trace_twice(spec: str) -> None:
+    first, again, other = (played(spec, **MIXED, seed=seed).trace for seed in (5, 5, 6))
+    assert first is not None and again is not None and other is not None
+    assert first.tobytes() == again.tobytes()
+    assert first.tobytes() != other.tobytes()
+    assert len(first) > 9 * 200 * 4
+
+
+def test_disciplines_are_compared_on_the_same_computing_times() -> None:
+    taken = []
+    for spec in ("bsp", "asp"):
+        trace = played(spec, workers=3, steps=30, leave=True, compute=VARIED).trace
+        assert trace is not None
+        lines = trace[(trace["kind"] == TRACE_KINDS.index("computed")) & (trace["worker"] == 1)]
+        taken.append(list(lines["detail"]))
+    assert taken[0] == taken[1]
+
+
+# -- usage -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "numbers", "message"),
+    [
+        ({"compute": "weibull:1ms"}, {}, "--compute: expected one of constant:TIME"),
+        ({"compute": "constant:10"}, {}, "expected a time such as 10ms"),
+        ({"compute": "lognormal:10ms"}, {}, r"expected lognormal:MEDIAN,SIGMA, found 'lognormal:10ms'"),
+        ({"compute": "pareto:10ms,0"}, {}, "a Pareto shape of more than 0"),
+        ({"compute": "replay:/no/such/file"}, {}, "expected a text file of times"),
+        ({"speed": ["0"]}, {}, "--speed: expected NUMBER:FACTOR"),
+        ({"straggler": ["a:3"]}, {}, "--straggler: expected NUMBER:FACTOR"),
+        ({"burst": "1s:2s"}, {}, "--burst: expected EVERY:LENGTH:FACTOR"),
+        ({"bandwidth": "10Gbit"}, {}, "--bandwidth needs --model-bytes"),
+        ({"bandwidth": "10furlongs", "model_bytes": "1MB"}, {}, "--bandwidth: expected a rate per second"),
+        ({"late_pull": "2:1s"}, {}, "--late-pull: expected a number of 0 to 1"),
+        ({}, {"workers": 0}, "--workers: expected 1 to"),
+        ({}, {"steps": 0}, "--steps: expected 1 to"),
+        ({}, {"seed": -1}, "--seed: expected 0 to"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(texts: dict[str, Any], numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_simulation(SimulationTexts(**{"compute": "constant:10ms", **texts}), **numbers)
+
+
+def test_what_does_not_fit_the_workers_or_shards_is_refused() -> None:
+    with pytest.raises(UsageError, match="found one for worker 9"):
+        simulate(parse_policy("asp"), Simulation(workers=4, compute=ComputeModel(factors={9: 2.0})))
+    with pytest.raises(UsageError, match="--slow-server: expected a shard of 0 to 3, found 4"):
+        simulate(parse_policy("psp:3,0.75"), Simulation(slow_servers={4: 2.0}))
+    with pytest.raises(PolicyError, match="expected c of 1 to 4"):
+        simulate(parse_policy("psp:5,0.75"), Simulation(workers=4))
+    with pytest.raises(PolicyError, match="expected shards of 1 to 64"):
+        read_policies("asp", 65)
+
+
+def test_options_are_read_as_written() -> None:
+    texts = SimulationTexts(compute="normal:10ms,2ms", speed=["0:2"], straggler=["0-1:3"], latency="50us", late_push="0.01:1s")
+    simulation = read_simulation(texts, workers=4, seed=3)
+    assert simulation.compute == ComputeModel("normal", 10e6, 2e6, {0: 1.5, 1: 3.0})
+    assert (simulation.latency_ns, simulation.late_pushes) == (50_000, (0.01, 1_000_000_000))
+
+
+def test_times_are_replayed_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "times.txt"
+    file.write_text("10ns 20ns\n\n30ns\n")
+    outcome = played("asp", workers=2, steps=3, compute=parse_compute(f"replay:{file}"))
+    assert times(outcome, "receive", 0) == [10, 30, 40, 60] and times(outcome, "receive", 1) == [30, 60]
+
+
+def test_a_simulation_in_which_all_wait_for_ever_ends_with_an_error() -> None:
+    compute = ComputeTimes("constant", 10.0, 0.0, np.ones(2), 0)
+    network = Network(np.zeros(1), np.zeros(1, np.int64))
+    simulator = Simulator({"fold": "each", "grant": "at-once"}, compute, network, np.zeros(2, np.int32), needed=2, steps=9)
+    with pytest.raises(RuntimeError, match="after 2 pushes everybody waits"):
+        simulator.run(1000)
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "fastps.cli", "simulate", *arguments]
+
+
+def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.npy"
+    arguments = ["--sync", "ssp:3", "--steps", "50", "--straggler", "0:3", "--seed", "4", "--trace", str(trace), "--json", "-"]
+    outcome = subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=60, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert found["command"] == "simulate" and found["rows"][0]["steps"] == 200
+    design = {
+        "sync",
+        "workers",
+        "seconds",
+        "steps",
+        "samples_per_s",
+        "staleness_mean",
+        "staleness_max",
+        "wait_share",
+        "dropped",
+    }
+    assert design <= set(found["rows"][0])
+    assert "steps/s" in outcome.stderr
+    again = simulate(
+        parse_policy("ssp:3"),
+        read_simulation(SimulationTexts(compute="lognormal:10ms,0.3", straggler=["0:3"]), workers=4, steps=50, seed=4),
+        trace=True,
+    )
+    assert np.load(trace).tobytes() == (again.trace.tobytes() if again.trace is not None else b"")
+
+
+def test_ctrl_c_ends_a_long_run_at_once_and_without_a_traceback() -> None:
+    with subprocess.Popen(
+        _command("--sync", "asp", "-n", "1000", "--steps", "10000000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        deadline = time.monotonic() + 30
+        # It plays, and no longer imports, when it has spent a while on a core.
+        while time.monotonic() < deadline and process.poll() is None and _cpu_seconds(process.pid) < 8:
+            time.sleep(0.05)
+        assert status.exists()
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in errors
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / 100

@@ -1,0 +1,343 @@
+"""Facts that the papers state, asserted on the live store with honest sleeps: workers are processes, time is the clock's.
+
+Every discipline is a row of ROWS. Bounds leave room for a machine of two cores that does other work, never for another law.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.tracing.file import read
+from tests.support import processes
+from tests.support.quiet import in_one_of_three_runs
+
+AMOUNT = np.float32(1.0 / 1024)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of one discipline showed; times in seconds, one entry a worker."""
+
+    seconds: float
+    version: int
+    dropped: int
+    counters: list[dict[str, Any]]
+    histograms: dict[str, Any]
+    staleness_min_of_worker: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return sum(counters["steps"] for counters in self.counters)
+
+    def staleness(self) -> Counter[int]:
+        return Counter(dict(self.histograms["staleness"]))
+
+
+def run(
+    sync: str,
+    workers: int,
+    *,
+    step_s: float = 0.004,
+    seconds: float = 2.0,
+    factors: dict[int, float] | None = None,
+    per_sample: bool = False,
+    delay: tuple[float, float] = (0.0, 0.0),
+    transfer_ms: float = 0.0,
+    parameters: int = 4,
+) -> Run:
+    """Let workers push for so long; each sleeps `step_s` a step, times its factor, times its batch / 8 where `per_sample`."""
+    weights = {f"w{index}": np.ones(100, np.float32) for index in range(parameters)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=workers) as store:
+        children = [
+            processes.start(
+                lambda rank=rank: _work(store, rank, step_s, seconds, factors or {}, per_sample, delay, transfer_ms)
+            )
+            for rank in range(workers)
+        ]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+        counters: list[dict[str, Any]] = [dict(store.arena.counters(rank)) for rank in range(workers)]
+        posted = sum(row["posted"] for row in counters) - workers  # each one's last is LEAVE
+        shards = store.arena.shards
+        assert sum(row["folded"] + row["dropped"] for row in counters) == posted * shards, "every push is folded or dropped"
+        return Run(
+            max(child.outcome for child in children),
+            store.version,
+            sum(row["dropped"] for row in counters),
+            counters,
+            dict(store.arena.histograms(0)),
+        )
+
+
+def _work(
+    store: fastps.Store,
+    rank: int,
+    step_s: float,
+    seconds: float,
+    factors: dict[int, float],
+    per_sample: bool,
+    delay: tuple[float, float],
+    transfer_ms: float,
+) -> float:
+    with store.attach(rank) as worker:
+        worker.delay_responses(*delay, seed=3)
+        worker.transfer_ms(transfer_ms)
+        worker.wait_for_start()
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            batch = worker.batch_size or 8
+            time.sleep(step_s * factors.get(rank, 1.0) * (batch / 8 if per_sample else 1.0))
+            for view in worker.gradients.values():
+                view[:] = AMOUNT
+            worker.push(store.hypers, samples=batch)
+            worker.advance()
+            worker.pull()
+        return time.monotonic() - began
+
+
+# Every discipline runs live, and folds or drops each push exactly once: `run` asserts it.
+ROWS = [
+    "bsp",
+    "asp",
+    "asp,combine=true",
+    "ssp:3",
+    "ssp:3,combine=true",
+    "dssp:3,15",
+    "dssp:3,15,release=printed",
+    "dssp:3,15,hard_bound=true",
+    "backup:1",
+    "psp:3,0.75",
+    "psp:2,0.5,push_timeout=0.002,pull_timeout=0.002",
+    "hardsync:32",
+    "softsync:1",
+    "softsync:2",
+    "softsync:4",
+    "softsync:2,scale=1/sigma",
+    "adv:1",
+    "adv:2,groups=4",
+    "adv*:1",
+    "adv*:2",
+    "r2sp",
+    "r2sp:1",
+    "r2sp:0.8,tune=true",
+    "ssp:3,pull=0.75",
+    "dssp:3,15,scale=1/sigma",
+    "softsync:2,stagger=0.8",
+    "bsp,shards=4",
+    "policy:fold=count,grant=bounded,divisor=2,low=3,high=3",
+]
+
+
+@pytest.mark.parametrize("sync", ROWS)
+def test_every_discipline_runs_live_and_folds_or_drops_each_push_once(sync: str) -> None:
+    found = run(sync, 4, step_s=0.001, seconds=0.4)
+    assert found.version > 10
+    assert found.dropped == 0 or sync.startswith(("backup", "psp"))
+
+
+RATES = (0.125, 0.25, 0.5)
+
+
+def _gradient(rank: int, step: int) -> Any:
+    return np.random.default_rng(1000 * rank + step).standard_normal(500).astype(np.float32)
+
+
+def _push_with_momentum(store: fastps.Store, rank: int, steps: int) -> None:
+    hyper = store.hypers[0]._replace(learning_rate=RATES[rank])
+    with store.attach(rank) as worker:
+        worker.wait_for_start()
+        for step in range(steps):
+            if rank == 0 and step % 8 == 0:
+                while not worker.lane.hold():
+                    time.sleep(0)
+                time.sleep(0.003)  # so long the others' pushes wait for one drain
+                worker.lane.release(False, now_ns=SYSTEM_CLOCK.now_ns())
+            worker.gradients["w"][:] = _gradient(rank, step)
+            worker.push([hyper])
+            worker.advance()
+            worker.pull()
+
+
+@pytest.mark.parametrize("sync", ["asp,combine=true", "ssp:2,combine=true", "dssp:1,4,combine=true"])
+def test_combined_pushes_are_numpys_sums_with_the_mean_learning_rate(sync: str, tmp_path: Path) -> None:
+    """Which pushes a drain has found the ledger tells; what becomes of them is momentum's arithmetic, by NumPy."""
+    steps, file = 120, tmp_path / "run.trace"
+    with (
+        fastps.trace(file),
+        fastps.Store.create({"w": np.ones(500, np.float32)}, fastps.SGD(lr=1.0, momentum=0.5), sync=sync, workers=3) as store,
+    ):
+        children = [processes.start(lambda rank=rank: _push_with_momentum(store, rank, steps)) for rank in range(3)]
+        processes.finish(children, 40)
+        assert [child.exit_code for child in children] == [0] * 3, [child.outcome for child in children]
+        version, (buffers, _) = store.version, store.committed()
+        found = store.weight_views(tuple(buffers))[0].copy()
+    pushes = read(file).pushes
+    assert len(pushes) == 3 * steps and set(pushes["version"].tolist()) == set(range(1, version + 1))
+    assert version < 3 * steps, "some drain has found several"
+    weights, buffer = np.ones(500, np.float32), np.zeros(500, np.float32)
+    for number in range(1, version + 1):
+        together = np.sort(pushes[pushes["version"] == number], order=("worker", "step"))
+        total = sum((_gradient(line["worker"], line["step"]) for line in together), np.zeros(500, np.float32))
+        rate = np.float32(np.mean([RATES[line["worker"]] for line in together]))
+        buffer = total if number == 1 else np.float32(0.5) * buffer + total
+        weights -= rate * buffer
+    np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sync", ["hardsync:32", "bsp", "backup:1"])
+def test_the_staleness_of_synchronous_schemes_is_always_zero(sync: str) -> None:
+    found = run(sync, 4, factors={0: 2.0}, seconds=0.5)
+    assert set(found.staleness()) == {0}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@in_one_of_three_runs
+def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_n(n: int) -> None:
+    """Rudra, section 5.1: <sigma> = n, and sigma <= 2n but for a share of 1e-4. With lambda workers it is n (1 - 1/lambda)."""
+    found = run(f"softsync:{n}", 8, step_s=0.02, seconds=3.0)
+    assert found.histograms["average_staleness"] == pytest.approx(n, rel=0.25)
+    counted = found.staleness()
+    beyond = sum(count for sigma, count in counted.items() if sigma > 2 * n)
+    assert beyond <= 0.01 * counted.total()
+
+
+@in_one_of_three_runs
+def test_r2sp_has_a_staleness_of_workers_less_one_and_hardly_a_gap_of_zero() -> None:
+    """R2SP, section III-C: each misses N - 1 updates; Figure 8: hardly a zero gap, where bsp has (N - 1) / N of them."""
+    workers, step_s = 4, 0.02
+    found, bsp = run("r2sp", workers, step_s=step_s, seconds=2.5), run("bsp", workers, step_s=step_s, seconds=1.0)
+    counted = found.staleness()
+    assert max(counted) == workers - 1
+    assert counted[workers - 1] >= 0.9 * counted.total(), "all but the first rounds"
+    assert _zero_gaps(found, workers) < 0.05
+    assert _zero_gaps(bsp, workers) == pytest.approx((workers - 1) / workers, abs=0.02)
+
+
+def _zero_gaps(found: Run, workers: int) -> float:
+    """The share of gaps under 1 % of the mean iteration time."""
+    limit_ns = 0.01 * found.seconds * workers / found.steps * 1e9
+    gaps = found.histograms["gaps_ns"]
+    return float(sum(count for gap_ns, count in gaps if gap_ns < limit_ns) / sum(count for _, count in gaps))
+
+
+@in_one_of_three_runs
+def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
+    """R2SP, section IV, under a straggler of factor 3: at least four fifths of the waiting of the fast."""
+    plain = run("r2sp:0.8", 4, step_s=0.005, seconds=2.5, factors={0: 3.0}, per_sample=True)
+    tuned = run("r2sp:0.8,tune=true", 4, step_s=0.005, seconds=2.5, factors={0: 3.0}, per_sample=True)
+
+    def share(found: Run) -> float:
+        fast = found.counters[1:]
+        return float(sum(row["wait_ns"] for row in fast) / sum(row["wait_ns"] + row["compute_ns"] for row in fast))
+
+    assert share(plain) > 0.4
+    assert share(tuned) < 0.2 * share(plain), (share(plain), share(tuned))
+    assert all(row["samples"] > 1.5 * tuned.counters[0]["samples"] for row in tuned.counters[1:])
+
+
+@in_one_of_three_runs
+def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() -> None:
+    factors = {2: 4.0}
+    bsp, backup = (run(sync, 4, step_s=0.005, seconds=1.5, factors=factors) for sync in ("bsp", "backup:1"))
+    assert backup.version / backup.seconds >= 2 * bsp.version / bsp.seconds
+    assert backup.dropped > 0
+
+
+@in_one_of_three_runs
+def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pull() -> None:
+    """PSP-SGD, section 4: few responses come very late."""
+    delay = (0.02, 0.15)
+    undisturbed = run("psp:3,0.75", 4, step_s=0.005, seconds=2.0)
+    partial = run("psp:3,0.75", 4, step_s=0.005, seconds=2.0, delay=delay)
+    full = run("psp:3,1", 4, step_s=0.005, seconds=2.0, delay=delay)
+    rates = [found.steps / found.seconds for found in (undisturbed, partial, full)]
+    assert rates[1] >= 0.9 * rates[0], rates
+    assert rates[2] < 0.85 * rates[0], rates
+    assert sum(row["stale_blocks"] for row in partial.counters) > 0
+
+
+@in_one_of_three_runs
+def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() -> None:
+    """Rudra, Table 1: 11.52 % in base, 56.75 % in adv, 99.56 % in adv*, of compute / (compute + communication)."""
+
+    def overlap(sync: str) -> float:
+        found = run(sync, 4, step_s=0.02, seconds=2.0, transfer_ms=15.0)
+        compute, wait = (sum(row[key] for row in found.counters) for key in ("compute_ns", "wait_ns"))
+        return float(compute / (compute + wait))
+
+    base, tree, background = (overlap(sync) for sync in ("softsync:1", "adv:1", "adv*:1"))
+    assert base < tree < background
+    assert base < 0.3
+    assert background >= 0.95
+
+
+@in_one_of_three_runs
+def test_psps_timeout_waits_for_more_pushes_but_not_for_the_straggler() -> None:
+    factors = {3: 20.0}
+    found = run("psp:2,1,push_timeout=0.004", 4, step_s=0.004, seconds=1.5, factors=factors)
+    folds = sum(row["folded"] for row in found.counters)
+    updates = found.version * 4
+    assert folds / updates > 2.5, "the third comes within the timeout"
+    assert found.version / found.seconds > 3 / (0.004 * 20)
+
+
+def test_a_hard_bound_keeps_every_worker_within_it() -> None:
+    with fastps.Store.create(
+        {"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync="dssp:1,4,hard_bound=true", workers=2
+    ) as store:
+
+        def work(rank: int, delay_s: float) -> int:
+            lead = 0
+            with store.attach(rank) as worker:
+                for _ in range(20):
+                    time.sleep(delay_s)
+                    worker.step({"w": np.zeros(4)})
+                    lead = max(lead, worker.steps - store.arena.counters(1 - rank)["posted"])
+            return lead
+
+        children = [processes.start(lambda: work(0, 0.0)), processes.start(lambda: work(1, 0.01))]
+        processes.finish(children, 30)
+        assert children[0].outcome <= 5
+
+
+def test_pushes_of_an_earlier_version_are_dropped_and_change_nothing() -> None:
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync="backup:1", workers=2) as store:
+        with store.attach(0) as fast, store.attach(1) as slow:
+            fast.step({"w": np.full(4, 0.25)})
+            assert fast.weights["w"].tolist() == [0.75] * 4
+            slow.step({"w": np.full(4, 0.5)})  # computed with version 0
+            assert slow.weights["w"].tolist() == [0.75] * 4
+            assert [store.arena.counters(rank)["dropped"] for rank in range(2)] == [0, 1]
+
+
+def test_the_linear_scale_counts_each_push_fully_and_the_mean_does_not() -> None:
+    for scale, expected in (("linear", 1 - 2 * 0.25), ("mean", 1 - 0.25)):
+        weights = {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
+        sync = f"psp:2,1,shards=2,scale={scale}"
+        with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=2) as store:
+            with store.attach(0) as one, store.attach(1) as other:
+                for worker in (one, other):
+                    for view in worker.gradients.values():
+                        view[:] = 0.25
+                    worker.push(store.hypers)
+                for worker in (one, other):
+                    worker.advance()
+                    worker.pull()
+                    assert worker.weights["b"].tolist() == [expected] * 4
+
+
+def test_the_moving_average_follows_the_weights() -> None:
+    with fastps.Store.create({"w": np.zeros(4, np.float32)}, fastps.SGD(lr=1.0), sync="bsp,ema=0.5") as store:
+        with store.attach(0) as worker:
+            for _ in range(3):
+                worker.step({"w": np.full(4, -1.0)})
+            _, buffers = store.committed()
+            # 0, then towards 1, 2 and 3 by halves: 0.5, 1.25, 2.125.
+            assert store.plane_views(buffers, 0)[0].tolist() == [2.125] * 4

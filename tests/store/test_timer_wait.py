@@ -1,0 +1,25 @@
+"""A wait whose timer is overdue does not eat a core: whoever holds the turn will fire it, and may be stopped for long."""
+
+import time
+
+import numpy as np
+
+from fastps import SGD, Store
+from fastps.job import limits as config
+
+SPEC = "policy:fold=quorum,grant=next-version,count=1,push_timeout=0.002,scale=mean"
+
+
+def test_an_overdue_timer_is_waited_for_with_a_pause_and_a_coming_one_to_its_deadline() -> None:
+    with Store.create({"w": np.ones(4, np.float32)}, SGD(lr=0.1), sync=SPEC, workers=2) as store:
+        with store.attach(0) as first, store.attach(1) as second:
+            assert second._slice_ns() == config.SLICE_NS, "no timer"
+            first.gradients["w"][:] = 1.0
+            first.push(store.hypers)  # its sum is closed 2 ms later
+            assert second._slice_ns() <= 2_000_000
+            time.sleep(0.005)
+            assert second.lane.due_ns() > 0
+            assert second._slice_ns() == config.OVERDUE_NS
+            second.try_turn()  # fires it
+            assert second._slice_ns() == config.SLICE_NS
+            assert store.version == 1

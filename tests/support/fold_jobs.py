@@ -1,0 +1,252 @@
+"""Jobs for the tests of the fold: every rule, with every option, is a row of one table (ROWS), in every situation of pushes.
+
+Refuses to test anything.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from fastps.kernels.update import fold as compiled
+from fastps.kernels.update import reference
+from fastps.kernels.update.fold import (
+    FOLD_EACH,
+    FOLD_SUM,
+    HYPER_CENTERED,
+    HYPER_DECOUPLED,
+    HYPER_MAXIMIZE,
+    HYPER_NESTEROV,
+    RULE_ADAGRAD,
+    RULE_ADAM,
+    RULE_RMSPROP,
+    RULE_SGD,
+)
+from fastps.kernels.update.reference import Hyper
+
+Floats = npt.NDArray[np.float32]
+Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
+Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
+
+SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 8209)  # a tile is 1,024 floats, or 8,192, and a vector 16
+MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
+ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
+GAP = 16  # floats between segments, as an arena's alignment leaves them
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule with one set of options: our hyper-parameters, and torch's optimizer class with its own words for them."""
+
+    name: str
+    rule: int
+    hyper: Hyper
+    optimizer: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    @property
+    def state_planes(self) -> int:
+        """As many as this group needs; one without momentum or centering then leaves some of them alone."""
+        if self.rule == RULE_RMSPROP:
+            return 3 if self.hyper.flags & HYPER_CENTERED else 1 + int(self.hyper.momentum != 0)
+        return {RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_SGD: int(self.hyper.momentum != 0)}[self.rule]
+
+    def other_hyper(self) -> Hyper:
+        """Another param_group's: slower, with decay, beta1 on the other side of 0.5, not centered and without momentum."""
+        beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
+        flags = self.hyper.flags & ~HYPER_CENTERED
+        return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
+
+
+def sgd_row(name: str, flags: int = 0, **options: Any) -> Row:
+    momentum, dampening, decay = (options.get(key, 0.0) for key in ("momentum", "dampening", "weight_decay"))
+    hyper = Hyper(0.1, momentum, dampening, decay, 0.0, 0.0, 0.0, 0.0, flags)
+    return Row(name, RULE_SGD, hyper, torch.optim.SGD, {"lr": 0.1, **options})
+
+
+def adam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
+    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, 0.0, flags)
+    optimizer = torch.optim.AdamW if flags & HYPER_DECOUPLED else torch.optim.Adam
+    return Row(name, RULE_ADAM, hyper, optimizer, {"lr": 0.01, "betas": (beta1, 0.999), "weight_decay": 0.0, **options})
+
+
+def adagrad_row(name: str, flags: int = 0, **options: Any) -> Row:
+    decay, rate_decay = options.get("weight_decay", 0.0), options.get("lr_decay", 0.0)
+    hyper = Hyper(0.05, 0.0, 0.0, decay, 0.0, 0.0, 1e-10, rate_decay, flags)
+    return Row(name, RULE_ADAGRAD, hyper, torch.optim.Adagrad, {"lr": 0.05, **options})
+
+
+def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) -> Row:
+    momentum, decay = options.get("momentum", 0.0), options.get("weight_decay", 0.0)
+    hyper = Hyper(0.01, momentum, 0.0, decay, 0.0, alpha, 1e-8, 0.0, flags)
+    return Row(name, RULE_RMSPROP, hyper, torch.optim.RMSprop, {"lr": 0.01, "alpha": alpha, **options})
+
+
+SGD_ROWS = (
+    sgd_row("sgd"),
+    sgd_row("sgd-decay", weight_decay=0.01),
+    sgd_row("sgd-maximize", HYPER_MAXIMIZE, maximize=True),
+    sgd_row("momentum", momentum=0.9),
+    sgd_row("momentum-decay", momentum=0.9, weight_decay=0.01),
+    sgd_row("momentum-dampening", momentum=0.9, dampening=0.3),
+    sgd_row("momentum-all", HYPER_MAXIMIZE, momentum=0.9, dampening=0.3, weight_decay=0.01, maximize=True),
+    sgd_row("nesterov", HYPER_NESTEROV, momentum=0.9, nesterov=True),
+    sgd_row("nesterov-decay", HYPER_NESTEROV, momentum=0.9, weight_decay=0.01, nesterov=True),
+)
+ADAM_ROWS = (
+    adam_row("adam"),
+    adam_row("adam-decay", weight_decay=0.1),
+    adam_row("adam-low-beta1", beta1=0.3),
+    adam_row("adam-half-beta1", beta1=0.5),
+    adam_row("adam-zero-beta1", beta1=0.0),
+    adam_row("adam-maximize", HYPER_MAXIMIZE, maximize=True),
+    adam_row("adamw", HYPER_DECOUPLED, weight_decay=0.1),
+    adam_row("adamw-without-decay", HYPER_DECOUPLED),
+    adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
+)
+ADAGRAD_ROWS = (
+    adagrad_row("adagrad"),
+    adagrad_row("adagrad-decays", weight_decay=0.01, lr_decay=0.05),
+    adagrad_row("adagrad-maximize", HYPER_MAXIMIZE, maximize=True),
+)
+RMSPROP_ROWS = (
+    rmsprop_row("rmsprop"),
+    rmsprop_row("rmsprop-decay-low-alpha", alpha=0.4, weight_decay=0.01),
+    rmsprop_row("rmsprop-momentum", momentum=0.9),
+    rmsprop_row("rmsprop-centered", HYPER_CENTERED, centered=True),
+    rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
+    rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
+)
+ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # those that take a square root
+ALL_ROWS = SGD_ROWS + ROOT_ROWS
+ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a fold reads."""
+
+    row: Row
+    segments: list[tuple[int, int, int]]
+    pushes: Pushes
+    weights: Floats
+    state: Floats
+    steps: npt.NDArray[np.int64]
+    scale: float = 1.0
+    rate_scale: float = 1.0
+    ema_decay: float | None = None
+    gradient_type: int = compiled.FLOAT32
+
+    def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
+        """Both kinds of stores must leave the same bits."""
+        options = {**self._options(), "instruction_set": isa, "ranges": ranges}
+        plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
+        streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
+        for one, other in zip(plain, streamed, strict=True):
+            assert one.tobytes() == other.tobytes()
+        return plain
+
+    def fold_by_reference(self, mode: int) -> Result:
+        return reference.fold(self.row.rule, mode, *self._measures(), **self._options())
+
+    def _measures(self) -> tuple[Any, ...]:
+        return self.segments, self.pushes, self.weights, self.state, self.steps
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"scale": self.scale, "rate_scale": self.rate_scale, "gradient_type": self.gradient_type}
+        if self.ema_decay is not None:
+            options |= {"ema_plane": len(self.state) - 1, "ema_decay": self.ema_decay}
+        return options
+
+
+def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """Segments on multiples of 16 floats with gaps between them, the groups in turn; and the length of it all."""
+    segments, offset = [], GAP
+    for index, length in enumerate(lengths):
+        segments.append((offset, length, index % 2))
+        offset += -(-length // 16) * 16 + GAP
+    return segments, offset
+
+
+def normal(random: np.random.Generator, *shape: int) -> Floats:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence[int] = SIZES) -> Job:
+    """A job with random values in `situation` (a key of SITUATIONS); gaps are full of values that nobody may use."""
+    random = np.random.default_rng([seed, pushes])
+    segments, n = segments_of(lengths)
+    made: Pushes = []
+    for index in range(pushes):
+        presence, scale, rate, rate_scale = SITUATIONS[situation](index, len(lengths))
+        hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
+        made.append((normal(random, n) / np.float32(scale), hypers, presence, scale, rate_scale))
+    state = normal(random, row.state_planes, n)
+    if row.rule != RULE_SGD:
+        squares = 1 if row.rule == RULE_ADAM else 0
+        state[squares] = abs(state[squares]) + (16 if row.hyper.flags & HYPER_CENTERED else 0)
+    steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
+    rate_scale = 0.7 if situation == "own_rate_scales" else 1.0
+    return Job(row, segments, made, normal(random, n), state, steps, 1 / pushes, rate_scale)
+
+
+class Terms(NamedTuple):
+    """How a push differs from the others: its presence bits, gradient scale, factor of its rates, and rate scale."""
+
+    presence: list[bool]
+    scale: float = 1.0
+    rate: float = 1.0
+    rate_scale: float = 1.0
+
+
+def in_all(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters)
+
+
+def absent_in_one(index: int, parameters: int) -> Terms:
+    return Terms([not (index == 0 and parameter % 2) for parameter in range(parameters)])
+
+
+def absent_in_all(index: int, parameters: int) -> Terms:
+    return Terms([parameter % 3 != 1 for parameter in range(parameters)])
+
+
+def common_loss_scale(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters, 1 / 3000.0)
+
+
+def own_loss_scales(index: int, parameters: int) -> Terms:
+    return Terms([(index + parameter) % 5 != 0 for parameter in range(parameters)], 1 / (1000.0 + 77 * index))
+
+
+def own_learning_rates(index: int, parameters: int) -> Terms:
+    return Terms([True] * parameters, rate=1 / (1 + index))
+
+
+def own_rate_scales(index: int, parameters: int) -> Terms:
+    return Terms([(index + parameter) % 4 != 0 for parameter in range(parameters)], rate_scale=1 / (1 + index))
+
+
+SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
+    each.__name__: each
+    for each in (in_all, absent_in_one, absent_in_all, common_loss_scale, own_loss_scales, own_learning_rates, own_rate_scales)
+}
+
+
+def bits(values: Floats) -> npt.NDArray[np.int32]:
+    """The bits of floats; all not-a-numbers are one, as IEEE 754 does not say which of them an operation gives."""
+    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.int32)
+
+
+def assert_same_bits(found: Result, expected: Result, context: object) -> None:
+    differing = {
+        "weights": np.flatnonzero(bits(found[0]) != bits(expected[0])),
+        "state": np.flatnonzero(bits(found[1]) != bits(expected[1])),
+        "steps": np.flatnonzero(found[2] != expected[2]),
+    }
+    assert [array.shape for array in found] == [array.shape for array in expected]
+    assert not any(places.size for places in differing.values()), (differing, context)

@@ -1,0 +1,568 @@
+"""What programs do that were written for something else: it works, or one sentence says what was found and what to do."""
+
+import copy
+import importlib
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.cli import top
+from fastps.processes.launcher import Launcher
+from fastps.processes.worker_environment import environment_of, style_of
+from fastps.store import instances as job_instances
+from tests.support import processes
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _model(seed: int = 0) -> torch.nn.Linear:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(4, 1)
+
+
+def _wrap(of: torch.nn.Module, **options: Any) -> fastps.DistributedOptimizer:
+    return fastps.DistributedOptimizer(torch.optim.SGD(of.parameters(), lr=0.01), **options)
+
+
+def _train(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def _in_processes(work: Callable[[int], Any], workers: int) -> list[Any]:
+    """What `work(rank)` returns in forked processes, or the exception's name and text."""
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    return [child.outcome for child in children]
+
+
+# -- processes that no launcher started ------------------------------------------------------------
+
+
+def _wrap_in_child(told: Any) -> None:
+    try:
+        _wrap(_model()).close()
+        told.put("trained alone")
+    except fastps.Error as error:
+        told.put(str(error))
+
+
+def test_child_of_multiprocessing_that_nobody_told_its_rank_is_refused() -> None:
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    child = context.Process(target=_wrap_in_child, args=(told,))
+    child.start()
+    text = told.get()
+    child.join()
+    assert "started by multiprocessing" in text
+    assert "fastps.spawn(fn, args, workers=N)" in text
+
+
+def _train_named(rank: int, told: Any) -> None:
+    model = _model(rank)
+    with _wrap(model, job=f"named-{os.getppid()}", rank=rank, workers=2) as optimizer:
+        _train(model, optimizer, 5)
+        optimizer.wait_for_others()
+        told.put((optimizer.version, model.weight.tolist()))
+
+
+def test_workers_that_say_their_job_rank_and_number_train_together() -> None:
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    children = [context.Process(target=_train_named, args=(rank, told)) for rank in range(2)]
+    for child in children:
+        child.start()
+    results = [told.get(), told.get()]
+    for child in children:
+        child.join()
+    assert results[0] == results[1]
+    assert results[0][0] == 5
+
+
+def test_parameters_in_memory_that_torch_shares_are_refused_by_name() -> None:
+    model = _model().share_memory()
+    with pytest.raises(fastps.UnsupportedError, match=r"share_memory.*fastps\.spawn.*model=model"):
+        _wrap(model)
+    private = copy.deepcopy(model)
+    _wrap(private).close()
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        ({"rank": 1}, "rank= and workers= together"),
+        ({"job": "a", "rank": 2, "workers": 2}, "rank from 0 to the number of workers"),
+        ({"rank": 0, "workers": 2}, "needs job="),
+    ],
+)
+def test_half_of_what_a_worker_has_to_say_is_refused(said: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(fastps.UsageError, match=sentence):
+        _wrap(_model(), **said)
+
+
+def test_number_of_workers_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(fastps.UsageError, match="not which one this is"):
+        _wrap(_model())
+
+
+def test_process_group_numbers_a_worker_that_no_variable_does(tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        try:
+            return fastps.rank(), fastps.world_size()
+        finally:
+            torch.distributed.destroy_process_group()
+
+    assert _in_processes(work, 2) == [(0, 2), (1, 2)]
+
+
+def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import fastps, torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 4))\n"
+        "loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context='spawn')\n"
+        "for (inputs,) in loader:\n    pass\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 1
+    assert "guard your script" in ended.stderr
+    assert "expected a new name" not in ended.stderr
+
+
+# -- fastps.spawn ----------------------------------------------------------------------------------
+
+
+def spawned_training(rank: int, model: torch.nn.Module, steps: int) -> None:
+    optimizer = _wrap(model)
+    assert (fastps.rank(), fastps.world_size()) == (rank, 2)
+    _train(model, optimizer, steps + rank)
+
+
+def spawned_failure(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("no luck")
+    _train(model := _model(), _wrap(model), 10**6)
+
+
+def spawned_death(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    _train(model := _model(), _wrap(model), 10**6)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> None:
+    model = _model()
+    expected = copy.deepcopy(model)
+    fastps.spawn(spawned_training, (model, 20), workers=2, sync="asp", model=model, start_method=method)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
+    for _ in range(20 + 21):  # the gradient is the same whatever the weights are, so each push counts alike
+        optimizer.zero_grad()
+        expected(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert torch.allclose(model.weight, expected.weight, atol=1e-5)
+
+
+def test_spawn_raises_what_failed_first_with_its_traceback() -> None:
+    with pytest.raises(ValueError, match="no luck") as caught:
+        fastps.spawn(spawned_failure, workers=2, start_method="fork")
+    assert "in spawned_failure" in str(caught.value.__cause__)
+
+
+def test_spawn_names_a_worker_that_was_killed() -> None:
+    with pytest.raises(fastps.WorkerDiedError, match=r"worker 1 .* SIGKILL") as caught:
+        fastps.spawn(spawned_death, workers=2, start_method="fork")
+    assert caught.value.worker == 1
+
+
+def spawned_loader(rank: int) -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 4))
+    with _wrap(model := _model()) as optimizer:
+        for (inputs,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
+            _train_on(model, optimizer, inputs)
+
+
+def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> None:
+    fastps.spawn(spawned_loader, workers=2, start_method="fork")
+
+
+def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, fastps\n"
+        "def work(rank):\n    os.write(1, b'begun\\n')\n    time.sleep(60)\n"
+        "if __name__ == '__main__':\n    fastps.spawn(work, workers=2, start_method='fork')\n"
+    )
+    running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+    assert running.stdout is not None
+    assert [running.stdout.readline(), running.stdout.readline()] == [b"begun\n"] * 2
+    os.killpg(running.pid, signal.SIGINT)
+    _, told = running.communicate(timeout=20)
+    assert running.returncode == -signal.SIGINT
+    assert told.count(b"Traceback") == 1, told.decode()
+
+
+def test_spawn_refuses_what_does_not_pickle() -> None:
+    with pytest.raises(fastps.UsageError, match="start_method='fork'"):
+        fastps.spawn(lambda rank: None, workers=2)
+
+
+def test_spawn_lets_the_others_go_on_where_it_is_told_to() -> None:
+    def train(rank: int, model: torch.nn.Module) -> None:
+        optimizer = _wrap(model, sync="asp")
+        _train(model, optimizer, 5)
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        _train(model, optimizer, 5)
+
+    before = (model := _model()).weight.clone()
+    fastps.spawn(train, (model,), workers=2, model=model, on_worker_loss="continue", start_method="fork")
+    assert not torch.equal(model.weight, before)
+
+
+# -- what launched workers see ---------------------------------------------------------------------
+
+
+def test_workers_see_torchruns_variables_only_where_the_script_asks_for_them(tmp_path: Path) -> None:
+    plain, asking = tmp_path / "plain.py", tmp_path / "asking.py"
+    plain.write_text("import accelerate\n")
+    asking.write_text("import os\nprint(os.environ['RANK'])\n")
+    assert style_of("auto", [sys.executable, str(plain)]) == "fastps"
+    assert style_of("auto", [sys.executable, str(asking), "--rank"]) == "torchrun"
+    assert style_of("auto", [sys.executable, "-u", str(asking), "-m", "nothing"]) == "torchrun"
+    assert style_of("auto", [sys.executable, str(plain), str(asking)]) == "fastps", (
+        "what is given to a script is not the script"
+    )
+    assert style_of("torchrun", [sys.executable, str(plain)]) == "torchrun"
+    with pytest.raises(fastps.UsageError, match="--env"):
+        style_of("slurm", [sys.executable, str(plain)])
+    outer = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    seen = environment_of(1, 2, 5, "job", None, outer)
+    assert not [name for name in outer if name in seen], "a library would join what is around"
+    assert (seen["FASTPS_RANK"], seen["FASTPS_WORKERS"], seen["FASTPS_JOB"]) == ("1", "2", "job")
+    both = environment_of(1, 2, 5, "job", None, outer, style="torchrun")
+    assert (both["RANK"], both["WORLD_SIZE"], both["FASTPS_RANK"]) == ("1", "2", "1")
+
+
+def test_launched_script_finds_its_rank_without_torchruns_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, fastps\nprint(fastps.rank(), fastps.world_size(), 'RA' + 'NK' in os.environ)\n")
+    assert Launcher([sys.executable, str(script)], 2).run().exit_code == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] 0 2 False", "[1] 1 2 False"]
+
+
+def _in_ddp(wraps_first: bool, rank: int, folder: Path) -> tuple[str, str]:
+    os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"ddp-{os.getppid()}-{wraps_first}")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = _model()
+    averaging = torch.nn.parallel.DistributedDataParallel(model) if not wraps_first else None
+    try:
+        optimizer = _wrap(model, sync="asp")
+        averaging = averaging or torch.nn.parallel.DistributedDataParallel(model)
+        averaging(torch.ones(2, 4)).sum().backward()
+        try:
+            optimizer.step()
+        finally:
+            optimizer.close()
+    except fastps.UnsupportedError as error:
+        return type(error).__name__, str(error)
+    finally:
+        torch.distributed.destroy_process_group()
+    return "trained", ""
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_model_inside_ddp_is_refused_by_name_before_a_gradient_counts_twice(wraps_first: bool, tmp_path: Path) -> None:
+    for kind, sentence in _in_processes(lambda rank: _in_ddp(wraps_first, rank, tmp_path), 2):
+        assert kind == "UnsupportedError"
+        assert "inside DistributedDataParallel" in sentence
+        assert "fastps run --env fastps" in sentence
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def work(rank: int) -> tuple[str, str]:
+        os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"sharded-{os.getppid()}-{kind}")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        model: torch.nn.Module = _model()
+        if kind == "fully_shard":
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        else:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=kind == "original")
+        try:
+            _wrap(model).close()
+        except fastps.UnsupportedError as error:
+            return type(error).__name__, str(error)
+        finally:
+            torch.distributed.destroy_process_group()
+        return "trained", ""
+
+    for name, sentence in _in_processes(work, 2):
+        assert name == "UnsupportedError", sentence
+        assert "fully_shard" in sentence or "FullyShardedDataParallel" in sentence
+
+
+def test_process_group_that_averages_nothing_is_no_obstacle(tmp_path: Path) -> None:
+    def work(rank: int) -> int:
+        os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"group-{os.getppid()}")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        with _wrap(model := _model()) as optimizer:
+            _train(model, optimizer, 3)
+        torch.distributed.destroy_process_group()
+        return optimizer.version
+
+    assert _in_processes(work, 2) == [3, 3]
+
+
+# -- strangers, and jobs of one launch -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_worker_loss", ["stop", "continue"])
+def test_stranger_with_another_model_is_refused_and_ends_no_job(on_worker_loss: str) -> None:
+    update = fastps.SGD(lr=1.0)
+    ours, theirs = {"w": np.ones(4, np.float32)}, {"w": np.ones(5, np.float32)}
+    with fastps.Store.create(ours, update, sync="asp", workers=2, on_worker_loss=on_worker_loss) as store:
+        with store.attach(0) as worker, store.attach(1), fastps.Store.create(theirs, update) as other:
+            with pytest.raises(fastps.LayoutError, match="differs from the job's"):
+                fastps.Store.connect(store.job, other.layout, [update.hyper], timeout_s=5)
+            worker.look_around()
+            worker.step({"w": np.ones(4)})
+            assert store.version == 1
+
+
+def test_optimizers_that_are_counted_otherwise_meet_in_the_job_that_expects_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"counted-{os.getpid()}")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+
+    def work(rank: int) -> tuple[str, int]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        monkeypatch.setattr(job_instances, "_next", [3 * rank])  # this process has made as many before
+        model = _model()
+        with _wrap(model, timeout_s=20) as optimizer:
+            _train(model, optimizer, 4)
+        return optimizer.worker.store.job, job_instances.following()
+
+    job = f"counted-{os.getpid()}"
+    assert _in_processes(work, 2) == [(job, 1), (job, 1)]
+
+
+def test_worker_that_finds_nobody_says_what_it_looked_for_and_what_is_there() -> None:
+    with fastps.Store.create({"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), job=f"there-{os.getpid()}"):
+        with pytest.raises(fastps.AttachError, match=rf"job absent: .*there-{os.getpid()}.*job="):
+            _wrap(_model(), job="absent", rank=1, workers=2, timeout_s=0.2)
+
+
+# -- errors, readers, weights ----------------------------------------------------------------------
+
+
+def _errors() -> list[type[fastps.Error]]:
+    for module in pkgutil.walk_packages(fastps.__path__, "fastps."):
+        if not module.name.startswith(("fastps.kernels", "fastps.bench")) and not module.name.endswith((".__main__", ".spare")):
+            importlib.import_module(module.name)
+    found, new = {fastps.Error}, [fastps.Error]
+    while new:
+        new = [sub for kind in new for sub in kind.__subclasses__() if sub not in found]
+        found.update(new)
+    return sorted((kind for kind in found if kind.__module__.startswith("fastps")), key=lambda kind: kind.__name__)
+
+
+def test_every_error_survives_pickle_and_copy() -> None:
+    kinds = _errors()
+    assert {fastps.WorkerDiedError, fastps.NonFiniteGradientError, top.NoJobError} <= set(kinds)
+    for kind in kinds:
+        error = kind.__new__(kind)  # whatever its constructor takes
+        error.args, error.__dict__["worker"] = ("what was found",), 7
+        error.add_note("a note")
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert type(again) is kind
+            assert (str(again), again.__dict__) == (str(error), error.__dict__), kind
+
+
+def test_worker_that_only_pulls_is_refused_where_the_others_wait_for_it() -> None:
+    with fastps.Store.create(
+        {"w": np.ones(4, np.float32)}, fastps.SGD(lr=1.0), sync="ssp:3", workers=1, max_workers=2, timeout_s=20
+    ) as store:
+
+        def read() -> None:
+            with store.attach(1) as reader:
+                while True:
+                    reader.pull()
+
+        with store.attach(0) as worker:
+            reader = processes.start(read)
+            for _ in range(50):
+                worker.step({"w": np.zeros(4)})
+            processes.finish([reader], 20)
+    kind, sentence = reader.outcome
+    assert kind == "UsageError"
+    assert "worker 1 has pulled 17 times since its last push" in sentence
+
+
+def test_sparse_layer_is_refused_at_wrapping_and_told_what_it_costs_dense() -> None:
+    layer = torch.nn.EmbeddingBag(1000, 16, sparse=True)
+    with pytest.raises(fastps.UnsupportedError, match=r"EmbeddingBag.*sparse=False.*1,000 rows \(0\.1 MiB\)"):
+        _wrap(layer)
+    layer.weight.requires_grad_(False)
+    _wrap(torch.nn.ModuleList([layer, _model()])).close()
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameter_that_is_pointed_elsewhere_is_told_of(loops: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+    model = _model()
+    with _wrap(model, model=model) as optimizer:
+        _train(model, optimizer, steps)
+        kept = model.weight.data
+        model.weight.data = torch.zeros(1, 4)
+        with pytest.raises(fastps.ParameterChangedError, match=r"'weight' was pointed.*shown_weights.*replace_weights"):
+            _train(model, optimizer, 1)
+        model.weight.data = kept
+        _train(model, optimizer, 1)
+
+
+def test_weights_that_one_worker_replaces_are_everyones_and_no_update_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"replaced-{os.getpid()}")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+
+    def work(rank: int) -> list[float]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        model = _model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+            _train(model, optimizer, 3)
+            if rank == 0:
+                optimizer.replace_weights(lambda weights: [weight.clamp(-0.01, 0.01) for weight in weights])
+                assert model.weight.abs().max() <= 0.01
+            _train(model, optimizer, 2)
+            momentum = [entry["momentum_buffer"].sum().item() for entry in optimizer.state_dict()["state"].values()]
+            return [*model.weight.flatten().tolist(), *model.bias.tolist(), *momentum]
+
+    plain = _model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    for step in range(5):
+        if step == 3:
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.clamp_(-0.01, 0.01)
+        optimizer.zero_grad()
+        plain(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    momentum = [entry["momentum_buffer"].sum().item() for entry in optimizer.state_dict()["state"].values()]
+    expected = [*plain.weight.flatten().tolist(), *plain.bias.tolist(), *momentum]
+    for found in _in_processes(work, 2):
+        assert np.allclose(found, expected, atol=1e-6)
+
+
+def test_weights_of_another_shape_replace_nothing() -> None:
+    model = _model()
+    with _wrap(model, model=model) as optimizer:
+        _train(model, optimizer, 1)
+        before = model.weight.clone()
+        with pytest.raises(ValueError, match="a tensor for each of 2 parameters"):
+            optimizer.replace_weights([torch.zeros(3)])
+        _train(model, optimizer, 1)
+        assert torch.allclose(model.weight, before - 0.01 * 2)
+
+
+# -- BatchNorm's buffers ---------------------------------------------------------------------------
+
+
+class _Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.out = torch.nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.out(self.norm(inputs))
+        return normed
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_buffers_are_averaged_over_all_workers_whoever_comes_first(leaves_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"buffers-{os.getpid()}")
+    monkeypatch.setenv("FASTPS_WORKERS", "3")
+
+    def work(rank: int) -> list[tuple[list[float], list[float]]]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        torch.manual_seed(rank)
+        model = _Normed()
+        found = []
+        with _wrap(model, sync="asp", model=model) as optimizer:
+            optimizer.wait_for_start()
+            for turn in range(3):
+                _train_on(model, optimizer, torch.randn(8, 4) + rank)
+                own = model.norm.running_mean
+                assert own is not None
+                mine = own.tolist()
+                if leaves_early and turn == 2:
+                    if rank:
+                        return [(mine, [])]
+                    optimizer.wait_for_others()
+                optimizer.average_buffers()
+                found.append((mine, own.tolist()))
+        return found[-1:]
+
+    outcomes = _in_processes(work, 3)
+    assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+    expected = np.mean([outcome[0][0] for outcome in outcomes], axis=0)
+    for outcome in outcomes[: 1 if leaves_early else 3]:
+        assert np.allclose(outcome[0][1], expected, atol=1e-6)
+
+
+def _train_on(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+
+
+def test_worker_that_does_not_average_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"missing-{os.getpid()}")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+
+    def work(rank: int) -> None:
+        os.environ["FASTPS_RANK"] = str(rank)
+        model = _Normed()
+        with _wrap(model, sync="asp", model=model, timeout_s=1.0) as optimizer:
+            optimizer.wait_for_start()
+            if rank == 0:
+                optimizer.average_buffers()
+            for _ in range(60):
+                _train_on(model, optimizer, torch.randn(8, 4))
+                time.sleep(0.05)
+
+    kind, sentence = _in_processes(work, 2)[0]
+    assert kind == "TimeoutExceededError"
+    assert "average_buffers(), its call number 1, for worker 1" in sentence

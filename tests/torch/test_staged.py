@@ -1,0 +1,271 @@
+"""Optimizers of models on GPUs, without a GPU: staged on CPU tensors, and on the device whose memory is the host's.
+
+Both must give the bits of DistributedOptimizer itself. What only a GPU can show, `python -m fastps.bench.gpu_check` checks.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.device.cuda import CudaDevice
+from fastps.device.host import HostDevice
+from fastps.device.interface import Device, DeviceError
+from fastps.device.placement import placement
+from fastps.kernels.cuda import runtime as cuda
+from fastps.torch.staged import DeviceOptimizer, StagedOptimizer
+from tests.support import processes
+
+
+class HostDeviceOptimizer(DeviceOptimizer):
+    """A DeviceOptimizer on host memory."""
+
+    def make_device(self) -> Device:
+        return HostDevice("host", 0.001)
+
+
+KINDS: dict[str, type[fastps.DistributedOptimizer]] = {"staged": StagedOptimizer, "device": HostDeviceOptimizer}
+EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9, centered=True),
+}
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC", "FASTPS_GPUS", "FASTPS_PLACEMENT"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    """A convolution in channels_last among it: its strides are not those of its shape."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(16, 7), torch.nn.Linear(7, 3)
+    )
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def batches(steps: int, size: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = size, 3, 4, 4
+    return [(torch.randn(*shapes, generator=generator), torch.randint(3, (size,), generator=generator)) for _ in range(steps)]
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for inputs, labels in steps:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def flat(model: torch.nn.Module) -> list[float]:
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def assert_same(kind: type[fastps.DistributedOptimizer], run: Callable[[torch.nn.Module, Any], None]) -> None:
+    """`run` ends with the same bits under this kind and under the plain DistributedOptimizer."""
+    found = []
+    for each in (fastps.DistributedOptimizer, kind):
+        model = make_model()
+        with each(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model=model) as optimizer:
+            run(model, optimizer)
+        found.append(flat(model))
+    assert found[0] == found[1]
+    assert found[0] != flat(make_model())
+
+
+@EACH
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_one_worker_has_the_bits_of_the_optimizer_on_the_cpu(kind: type[fastps.DistributedOptimizer], name: str) -> None:
+    found = []
+    for each in (fastps.DistributedOptimizer, kind):
+        model = make_model()
+        with each(OPTIMIZERS[name](model.parameters()), sync="bsp,ema=0.9,clip=0.5", model=model) as optimizer:
+            train(model, optimizer, batches(15))
+            with optimizer.averaged_weights():
+                averaged = flat(model)
+            optimizer.average_buffers()
+            state = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+        found.append((flat(model), averaged, [value.tolist() for value in state]))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@EACH
+def test_gradients_of_every_kind_reach_the_fold(kind: type[fastps.DistributedOptimizer]) -> None:
+    """Accumulated, clipped after backward, set by hand, missing, zeroed to zeros, and under a closure."""
+
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        steps = batches(12)
+        for number, (inputs, labels) in enumerate(steps):
+            optimizer.zero_grad(set_to_none=number % 3 != 0)
+            for part in (slice(0, 4), slice(4, 8)):
+                torch.nn.functional.cross_entropy(model(inputs[part]), labels[part]).backward()
+            if number % 2:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            parameters = list(model.parameters())
+            if number == 5:
+                parameters[0].grad = torch.ones_like(parameters[0])
+            if number == 7:
+                parameters[1].grad = None
+            optimizer.step()
+        inputs, labels = steps[0]
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
+
+    assert_same(kind, run)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_have_the_bits_of_the_cpu(
+    kind: type[fastps.DistributedOptimizer], dtype: torch.dtype
+) -> None:
+    found = []
+    for each in (fastps.DistributedOptimizer, kind):
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with each(inner, sync="bsp,clip=0.5", model=model, push_dtype=dtype) as optimizer:
+            train(model, optimizer, batches(10))
+        found.append(flat(model))
+    assert found[0] == found[1]
+
+
+@EACH
+def test_a_grad_scaler_skips_steps_with_infinities_and_undoes_its_scale(kind: type[fastps.DistributedOptimizer]) -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, (inputs, labels) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(model(inputs), labels)).backward()
+            if number == 3:
+                next(model.parameters()).grad[0, 0, 0, 0] = torch.inf  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.version == 8
+
+    assert_same(kind, run)
+
+
+@EACH
+def test_a_state_dict_is_loaded_and_the_run_goes_on_from_it(kind: type[fastps.DistributedOptimizer]) -> None:
+    model = make_model()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    train(model, plain, batches(5))
+    state, weights = plain.state_dict(), model.state_dict()
+    found = []
+    for each in (fastps.DistributedOptimizer, kind):
+        mine = make_model()
+        mine.load_state_dict(weights)
+        with each(torch.optim.Adam(mine.parameters(), lr=0.01), model=mine) as optimizer:
+            optimizer.load_state_dict(state)
+            train(mine, optimizer, batches(5))
+        found.append(flat(mine))
+    assert found[0] == found[1]
+
+
+def run_ranks(classes: list[type[fastps.DistributedOptimizer]], sync: str, monkeypatch: pytest.MonkeyPatch, job: str) -> Any:
+    """Train with a worker a class, each on its share of the batches; returns what each ended with."""
+    workers = len(classes)
+    monkeypatch.setenv("FASTPS_JOB", f"test-{os.getpid()}-{job}")
+    monkeypatch.setenv("WORLD_SIZE", str(workers))
+    steps = batches(20, workers * BATCH)
+
+    def work(rank: int) -> list[float]:
+        os.environ["RANK"] = str(rank)
+        model = make_model(seed=rank)
+        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in steps]
+        with classes[rank](torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), sync=sync, model=model) as optimizer:
+            optimizer.wait_for_start()  # under asp one may have come to its end before the other has begun
+            train(model, optimizer, mine)
+            optimizer.wait_for_others()
+            assert optimizer.version == (20 if sync == "bsp" else 20 * workers)
+            return flat(model)
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@EACH
+def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(
+    kind: type[fastps.DistributedOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_ranks([fastps.DistributedOptimizer] * 2, "bsp", monkeypatch, "cpu")
+    found = run_ranks([kind] * 2, "bsp", monkeypatch, kind.__name__)
+    assert found == [expected[0]] * 2
+
+
+def test_staged_and_plain_workers_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixed group: some workers on a GPU, some on the CPU."""
+    expected = run_ranks([fastps.DistributedOptimizer] * 3, "bsp", monkeypatch, "plain")
+    mixed: list[type[fastps.DistributedOptimizer]] = [StagedOptimizer, fastps.DistributedOptimizer, StagedOptimizer]
+    assert run_ranks(mixed, "bsp", monkeypatch, "mixed") == expected
+
+
+@EACH
+@pytest.mark.parametrize("sync", ["asp", "dssp:1,4"])
+def test_asynchronous_workers_fold_every_push(
+    kind: type[fastps.DistributedOptimizer], sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_ranks([kind] * 2, sync, monkeypatch, f"{kind.__name__}-{sync}")
+    assert found[0] == found[1]
+
+
+def test_weights_that_are_written_behind_the_optimizers_back_are_refused_by_name() -> None:
+    model = make_model()
+    with StagedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        with pytest.raises(fastps.ParameterChangedError, match=r"0\.weight.*before wrapping"):
+            train(model, optimizer, batches(1))
+
+
+# -- who gets what ---------------------------------------------------------------------------------------------------------
+
+
+def test_placement_follows_the_launchers_word_and_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert placement() == "host", "nobody said that the workers share a GPU"
+    monkeypatch.setenv("FASTPS_PLACEMENT", "device")
+    with pytest.raises(fastps.UsageError, match="found no word of the GPUs"):
+        placement()
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    with pytest.raises(fastps.UsageError, match="all workers on one GPU, found 0, 1"):
+        placement()
+    monkeypatch.setenv("FASTPS_GPUS", "1")
+    assert placement() == "device"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(fastps.UnsupportedError, match="leave expandable_segments out"):
+        placement()
+    monkeypatch.setenv("FASTPS_PLACEMENT", "attic")
+    with pytest.raises(fastps.UsageError, match="expected host, device or auto"):
+        placement()
+
+
+def test_asking_for_a_gpu_where_there_is_none_is_one_clear_sentence() -> None:
+    with contextlib.suppress(cuda.CudaUnavailableError):
+        cuda.load_cupy()
+        pytest.skip("there is a GPU here")
+    with pytest.raises(DeviceError, match=r"expected (CuPy|a GPU|at least one GPU).*found") as caught:
+        CudaDevice(0)
+    assert "\n" not in str(caught.value)

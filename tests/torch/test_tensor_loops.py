@@ -1,0 +1,265 @@
+"""The loops over a model's tensors: both kinds do what the attributes do, for plain tensors and for subclasses."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.errors import UsageError
+from fastps.kernels.tensors import torch_tensors
+from fastps.torch import tensor_loops
+from fastps.torch.tensor_loops import PlainLoops, TensorLoops
+
+KINDS: list[Callable[[list[Any]], TensorLoops]] = [PlainLoops, torch_tensors.CompiledLoops]
+both = pytest.mark.parametrize("kind", KINDS, ids=["plain", "compiled"])
+
+
+class Renamed(torch.Tensor):
+    """A subclass: the interpreter's own access decides what its attributes are."""
+
+
+def _parameters() -> list[Any]:
+    return [torch.nn.Parameter(torch.full((2, 3), float(index))) for index in range(3)]
+
+
+def _values() -> list[torch.Tensor]:
+    return [torch.full((2, 3), 10.0 + index) for index in range(3)]
+
+
+def test_this_installation_has_the_compiled_loops() -> None:
+    assert tensor_loops.why_not_compiled() is None
+    assert isinstance(tensor_loops.tensor_loops(_parameters()), torch_tensors.CompiledLoops)
+
+
+@both
+def test_tensors_show_other_values_without_a_copy_or_a_write(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters, values = _parameters(), _values()
+    loops = kind(parameters)
+    loops.show(loops.prepare(values))
+    assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values]
+    assert loops.changed() == -1, "pointing elsewhere is no write"
+    assert all(each.is_leaf and each.requires_grad for each in parameters)
+    values[1].fill_(77.0)
+    assert parameters[1].tolist() == [[77.0] * 3] * 2
+
+
+@both
+def test_a_backward_between_two_shows_sees_one_of_them(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    loops = kind([parameter])
+    loops.show(loops.prepare([torch.full((3,), 2.0)]))
+    loss = (parameter * parameter).sum()  # saves the weights
+    loss.backward()
+    assert parameter.grad is not None and parameter.grad.tolist() == [4.0] * 3
+    loops.show(loops.prepare([torch.full((3,), 5.0)]))
+    (parameter * parameter).sum().backward()
+    assert parameter.grad.tolist() == [14.0] * 3
+
+
+@both
+def test_memory_that_nothing_shows_any_more_is_let_go(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters, values = _parameters(), _values()
+    loops = kind(parameters)
+    loops.show(loops.prepare(values))
+    loops.set_gradients(loops.prepare(values))
+    seen = weakref.ref(values[0])
+    loops.show(loops.prepare(_values()))
+    loops.set_gradients(loops.prepare(_values()))
+    loops.drop_gradients()
+    del values
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_shares_a_tensors_storage_follows_values_of_the_same_memory() -> None:
+    parameters = _parameters()
+    loops = torch_tensors.CompiledLoops(parameters)
+    memory = torch.arange(36.0)
+    values = [list(memory[offset : offset + 18].view(3, 2, 3)) for offset in (0, 18)]
+    values = [[torch.from_numpy(each.numpy()) for each in row] for row in values]  # each with a storage of its own
+    first, second = (loops.prepare(row, memory) for row in values)
+    loops.show(first)
+    alias = parameters[1].detach()
+    loops.show(second)
+    assert alias.data_ptr() == parameters[1].data_ptr() == values[1][1].data_ptr()
+    loops.show(loops.prepare(_values(), "another memory"))
+    assert alias.data_ptr() == values[1][1].data_ptr(), "it keeps its own memory, and no other"
+
+
+def test_a_storage_that_others_have_touched_is_left_to_them() -> None:
+    parameters, values = _parameters(), [_values(), _values()]
+    loops = torch_tensors.CompiledLoops(parameters)
+    first, second = (loops.prepare(row, "memory") for row in values)
+    loops.show(first)
+    moved = parameters[1].detach()
+    moved.untyped_storage().share_memory_()  # copied to elsewhere, under the same storage
+    loops.show(second)
+    assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values[1]]
+    assert moved.tolist() == values[0][1].tolist()
+    loops.show(first)
+    assert [each.data_ptr() for each in parameters] == [each.data_ptr() for each in values[0]]
+
+
+@both
+@pytest.mark.parametrize("make", [
+    lambda: torch.zeros(4),
+    lambda: torch.zeros(3, 2).t(),
+    lambda: torch.zeros(7)[1:].view(2, 3),
+], ids=["another shape", "other strides", "an offset"])  # fmt: skip
+def test_values_of_another_form_are_shown_as_they_are(
+    kind: Callable[[list[Any]], TensorLoops], make: Callable[[], torch.Tensor]
+) -> None:
+    parameter, values = torch.nn.Parameter(torch.ones(2, 3)), make()
+    loops = kind([parameter])
+    loops.show(loops.prepare([values]))
+    assert parameter.shape == values.shape and parameter.stride() == values.stride()
+    assert parameter.data_ptr() == values.data_ptr()
+
+
+@both
+def test_a_parameter_that_was_given_other_data_shows_the_next_values_again(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters, values = _parameters(), _values()
+    loops = kind(parameters)
+    parameters[0].data = torch.zeros(5)
+    loops.show(loops.prepare(values))
+    assert parameters[0].tolist() == values[0].tolist()
+
+
+DISTURBANCES: dict[str, Callable[[Any], None]] = {
+    "other memory": lambda parameter: setattr(parameter, "data", torch.zeros(2, 3)),
+    "another shape": lambda parameter: setattr(parameter, "data", torch.zeros(5)),
+    "other strides of the same memory": lambda parameter: setattr(parameter, "data", parameter.data.as_strided((2,), (3,))),
+    "its own memory again": lambda parameter: setattr(parameter, "data", parameter.data),
+    "transposed in place": lambda parameter: parameter.data.t_() if parameter.dim() == 2 else None,
+}
+
+
+@both
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("show"), st.integers(0, 3)),
+            st.tuples(st.sampled_from(sorted(DISTURBANCES)), st.integers(0, 2)),
+            st.tuples(st.just("fail"), st.integers(0, 2)),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_happened_in_between_the_next_values_are_shown(
+    kind: Callable[[list[Any]], TensorLoops], happened: list[tuple[str, int]]
+) -> None:
+    parameters = _parameters()
+    loops = kind(parameters)
+    sets = [[torch.full((2, 3), 10.0 * row + index) for index in range(3)] for row in range(3)]
+    sets.append([torch.full((3, 2), 40.0).t(), torch.zeros(4), torch.full((2, 3), 42.0)])  # two of other forms
+    expected = [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets]
+    memories = ["one", "one", "another", None]
+    prepared = [loops.prepare(values, memory) for values, memory in zip(sets, memories, strict=True)]
+    for what, index in [*happened, ("show", 0), ("show", 1)]:
+        if what == "show":
+            loops.show(prepared[index])
+            assert [(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in parameters] == expected[index]
+        elif what == "fail":
+            refused = [1 if index == place else each for place, each in enumerate(sets[0])]
+            with pytest.raises(TypeError, match="data"):
+                loops.show(loops.prepare(refused, memories[index]))  # type: ignore[arg-type]
+        else:
+            DISTURBANCES[what](parameters[index])
+    assert [[(each.data_ptr(), each.shape, each.stride(), each.tolist()) for each in values] for values in sets] == expected
+
+
+@both
+def test_the_first_tensor_that_was_written_to_is_found(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters = _parameters()
+    loops = kind(parameters)
+    with torch.no_grad():
+        for _ in range(1000):
+            parameters[2].add_(1.0)
+    assert loops.changed() == 2
+    loops.remember()
+    assert loops.changed() == -1
+
+
+@both
+def test_the_first_gradient_that_is_another_is_found(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters, gradients = _parameters(), _values()
+    loops = kind(parameters)
+    assert loops.other_gradient(loops.prepare(gradients)) == 0
+    loops.set_gradients(loops.prepare(gradients))
+    assert loops.other_gradient(loops.prepare(gradients)) == -1
+    assert all(each.grad is gradient for each, gradient in zip(parameters, gradients, strict=True))
+    parameters[1].grad = gradients[1].clone()  # equal, and not the same
+    assert loops.other_gradient(loops.prepare(gradients)) == 1
+    loops.drop_gradients()
+    assert [each.grad for each in parameters] == [None] * 3
+    loops.drop_gradients()
+
+
+@both
+def test_what_the_attributes_refuse_is_refused(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    parameters = _parameters()
+    loops = kind(parameters)
+    with pytest.raises(TypeError, match="data"):
+        loops.show(loops.prepare([1, 2, 3]))  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="size"):
+        loops.set_gradients(loops.prepare([torch.zeros(5)] * 3))
+    with pytest.raises(RuntimeError, match="own grad"):
+        loops.set_gradients(loops.prepare(parameters))
+    with pytest.raises(ValueError, match=r"expected 3 .*, found 1"):
+        loops.show(loops.prepare([torch.zeros(2, 3)]))
+    with pytest.raises(ValueError, match=r"expected 3 .*, found 0"):
+        loops.other_gradient(loops.prepare([]))
+
+
+@both
+def test_subclasses_are_asked_by_their_attributes(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    tensor = torch.zeros(2, 3).as_subclass(Renamed)
+    loops, values = kind([tensor]), torch.ones(2, 3)
+    loops.show(loops.prepare([values]))
+    assert tensor.tolist() == values.tolist()
+    loops.set_gradients(loops.prepare([values]))
+    assert loops.other_gradient(loops.prepare([values])) == -1
+    loops.drop_gradients()
+    assert tensor.grad is None
+    tensor.add_(1.0)
+    assert loops.changed() == 0
+
+
+@both
+def test_what_is_no_tensor_is_refused(kind: Callable[[list[Any]], TensorLoops]) -> None:
+    with pytest.raises(AttributeError):
+        kind([object()])
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", "attributes")
+    assert isinstance(tensor_loops.tensor_loops(_parameters()), PlainLoops)
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", "compiled")
+    with pytest.raises(UsageError, match="expected auto or attributes, found 'compiled'"):
+        tensor_loops.tensor_loops(_parameters())
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ("sys.modules['fastps.kernels.tensors.torch_tensors'] = None", "are not there"),
+    ("import fastps.kernels.tensors.torch_tensors as t; t.BUILT_FOR = '1.0.0'", "are for torch 1.0.0"),
+])  # fmt: skip
+def test_another_torch_than_it_was_built_for_gets_the_plain_loops_and_a_reason(change: str, why: str) -> None:
+    program = f"""
+import sys, torch
+{change}
+from fastps.torch import tensor_loops
+from fastps.errors import UsageError
+assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.PlainLoops)
+print(tensor_loops.why_not_compiled())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert why in ended.stdout and "install fastps again" in ended.stdout

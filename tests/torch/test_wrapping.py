@@ -1,0 +1,198 @@
+"""What an optimizer takes over when it is wrapped, and what of the wrapped one it refuses; who ends before others begin."""
+
+import copy
+import mmap
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.kernels.protocol.lane import Lane
+from tests.support import processes
+
+Make = Callable[[Any], torch.optim.Optimizer]
+MAKERS: dict[str, Make] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def _fresh(make: Make) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    return model, make(model.parameters())
+
+
+def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("sync", ["bsp", "asp,shards=2"])
+def test_the_state_of_an_optimizer_goes_on_when_it_is_wrapped(name: str, sync: str) -> None:
+    plain, optimizer = _fresh(MAKERS[name])
+    _train(plain, optimizer, range(10))
+    checkpoint = copy.deepcopy((plain.state_dict(), optimizer.state_dict()))
+    _train(plain, optimizer, range(10, 20))
+
+    model, inner = _fresh(MAKERS[name])
+    model.load_state_dict(checkpoint[0])
+    inner.load_state_dict(checkpoint[1])
+    with fastps.DistributedOptimizer(inner, sync=sync) as wrapped:
+        if name != "momentum":  # torch's SGD counts no steps
+            assert wrapped.state_dict()["state"][0]["step"] == 10
+        _train(model, wrapped, range(10, 20))
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_state_is_not_loaded_into_an_optimizer_while_it_is_wrapped() -> None:
+    _, inner = _fresh(MAKERS["adam"])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        optimizer.load_state_dict(inner.state_dict())
+        with pytest.raises(fastps.UsageError, match="load before wrapping it"):
+            inner.load_state_dict(inner.state_dict())
+    inner.load_state_dict(inner.state_dict())
+
+
+def test_a_group_that_is_added_to_the_wrapped_optimizer_is_refused_at_the_next_step() -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        _train(model, optimizer, range(2))
+        inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.01})
+        with pytest.raises(fastps.UsageError, match=r"of 1 groups, .* found 2: add a group"):
+            _train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize(("slot", "group"), [(0, 1), (1, 0), (2**32 - 1, 0), (0, 2**32 - 1)])
+def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> None:
+    _, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        lane: Lane = optimizer.worker.lane
+        with pytest.raises(IndexError, match="expected group 0 to 0 and slot 0 to 0"):
+            lane.set_hyper(slot, group, *optimizer.worker.store.hypers[0])
+
+
+def test_what_is_no_optimizer_is_refused_by_an_example() -> None:
+    model, _ = _fresh(MAKERS["momentum"])
+    with pytest.raises(fastps.UsageError, match=r"as in DistributedOptimizer\(torch.optim.SGD.*found generator"):
+        fastps.DistributedOptimizer(model.parameters())  # type: ignore[arg-type]
+
+
+def test_lr_schedulers_of_the_wrapped_optimizer_see_no_step_that_is_missing() -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with warnings.catch_warnings(), fastps.DistributedOptimizer(inner) as optimizer:
+        warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        for step in range(3):
+            _train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1 / 8
+
+
+def test_a_worker_that_is_done_stays_until_the_others_of_the_start_have_come() -> None:
+    """Under asp nobody waits for anybody, and who came after the last had left would find no job."""
+    job, said = f"early-{os.getpid()}", mmap.mmap(-1, 1)
+
+    def work(rank: int) -> int:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="3", FASTPS_JOB=job)
+        model, inner = _fresh(MAKERS["momentum"])
+        while rank and not said[0]:
+            time.sleep(0.001)
+        time.sleep(0.5 * rank)
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        _train(model, optimizer, range(3))
+        said[0] = 1
+        optimizer.close()
+        return optimizer.worker.own_steps
+
+    children = [processes.start(partial(work, rank)) for rank in range(3)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [3, 3, 3]
+
+
+def test_a_worker_that_is_done_gives_up_those_that_never_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FASTPS_JOB", f"alone-{os.getpid()}")
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=0.3) as optimizer:
+        _train(model, optimizer, range(3))
+    assert "waited 0.3 s for workers of the start that never came" in caplog.text
+
+
+def test_parameters_that_share_memory_are_refused_by_name() -> None:
+    first, second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    second.weight.data = first.weight.data
+    with pytest.raises(fastps.UnsupportedError, match="share memory: expected tied weights to be one Parameter"):
+        fastps.DistributedOptimizer(torch.optim.SGD([first.weight, second.weight], lr=0.1))
+
+
+def test_other_weights_are_shown_for_an_evaluation_and_reach_nobody() -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        _train(model, optimizer, range(2))
+        before = [parameter.clone() for parameter in model.parameters()]
+        with optimizer.shown_weights(torch.zeros_like(parameter) for parameter in model.parameters()):
+            assert all(not parameter.any() for parameter in model.parameters())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+        _train(model, optimizer, range(2, 3))
+
+
+def test_weights_that_are_written_to_after_the_last_step_are_told_of_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    model, inner = _fresh(MAKERS["momentum"])
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        _train(model, optimizer, range(2))
+        model.load_state_dict(model.state_dict())
+    assert "parameter 'weight' was written to after the last step()" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "exit"])
+def test_a_child_that_multiprocessing_made_leaves_when_it_ends(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("FASTPS_JOB", f"child-{os.getpid()}-{ending}")
+    child = multiprocessing.get_context("fork").Process(target=_end_without_closing, args=(ending,))
+    child.start()
+    monkeypatch.setenv("RANK", "0")
+    model, inner = _fresh(MAKERS["momentum"])
+    try:
+        with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=20) as optimizer:
+            optimizer.wait_for_start()
+            child.join()
+            if ending == "return":
+                _train(model, optimizer, range(3))
+            else:
+                what = "RuntimeError: the disk is full" if ending == "raise" else "SystemExit: 3"
+                with pytest.raises(fastps.WorkerDiedError, match=f"worker 1 .* failed: {what}"):
+                    time.sleep(0.06)  # beyond the time between two looks
+                    _train(model, optimizer, range(3))
+    finally:
+        child.join()
+
+
+def _end_without_closing(ending: str) -> None:
+    os.environ["RANK"] = "1"
+    model, inner = _fresh(MAKERS["momentum"])
+    optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=20)
+    optimizer.wait_for_start()
+    _train(model, optimizer, range(1))
+    if ending == "raise":
+        raise RuntimeError("the disk is full")
+    if ending == "exit":
+        sys.exit(3)

@@ -1,0 +1,392 @@
+"""Recorded runs: what is written, what a crash leaves, that doctored ledgers are caught, and what is made of a trace."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.kernels.shm.arena import FATE_FOLDED
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.tracing import perfetto as trace_perfetto
+from fastps.tracing import summary as trace_summary
+from fastps.tracing.check import check, is_complete
+from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Trace, TraceError, read, write
+from fastps.tracing.parts import CHUNK_LINES, Part, folder_of, folders_of, load, merge
+from tests.support import processes
+
+SPECS = [
+    "bsp",
+    "asp",
+    "asp,combine=true",
+    "ssp:1",
+    "dssp:1,4",
+    "backup:1",
+    "psp:2,0.5",
+    "softsync:2",
+    "adv:1",
+    "adv*:1",
+    "r2sp:0.8",
+]
+
+
+def _weights() -> dict[str, Any]:
+    return {name: np.ones(100, np.float32) for name in "abcd"}
+
+
+def _steps(store: fastps.Store, rank: int, steps: int, delay_s: float = 0.0) -> None:
+    with store.attach(rank) as worker:
+        worker.wait_for_start()
+        for _ in range(steps):
+            for gradient in worker.gradients.values():
+                gradient[:] = 1e-3
+            time.sleep(delay_s * (3 if rank == 0 else 1))
+            worker.push(store.hypers, samples=4)
+            worker.advance()
+            worker.pull()
+
+
+def recorded(file: Path, sync: str, workers: int = 3, steps: int = 40, delay_s: float = 0.001) -> Trace:
+    """A run of real processes; worker 0 takes three times as long."""
+    with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1), sync=sync, workers=workers) as store:
+        children = [processes.start(lambda rank=rank: _steps(store, rank, steps, delay_s)) for rank in range(workers)]
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    return read(file)
+
+
+@pytest.mark.parametrize("sync", SPECS)
+def test_the_ledger_of_every_discipline_is_whole_and_right(sync: str, tmp_path: Path) -> None:
+    trace = recorded(tmp_path / "run.trace", sync)
+    assert check(trace) == []
+    assert is_complete(trace)
+    assert [len(trace.steps_of(worker)) for worker in range(3)] == [40] * 3
+    assert len(trace.pushes) == 120 * trace.header["shards"]
+    decided = trace.pushes[trace.pushes["fate"] != UNDECIDED]
+    assert len(decided) >= len(trace.pushes) - 3 * 4, "only what was in an unfinished sum at the end is undecided"
+    folded = decided[decided["fate"] == FOLDED]
+    assert sum(trace.header["committed"]["folded"]) == len(folded)
+    if sync == "bsp":
+        assert folded["staleness"].max() == 0
+    if sync in ("backup:1", "psp:2,0.5"):
+        assert (decided["fate"] == DROPPED).any(), "the slow worker's pushes come too late"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.trace"], "the parts are gone"
+
+
+def test_times_of_a_step_follow_each_other_and_processor_time_is_apart_from_sleep(tmp_path: Path) -> None:
+    trace = recorded(tmp_path / "run.trace", "bsp", workers=2, steps=20, delay_s=0.005)
+    whole = trace.steps[trace.steps["end_ns"] > 0]
+    order = [whole[name] for name in ("begin_ns", "computed_ns", "posted_ns", "pushed_ns", "granted_ns", "end_ns")]
+    assert all((earlier <= later).all() for earlier, later in itertools.pairwise(order))
+    slow = trace.steps_of(0)[1:]
+    assert np.median(trace_summary.blocked_ns(slow)) > 14e6, "it slept 15 ms"
+    assert np.median(slow["cpu_ns"]) < 5e6
+    assert set(slow["samples"]) == {4}
+
+
+# -- doctored ledgers ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    folder = tmp_path_factory.mktemp("honest")
+    return {sync: recorded(folder / "run.trace", sync) for sync in ("asp", "bsp")}
+
+
+def _doctored(trace: Trace, change: Callable[[Any, Any], None]) -> set[str]:
+    steps, pushes = trace.steps.copy(), trace.pushes.copy()
+    change(steps, pushes)
+    return {violation.rule for violation in check(replace(trace, steps=steps, pushes=pushes))}
+
+
+def _line(pushes: Any, worker: int, step: int) -> int:
+    return int(np.flatnonzero((pushes["worker"] == worker) & (pushes["step"] == step))[0])
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_a_push_that_is_folded_twice_is_found(honest: dict[str, Trace], sync: str) -> None:
+    trace = honest[sync]
+    again = trace.pushes[_line(trace.pushes, 1, 7)].copy()
+    later = again.copy()
+    later["version"] += 1
+    for line in (again, later):
+        doctored = replace(trace, pushes=np.append(trace.pushes, line))
+        assert "once" in {violation.rule for violation in check(doctored)}
+
+
+def test_a_version_that_goes_back_is_found(honest: dict[str, Trace]) -> None:
+    def swap(_: Any, pushes: Any) -> None:
+        one, other = _line(pushes, 1, 7), _line(pushes, 1, 9)
+        for name in ("version", "staleness", "read_version"):
+            pushes[name][[one, other]] = pushes[name][[other, one]]
+
+    assert {"order", "monotone"} <= _doctored(honest["asp"], swap)
+
+
+def test_other_lies_are_found(honest: dict[str, Trace]) -> None:
+    asp = honest["asp"]
+
+    def change(table: str, name: str, by: int, worker: int = 1, step: int = 7) -> Callable[[Any, Any], None]:
+        def doctor(steps: Any, pushes: Any) -> None:
+            lines = pushes if table == "pushes" else steps
+            lines[name][_line(lines, worker, step)] += by
+
+        return doctor
+
+    assert "staleness" in _doctored(asp, change("pushes", "staleness", 1))
+    assert "once" in _doctored(asp, change("pushes", "version", -1)), "two pushes cannot be one version under asp"
+    assert "times" in _doctored(asp, change("pushes", "decided_ns", -(10**9)))
+    assert "read" in _doctored(asp, change("steps", "read_version", -1000))
+    assert "steps" in _doctored(asp, change("steps", "step", 5))
+    assert _doctored(asp, lambda _, pushes: pushes["fate"].__setitem__(_line(pushes, 2, 30), DROPPED)) & {"counts", "lost"}
+    missing = replace(asp, pushes=np.delete(asp.pushes, _line(asp.pushes, 1, 7)))
+    assert "lost" in {violation.rule for violation in check(missing)}
+
+
+# -- crashes and odd ends --------------------------------------------------------------------------
+
+
+def test_lines_of_a_killed_worker_are_there_and_say_the_truth(tmp_path: Path) -> None:
+    file = tmp_path / "run.trace"
+
+    def endless(rank: int) -> None:
+        _steps(store, rank, 10**9, 0.0005)
+
+    with fastps.trace(file), fastps.Store.create(_weights(), fastps.SGD(lr=0.1), sync="asp", workers=3) as store:
+        children = [processes.start(lambda rank=rank: endless(rank)) for rank in range(3)]
+        while store.version < 300:
+            time.sleep(0.005)
+        os.kill(children[1].process_id, signal.SIGKILL)
+        processes.finish(children, 60)
+        assert [child.outcome[0] for child in children if child.outcome] == ["WorkerDiedError"] * 2
+    assert not file.exists(), "not all workers have ended in good order"
+    trace = load(file)
+    assert trace.header["unfinished"] == [1]
+    assert check(trace) == []
+    assert not is_complete(trace)
+    assert len(trace.steps_of(1)) > 20
+    assert sum(len(trace.steps_of(worker)) for worker in range(3)) > 290
+    for folder in folders_of(file):
+        for part in folder.iterdir():
+            part.unlink()
+
+
+def test_workers_that_end_at_the_same_time_write_one_trace(tmp_path: Path, honest: dict[str, Trace]) -> None:
+    workers, rounds, file = 4, 100, tmp_path / "run.trace"
+    begun = multiprocessing.get_context("fork").Barrier(workers)
+
+    def end(rank: int) -> int:
+        written = 0
+        for job in range(rounds):
+            folder = folder_of(file, str(job))
+            part = Part(folder, rank, {"job": honest["asp"].header, "began_ns": 0})
+            begun.wait(30)
+            part.finish()
+            written += merge(folder, file, lambda notes: [note["finished"] for note in notes] == [True] * workers)
+        return written
+
+    children = [processes.start(lambda rank=rank: end(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    assert sum(child.outcome for child in children) == rounds
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.trace"]
+
+
+def test_a_recording_that_ends_before_the_worker_is_written_then(tmp_path: Path) -> None:
+    file = tmp_path / "run.trace"
+    with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store:
+        with fastps.trace(file), store.attach(0) as worker:
+            worker.step(_weights())
+            fastps.trace(tmp_path / "other.trace").close()
+        with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as later, later.attach(0) as unrecorded:
+            unrecorded.step(_weights())
+    assert [int(version) for version in read(file).pushes["version"]] == [1]
+    with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store:
+        with fastps.trace(tmp_path / "begun.trace"):
+            worker = store.attach(0)
+            worker.step(_weights())
+        worker.step(_weights())
+        worker.close()
+    assert len(read(tmp_path / "begun.trace").steps) == 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["begun.trace", "run.trace"]
+
+
+def test_a_process_with_two_jobs_writes_two_traces(tmp_path: Path) -> None:
+    with fastps.trace(tmp_path / "run.trace"):
+        for _ in range(2):
+            with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
+                worker.step(_weights())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run-1.trace", "run.trace"]
+
+
+def test_more_lines_than_a_chunk_and_more_than_the_ring_holds(tmp_path: Path) -> None:
+    file, count = tmp_path / "run.trace", CHUNK_LINES + 5
+    with fastps.trace(file), fastps.Store.create({"w": np.ones(1, np.float32)}, fastps.SGD(lr=0.1)) as store:
+        with store.attach(0) as worker:
+            for _ in range(count):
+                worker.step()
+    trace = read(file)
+    assert len(trace.steps) == len(trace.pushes) == count
+    assert check(trace) == []
+
+
+def test_nothing_is_written_down_unless_somebody_records() -> None:
+    with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
+        worker.step(_weights())
+        assert worker.recorder is None
+        assert store.arena.fates(0, 0, 0, 1) == [None]
+        store.arena.record()
+        worker.step(_weights())
+        assert store.arena.fates(0, 0, 0, 9) == [None, (FATE_FOLDED, 2, pytest.approx(SYSTEM_CLOCK.now_ns(), abs=10**11), 0)]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with fastps.trace(tmp_path / "none" / "run.trace"), fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store:
+        with pytest.raises(TraceError, match="cannot be written"):
+            store.attach(0)
+
+
+@pytest.mark.parametrize("damage", ["magic", "length", "header", "short", "dtype", "worker"])
+def test_a_damaged_file_is_refused(honest: dict[str, Trace], tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "run.trace"
+    trace = honest["asp"]
+    if damage == "worker":
+        trace = replace(trace, header={**trace.header, "workers": 2})
+    write(trace, file)
+    data = bytearray(file.read_bytes())
+    if damage == "magic":
+        data[0] ^= 1
+    elif damage == "length":
+        data[16:24] = (2**40).to_bytes(8, "little")
+    elif damage == "header":
+        data[24] = ord("x")
+    elif damage == "short":
+        del data[-100:]
+    elif damage == "dtype":
+        data = bytearray(bytes(data).replace(b'"begin_ns"', b'"begun_ns"'))
+    file.write_bytes(bytes(data))
+    with pytest.raises(TraceError):
+        read(file)
+
+
+# -- Perfetto --------------------------------------------------------------------------------------
+
+
+def test_perfetto_events_follow_the_format(honest: dict[str, Trace], tmp_path: Path) -> None:
+    trace, file = honest["asp"], tmp_path / "out.json"
+    trace_perfetto.save(trace, file)
+    document = json.loads(file.read_text())
+    events = document["traceEvents"]
+    required = {
+        "M": {"name", "pid", "tid", "args"},
+        "X": {"name", "pid", "tid", "ts", "dur"},
+        "i": {"name", "pid", "tid", "ts", "s"},
+        "s": {"name", "cat", "pid", "tid", "ts", "id"},
+        "f": {"name", "cat", "pid", "tid", "ts", "id", "bp"},
+        "C": {"name", "pid", "ts", "args"},
+    }
+    for event in events:
+        assert required[event["ph"]] <= set(event)
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
+    of = {kind: [event for event in events if event["ph"] == kind] for kind in required}
+    assert sum(event["name"] == "compute" for event in of["X"]) == len(trace.steps)
+    assert sum(event["name"].startswith("version") for event in of["X"]) == 120
+    assert sorted(event["id"] for event in of["s"]) == sorted(event["id"] for event in of["f"])
+    assert len({event["id"] for event in of["s"]}) == 120
+    ends = {event["id"]: event["ts"] for event in of["f"]}
+    assert all(event["ts"] <= ends[event["id"]] for event in of["s"])
+    for worker in range(3):
+        spans = sorted((event["ts"], event["dur"]) for event in of["X"] if event["pid"] == 1 and event["tid"] == worker)
+        assert all(begin + length <= after + 1e-3 for (begin, length), (after, _) in itertools.pairwise(spans))
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+SCRIPT = """
+import numpy as np, fastps, sys
+from fastps.job.layout import Layout, place
+rank, workers = fastps.rank(), fastps.world_size()
+policy, update, job = fastps.parse_policy("ssp:2"), fastps.SGD(lr=0.1), __import__("os").environ["FASTPS_JOB"]
+weights = {"w": np.ones(10, np.float32)}
+if rank == 0:
+    store = fastps.Store.create(weights, update, sync=policy, workers=workers, job=job)
+else:
+    layout = Layout(place([("w", (10,), (1,), 0)]), 1, update.rule, policy, workers)
+    store = fastps.Store.connect(job, layout, [update.hyper])
+with store, store.attach(rank) as worker:
+    worker.wait_for_start()
+    for step in range(30):
+        if "die" in sys.argv and rank == 1 and step == 20:
+            import os, signal; os.kill(os.getpid(), signal.SIGKILL)
+        worker.step({"w": np.ones(10)})
+"""
+
+
+def _fastps(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FASTPS_JOB")}
+    command = [sys.executable, "-m", "fastps.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+
+
+def _rows(outcome: "subprocess.CompletedProcess[str]", kind: str) -> list[Any]:
+    return [row for row in json.loads(outcome.stdout)["rows"] if row["kind"] == kind]
+
+
+def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "run.trace"
+    script.write_text(SCRIPT)
+    outcome = _fastps("run", "-n", "2", "--trace", str(file), str(script))
+    assert outcome.returncode == 0, outcome.stderr
+    checked = _fastps("trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-")
+    assert checked.returncode == 0, checked.stderr
+    (verdict,) = _rows(checked, "check")
+    assert (verdict["ok"], verdict["pushes"], verdict["folded"], verdict["complete"]) == (True, 60, 60, True)
+    assert _rows(checked, "run")[0]["sync"] == "ssp:2"
+    assert [row["steps"] for row in _rows(checked, "worker")] == [30, 30]
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    advised = _fastps("advise", str(file), "--json", "-")
+    assert advised.returncode == 0, advised.stderr
+    rows = _rows(advised, "prediction")
+    assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {"bsp", "asp", "ssp:2", "ssp:3", "dssp:3,15", "softsync:2", "r2sp:0.8"} <= {row["sync"] for row in rows}
+    (chosen,) = [row for row in rows if row["recommended"]]
+    assert chosen["reason"] and chosen["speed"] >= 0.95
+    assert f"recommended: --sync {chosen['sync']}" in advised.stderr
+
+    trace = read(file)
+    write(replace(trace, pushes=np.append(trace.pushes, trace.pushes[5])), file)
+    wrong = _fastps("trace", str(file), "--check")
+    assert wrong.returncode == 1
+    assert "is in the ledger twice" in wrong.stdout
+
+
+def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "run.trace"
+    script.write_text(SCRIPT)
+    assert _fastps("run", "-n", "2", "--trace", str(file), str(script), "die").returncode == 1
+    trace = read(file)
+    assert trace.header["unfinished"] == [1]
+    assert check(trace) == []
+    assert len(trace.steps_of(1)) >= 19
+    assert not folder_of(file, trace.header["job"]).exists()
+
+
+@pytest.mark.parametrize("command", ["trace", "advise"])
+def test_help_has_examples_and_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
+    outcome = _fastps(command, "--help")
+    assert "Examples" in outcome.stdout and f"fastps {command}" in outcome.stdout
+    (tmp_path / "none").write_text("nothing")
+    refused = _fastps(command, str(tmp_path / "none"))
+    assert refused.returncode == 1
+    assert "expected a trace that --trace wrote" in refused.stderr and "Traceback" not in refused.stderr
