@@ -97,7 +97,7 @@ def test_each_compiled_module_is_told_of_once(
         return sorted(line for line in capfd.readouterr().err.splitlines() if line.startswith("fastps: "))
 
     told = lines()
-    assert {line.split()[2] for line in told} == set(names)
+    assert {line.split()[2] for line in told} == {f"some.{name}" for name in names}
     assert {line.partition(" (")[2] for line in told} == {"1 of 2)", "2 of 2)"}
     asked = Path("asked").read_text().splitlines()
     assert [sum(f"{name}.{suffix}" in line and " -c " in line for line in asked) for name in names] == [1, 1]

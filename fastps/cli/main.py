@@ -45,7 +45,9 @@ def common(
 ) -> None:
     """Options of all commands."""
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))])
+    # Columns are for people: a file or a pipe gets whole lines.
+    handler = RichHandler(console=Console(stderr=True)) if sys.stderr.isatty() else logging.StreamHandler()
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
 
 
 for group in (cli_training, cli_virtual, cli_trace, cli_machine, cli_faults):

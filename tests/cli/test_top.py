@@ -379,7 +379,10 @@ def test_errors_are_one_sentence(arguments: list[str], code: int, message: str) 
 
 @pytest.mark.parametrize(("found", "code", "message"), [([], 1, "found none"), (["a", "b"], 2, "fastps top a")])
 def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found: list[str], code: int, message: str) -> None:
-    program = f"from fastps import cli, discovery; discovery.running_jobs = lambda clock: {found!r}; cli.main()"
+    program = (
+        "from fastps.cli.main import main; from fastps.membership import discovery; "
+        f"discovery.running_jobs = lambda clock: {found!r}; main()"
+    )
     outcome = _cli("top", code=program)
     assert (outcome.returncode, outcome.stdout) == (code, "")
     assert message in outcome.stderr
@@ -390,9 +393,9 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
     with _job(_name(request)) as job:
         # The first pause says that it has begun, so that the signal comes in the middle of it.
         program = (
-            "from fastps import clock, cli, top; wait = clock.MonotonicClock.sleep_ns\n"
+            "from fastps.cli.main import main\nfrom fastps.system import clock\nwait = clock.MonotonicClock.sleep_ns\n"
             "clock.MonotonicClock.sleep_ns = lambda self, ns: (print('pause', flush=True), wait(self, ns))\n"
-            "cli.main()"
+            "main()"
         )
         command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
