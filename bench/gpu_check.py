@@ -196,7 +196,7 @@ def check_processes(device: str, placement: str) -> Iterator[Row]:
         yield {
             "check": "processes",
             "name": name,
-            "optimizer_classes": kinds,
+            "placements": kinds,
             "difference": worst,
             "tolerance": EQUAL,
             "ok": bool(is_equal),
@@ -216,7 +216,7 @@ def check_training(device: str, placement: str, data: str, epochs: int = 3) -> I
         yield {
             "check": "training",
             "name": name,
-            "optimizer_classes": sorted({str(each["kind"]) for each in found}),
+            "placements": sorted({str(each["kind"]) for each in found}),
             "accuracy": float(found[0]["accuracy"]),
             "bound": LEAST_ACCURACY,
             "steps_per_s": float(sum(each["steps"] for each in found) / found[0]["seconds"]),

@@ -61,7 +61,7 @@ def run_fixed(job: GpuJob) -> dict[str, Any]:
             optimizer.step()
         optimizer.wait_for_others()
         weights = torch.cat([parameter.detach().flatten() for parameter in parameters]).cpu().numpy()
-        return {"kind": type(optimizer).__name__, "version": optimizer.version, "weights": weights}
+        return {"kind": optimizer.placement, "version": optimizer.version, "weights": weights}
 
 
 def run_training(job: GpuJob) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run_training(job: GpuJob) -> dict[str, Any]:
         optimizer.wait_for_others()
         seconds = (SYSTEM_CLOCK.now_ns() - began_ns) / 1e9
         found = accuracy(_on_cpu(model, data), data)
-        return {"kind": type(optimizer).__name__, "accuracy": found, "steps": steps, "seconds": seconds}
+        return {"kind": optimizer.placement, "accuracy": found, "steps": steps, "seconds": seconds}
 
 
 def _on_cpu(model: torch.nn.Module, data: Any) -> torch.nn.Module:

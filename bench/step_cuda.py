@@ -47,7 +47,7 @@ class FastpsCuda(Fastps):
     def __init__(self, job: Job, rank: int, sync: str) -> None:
         settle(job, rank)
         super().__init__(job, rank, sync, device="cuda")
-        self.is_exposed = type(self.optimizer).__name__ == "DeviceOptimizer"
+        self.is_exposed = self.optimizer.placement == "device"
         if not self.is_exposed:
             for parameter in self.parameters:
                 parameter.grad = torch.full_like(parameter, self.gradient)

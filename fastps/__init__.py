@@ -12,7 +12,8 @@ This module is the public list and nothing else. What needs torch is imported wh
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastps.checkpoint.format import Checkpoint, load, save
+from fastps.checkpoint.format import Checkpoint, load
+from fastps.checkpoint.snapshot import save
 from fastps.errors import (
     ArenaError,
     AttachError,
@@ -42,6 +43,7 @@ from fastps.tracing.recorder import trace
 from fastps.version import __version__
 
 if TYPE_CHECKING:
+    from fastps.torch.checkpoint import optimizer_state_dict
     from fastps.torch.optimizer import DistributedOptimizer
     from fastps.torch.rule_optimizer import RuleOptimizer
     from fastps.torch.sampler import BatchSampler
@@ -93,6 +95,7 @@ __all__ = [
     "exponential_decay",
     "load",
     "observe",
+    "optimizer_state_dict",
     "parse_policies",
     "parse_policy",
     "rank",
@@ -110,6 +113,7 @@ _NEED_TORCH = {
     "GlobalStepLR": "fastps.torch.schedules",
     "RuleOptimizer": "fastps.torch.rule_optimizer",
     "exponential_decay": "fastps.torch.schedules",
+    "optimizer_state_dict": "fastps.torch.checkpoint",
 }
 
 

@@ -22,6 +22,7 @@ from fastps.job.layout import Layout, place
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
+from fastps.membership.job_memory import JobMemory
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.tracing import recorder as recording
@@ -41,7 +42,7 @@ def room_bytes(policy: Policy) -> int:
 class WarmUp:
     """One worker's warm-up of `steps` steps."""
 
-    def __init__(self, store: Store, worker: Worker) -> None:
+    def __init__(self, store: JobMemory, worker: Worker) -> None:
         self.steps = store.layout.policy.warm_up
         self._store = store
         self._worker = worker

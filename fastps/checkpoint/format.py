@@ -1,41 +1,32 @@
-"""Checkpoints: a whole version of a job as files, written while the workers go on, and refused by name when they are damaged.
+"""The files of a checkpoint: what they hold, reading them, and refusing damaged ones by name.
 
 A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, the rule's state, model buffers) and
 `checkpoint.json` (everything else, and a checksum of every tensor). It is written beside its name, flushed to the disk, then
 renamed, so that what has the name is whole; when the disk is full the earlier ones stay as they are. Nothing is pickled.
-Refuses to choose when: checkpointing.py does, or whoever calls `save`.
+fastps.checkpoint.snapshot writes them.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from fastps.errors import CheckpointError, ProtocolError
+from fastps.errors import CheckpointError
 from fastps.job.layout import Layout, Parameter
-from fastps.version import __version__
-
-if TYPE_CHECKING:
-    from fastps.store.store import Store
-    from fastps.store.worker import Worker
+from fastps.membership.job_memory import JobMemory
 
 FORMAT = 1
-KEPT = 2  # the newest ones; older ones are removed when another is whole
 TENSORS_FILE = "tensors.safetensors"
 JSON_FILE = "checkpoint.json"
-_PREFIX = "checkpoint-"
-_UNFINISHED = ".unfinished-"
+PREFIX = "checkpoint-"
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "version": int,
@@ -99,19 +90,13 @@ class Checkpoint:
     def _named(self, prefix: str) -> dict[str, Array]:
         return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The rule's state in the form of the plain torch optimizer, whose load_state_dict takes it."""
-        from fastps.torch.checkpoint import optimizer_state_dict
-
-        return optimizer_state_dict(self)
-
     # -- what a store that resumes asks ------------------------------------------------------------
 
     def check_layout(self, layout: Layout) -> None:
         """Raise CheckpointError naming the first thing in which the checkpoint is not of this model and rule."""
         saved = self.description["parameters"]
         for index in range(max(len(saved), len(layout.parameters))):
-            expected = _described(layout.parameters[index]) if index < len(layout.parameters) else None
+            expected = described(layout.parameters[index]) if index < len(layout.parameters) else None
             found = {key: saved[index].get(key) for key in ("name", "shape", "group")} if index < len(saved) else None
             if expected != found:
                 raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
@@ -119,7 +104,7 @@ class Checkpoint:
         if groups != layout.groups:
             raise self._refused("field 'param_groups'", f"{layout.groups} as in this optimizer", str(groups))
         rule = self.description["rule"]
-        for key, value in _described_rule(layout).items():
+        for key, value in described_rule(layout).items():
             if rule.get(key) != value:
                 raise self._refused(f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
 
@@ -138,7 +123,7 @@ class Checkpoint:
             versions = [self.version] * len(layout.shards)
         return {"versions": versions, "clocks": clocks, "drawn": self.drawn}
 
-    def write_into(self, store: "Store") -> None:
+    def write_into(self, store: JobMemory) -> None:
         """Write weights and the rule's state into the first buffers of a store that nobody has joined yet."""
         layout = store.layout
         planes = [("weights/", store.weight_views(0))]
@@ -165,189 +150,14 @@ def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[n
     return np.lib.stride_tricks.as_strided(view, parameter.shape, [4 * step for step in parameter.stride])
 
 
-# -- a version of a running job -----------------------------------------------------------------------
-
-
-class VersionInUseError(Exception):
-    """Another worker copies a version just now."""
-
-
-class PinnedVersion:
-    """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
-
-    Made by a worker between two steps. One worker at a time has one: with `waits` this one waits for the other, else
-    VersionInUseError is raised. Under schemes where all are level the shards have one version; elsewhere each has its
-    own, as it has for who pulls.
-    """
-
-    def __init__(
-        self, worker: "Worker", param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
-    ) -> None:
-        self._store = store = worker.store
-        self._owner = worker.rank, worker.generation
-        self._shards = 0
-        arena = store.arena
-        pinned = []
-        try:
-            for shard in range(arena.shards):
-                pinned.append(_pin(worker, shard, waits))
-                self._shards += 1
-        except BaseException:
-            self.close()
-            raise
-        self._weights, self._state = [found[1] for found in pinned], [found[2] for found in pinned]
-        layout = store.layout
-        steps = store.rule_steps(self._state)
-        self.description: dict[str, Any] = {
-            "format": FORMAT,
-            "fastps": __version__,
-            "version": min(found[0] for found in pinned),
-            "versions": [found[0] for found in pinned],
-            "clocks": pinned[0][3][: layout.workers],
-            "drawn": arena.drawn,
-            "workers": layout.workers,
-            "sync": layout.policy.spec,
-            "rule": _described_rule(layout),
-            "parameters": [
-                {**_described(parameter), "steps": int(count[0])}
-                for parameter, count in zip(layout.parameters, steps, strict=True)
-            ],
-            "param_groups": param_groups,
-            "extra": dict(extra),
-        }
-
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """Each tensor's name and its array, which lies in the arena: valid until `close`."""
-        layout = self._store.layout
-        planes = [("weights/", self._store.weight_views(self._weights))]
-        planes += [(f"state/{name}/", self._store.plane_views(self._state, i)) for i, name in enumerate(layout.rule.planes)]
-        if layout.policy.ema:
-            planes.append(("average/", self._store.plane_views(self._state, layout.planes - 1)))
-        for prefix, views in planes:
-            for parameter, view in zip(layout.parameters, views, strict=True):
-                yield prefix + parameter.name, shaped(view, parameter)
-
-    def close(self) -> None:
-        """Let the buffers be used again. May be called twice."""
-        while self._shards:
-            self._shards -= 1
-            rank, generation = self._owner
-            self._store.arena.unpin_version(rank, self._shards, generation)
-
-    def __enter__(self) -> "PinnedVersion":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _pin(worker: "Worker", shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
-    """Keep a shard's published weights and rule state: (version, weights buffer, state buffer, clocks)."""
-
-    def pinned() -> tuple[int, int, int, list[int]] | None:
-        try:
-            return worker.store.arena.pin_version(worker.rank, shard)
-        except ValueError as error:
-            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
-
-    worker.check_usable()
-    if waits:
-        text = f"worker {worker.rank} waited to copy version {worker.version}, for another copies it"
-        return worker.wait_until(pinned, 1_000_000, lambda: text)
-    found = pinned()
-    if found is None:
-        raise VersionInUseError
-    return found
-
-
-def save(source: Any, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, keep: int = KEPT) -> Path:
-    """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps; returns its folder.
-
-    The other workers go on meanwhile; this one waits. `extra` is kept with it: anything that JSON holds. The newest `keep`
-    checkpoints of the directory stay.
-
-    Raises CheckpointError when it cannot be written (a full disk, say), and then leaves the earlier ones as they were;
-    UsageError after close or in a forked child.
-
-    >>> import tempfile
-    >>> import fastps
-    >>> with (
-    ...     tempfile.TemporaryDirectory() as folder,
-    ...     fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=0.5)) as store,
-    ...     store.attach(0) as worker,
-    ... ):
-    ...     worker.step({"w": np.ones(3)})
-    ...     found = fastps.load(fastps.save(worker, folder, extra={"seed": 7}))
-    >>> found.version, found.weights()["w"].tolist(), found.extra["seed"]
-    (1, [0.5, 0.5, 0.5], 7)
-    """
-    with source.pin_whole_version(extra or {}) as pinned:
-        return write(pinned, source.model_buffers(), Path(directory), keep)
-
-
-def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
-    """Write a pinned version as the newest checkpoint of a directory, and let it go. Raises CheckpointError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory) as descriptor:
-            for left in directory.glob(_UNFINISHED + "*"):
-                shutil.rmtree(left, ignore_errors=True)  # of a process that died: who holds the lock is the only writer
-            number = 1 + max((_number(folder) for folder in _whole(directory)), default=0)
-            unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{_PREFIX}{number:06d}"
-            try:
-                unfinished.mkdir()
-                _write_files(unfinished, pinned, buffers)
-                unfinished.rename(folder)
-                os.fsync(descriptor)
-            except BaseException:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                raise
-            for old in _whole(directory)[: -max(1, keep)]:
-                shutil.rmtree(old, ignore_errors=True)
-            return folder
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint in {directory}: expected to write it, found that it cannot be ({error}); earlier ones are as they were"
-        ) from error
-    finally:
-        pinned.close()
-
-
-def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
-    tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
-    tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
-    checksums = {name: _checksum(array) for name, array in tensors.items()}
-    save_file(tensors, folder / TENSORS_FILE)
-    del tensors
-    pinned.close()
-    with (folder / JSON_FILE).open("w") as stream:
-        json.dump({**pinned.description, "checksums": checksums}, stream, indent=1)
-    for name in (TENSORS_FILE, JSON_FILE, "."):
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[int]:
-    """The directory's descriptor, with its lock, which ends with its process."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _whole(directory: Path) -> list[Path]:
+def whole(directory: Path) -> list[Path]:
     """The checkpoints of a directory, the newest last."""
-    return sorted((folder for folder in directory.glob(_PREFIX + "*") if _number(folder)), key=_number)
+    return sorted((folder for folder in directory.glob(PREFIX + "*") if number_of(folder)), key=number_of)
 
 
-def _number(folder: Path) -> int:
-    text = folder.name.removeprefix(_PREFIX)
+def number_of(folder: Path) -> int:
+    """The number in a checkpoint's name; 0 for any other folder."""
+    text = folder.name.removeprefix(PREFIX)
     return int(text) if text.isdecimal() else 0
 
 
@@ -361,9 +171,9 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = Path(path)
     if not (folder / JSON_FILE).is_file():
-        found = _whole(folder) if folder.is_dir() else []
+        found = whole(folder) if folder.is_dir() else []
         if not found:
-            raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {_PREFIX}NUMBER there, found neither")
+            raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
         folder = found[-1]
     description = _read_description(folder)
     if not (folder / TENSORS_FILE).is_file():  # a pipe, say, would be waited for
@@ -429,20 +239,23 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
     for name in [*tensors, *checksums]:
         if name not in checksums or name not in tensors:
             raise refused(folder, f"tensor {name!r}", "it in both files", "it in one")
-        found_sum = _checksum(tensors[name])
+        found_sum = checksum_of(tensors[name])
         if found_sum != checksums[name]:
             raise refused(folder, f"tensor {name!r}", f"the checksum {checksums[name]}", f"{found_sum}: it is damaged")
 
 
-def _checksum(array: Array) -> int:
+def checksum_of(array: Array) -> int:
+    """CRC-32 of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _described(parameter: Parameter) -> dict[str, Any]:
+def described(parameter: Parameter) -> dict[str, Any]:
+    """A parameter as the JSON file holds it."""
     return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group}
 
 
-def _described_rule(layout: Layout) -> dict[str, Any]:
+def described_rule(layout: Layout) -> dict[str, Any]:
+    """The update rule as the JSON file holds it."""
     rule = layout.rule
     return {"name": rule.name, "planes": list(rule.planes), "code": rule.digest}
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastps.checkpoint.format import Array, PinnedVersion, VersionInUseError, write
+from fastps.checkpoint.format import Array
+from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError, write
 from fastps.errors import CheckpointError, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker

@@ -19,10 +19,11 @@ from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDie
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.membership.job_memory import Views
 from fastps.membership.peers import Peers
 from fastps.membership.rendezvous import Answerer
 from fastps.store.served_worker import ServedWorker
-from fastps.store.store import Store, Views
+from fastps.store.store import Store
 from fastps.store.worker import Worker
 
 logger = logging.getLogger("fastps.device")

@@ -21,12 +21,13 @@ from fastps.diagnostics.finding import Finding
 from fastps.diagnostics.gpu import gpu_findings
 from fastps.errors import Error, UsageError
 from fastps.job.layout import Layout, place
+from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
 from fastps.kernels.shm import arena as words
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
-from fastps.store.store import Store, plan
+from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
 from fastps.torch.tensor_loops import why_not_compiled
 

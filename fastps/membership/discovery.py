@@ -6,7 +6,8 @@ Refuses to keep a list, or a file for one: a job is running while somebody answe
 import os
 from pathlib import Path
 
-from fastps.errors import AttachError
+from fastps.errors import AttachError, LayoutError
+from fastps.job.layout import Layout, first_difference
 from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -88,3 +89,39 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
         os.close(answer.pidfd)
         return True
     return silent
+
+
+def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
+    """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
+    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
+    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else 64)]
+    text = layout.text() if layout else ""
+    digest = layout.digest() if layout else bytes(32)
+    while True:
+        for place_of in places:
+            try:
+                return rendezvous.ask(
+                    job,
+                    place_of,
+                    abi=ABI,
+                    layout_hash=digest,
+                    layout=text.encode(),
+                    observer=layout is None,
+                    timeout_s=1.0,
+                )
+            except (rendezvous.Absent, rendezvous.Silent):
+                continue
+            except rendezvous.LayoutDiffers as difference:
+                raise LayoutError(
+                    f"this worker's model differs from the job's: {first_difference(text, difference.theirs)}; all workers"
+                    " must build the same model, optimizer and discipline"
+                ) from None
+            except (rendezvous.AbiDiffers, rendezvous.OtherUser) as error:
+                raise AttachError(f"job {job}: {error}") from error
+        if clock.now_ns() >= deadline_ns:
+            others = ", ".join(sorted(listening())) or "none"
+            raise AttachError(
+                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody (jobs that"
+                f" run here: {others}); was worker 0 started, and do all workers give the same job= or FASTPS_JOB?"
+            )
+        clock.sleep_ns(10_000_000)

@@ -6,24 +6,50 @@ of it. Refuses to decide what a scheme does with fewer or more workers: the sche
 """
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from fastps.errors import NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
+from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.membership.job_memory import JobMemory
 from fastps.membership.peers import Owner, Peers
-
-if TYPE_CHECKING:
-    from fastps.store.waiting import TurnTaker
 
 logger = logging.getLogger("fastps.membership")
 _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
+_Found = TypeVar("_Found")
+
+
+class Participant(Protocol):
+    """What membership asks of an attached worker, or of the server."""
+
+    rank: int
+    store: JobMemory
+    lane: WorkerLane
+
+    def try_turn(self) -> None:
+        """Run every shard's turn that is free."""
+
+    def take_over(self) -> None:
+        """Take turns from now on: the server is gone."""
+
+    def break_turn(self, owner: Owner, now_ns: int) -> None:
+        """Take the turns of an owner whose process has ended."""
+
+    def break_stale_turns(self, now_ns: int) -> None:
+        """Take the turns of owners that were replaced already."""
+
+    def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
+        """Wait, and watch the peers meanwhile."""
+
+
 class Membership:
     """The membership of one worker: its generation, its peers, and what it has told of rejected pushes."""
 
-    def __init__(self, worker: "TurnTaker", generation: int) -> None:
+    def __init__(self, worker: Participant, generation: int) -> None:
         self.generation = generation
         self._worker = worker
         self._store = worker.store

@@ -10,7 +10,6 @@ import os
 from fastps.errors import ArenaError, AttachError
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery
-from fastps.store import store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import Clock
 
@@ -48,7 +47,7 @@ class NoShows:
     def _tell(self, name: str, ranks: set[int]) -> bool:
         """Count these out in one arena; False where it did not answer."""
         try:
-            answer = store.find(name, None, _ASK_S, self._clock)
+            answer = discovery.find(name, None, _ASK_S, self._clock)
         except AttachError:
             return False
         os.close(answer.pidfd)

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
+from fastps.job.links import link_of
+from fastps.job.metrics import zero_gap_share
 from fastps.job.policy import Policy
 from fastps.kernels.simulation import totals as simulation_totals
 from fastps.kernels.simulation.network import Network
 from fastps.kernels.simulation.simulator import LINES, Simulator
 from fastps.simulation.compute_models import ComputeModel
-from fastps.store.transfers import link_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.training.runs import zero_gap_share
 
 Row = dict[str, Any]
 

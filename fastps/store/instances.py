@@ -11,7 +11,6 @@ from fastps.errors import ArenaError, AttachError, LayoutError
 from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery
-from fastps.store import store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import Clock
 
@@ -49,7 +48,7 @@ def expected(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
 def _expects(identity: Identity, clock: Clock) -> bool:
     """Whether a job has been made for a worker of this rank that has never attached."""
     try:
-        answer = store.find(identity.name, None, _ASK_S, clock)
+        answer = discovery.find(identity.name, None, _ASK_S, clock)
     except (AttachError, LayoutError):
         return False
     os.close(answer.pidfd)

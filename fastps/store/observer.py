@@ -10,7 +10,6 @@ from fastps.errors import ArenaError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
 from fastps.membership import discovery
 from fastps.membership.rendezvous import Place
-from fastps.store import store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
@@ -149,7 +148,7 @@ class Observer:
     """
 
     def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
-        answer = store.find(job, None, timeout_s, clock)
+        answer = discovery.find(job, None, timeout_s, clock)
         os.close(answer.pidfd)
         self._job = job
         self._clock = clock

@@ -13,16 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from fastps.device.interface import Device
 from fastps.errors import AttachError, UsageError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.kernels.shm.arena import LANE_JOINING, LANE_LEAVING, LANE_LIVE
-
-if TYPE_CHECKING:
-    from fastps.store.store import Store
+from fastps.membership.job_memory import JobMemory
 
 CHOICES = ("workers", "process")
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
@@ -54,13 +51,13 @@ class Order:
     timeout_s: float
     memfd: int
     rule: bytes
-    make_device: Callable[[], Device] | None
+    make_device: Callable[[], Any] | None
 
 
 class ServerProcess:
     """A server that this process has started; one that inherits the object by fork has no part in it."""
 
-    def __init__(self, store: "Store", make_device: Callable[[], Device] | None = None) -> None:
+    def __init__(self, store: JobMemory, make_device: Callable[[], Any] | None = None) -> None:
         """Start it, and wait until it serves. Call `begin` once the store answers. Raises AttachError."""
         self._parent = os.getpid()
         layout, rule = _picklable(store.layout)
@@ -85,7 +82,7 @@ class ServerProcess:
             self._process.wait()
             raise
 
-    def _await_serving(self, store: "Store") -> None:
+    def _await_serving(self, store: JobMemory) -> None:
         deadline_ns = store.clock.now_ns() + int(_START_S * 1e9)
         while not store.arena.is_served():
             ended = self._process.poll()

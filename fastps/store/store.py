@@ -10,39 +10,36 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastps.checkpoint.format import Checkpoint
-from fastps.device.interface import Device
-from fastps.errors import ArenaError, AttachError, LayoutError, ProtocolError, UnsupportedError, UsageError
+from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import limits as config
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GRADIENT_NUMBERS, GradientType, Layout, Parameter, first_difference, place
+from fastps.job.layout import GradientType, Layout, place
+from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Update, write_initial_state
 from fastps.kernels.shm import arena as words
-from fastps.kernels.shm import plan as arena_plan
 from fastps.kernels.shm.format import format_memory
-from fastps.kernels.shm.mapping import SharedMapping
 from fastps.membership import discovery, rendezvous
+from fastps.membership.job_memory import JobMemory, Views
 from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import ServerProcess, chosen_server
+from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa as memory_nodes
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-Floats = npt.NDArray[np.float32]
-Views = list[Floats]
 _DYING_S = 2.0  # how long a process that was killed may take to end
 
 
-class Store:
+class Store(JobMemory):
     """One job's shared weights, rule state and lanes.
 
     Make one with `Store.create` or `Store.connect`; then `attach(rank)` gives the worker.
@@ -59,28 +56,14 @@ class Store:
     worker_class: type[Worker] = Worker  # what `attach` makes
     served_class: type[ServedWorker] = ServedWorker  # and where a server takes the turns
 
-    def __init__(
-        self,
-        descriptor: int,
-        memory: SharedMapping,
-        layout: Layout,
-        job: str,
-        timeout_s: float,
-        clock: Clock,
-        hypers: list[Hyper],
-    ) -> None:
-        self.layout = layout
-        self.job = job
-        self.timeout_s = timeout_s
-        self.clock = clock
-        self.hypers = hypers
-        self.memory = memory
-        self.arena = words.Arena(memory)
-        self._descriptor = self.descriptor = descriptor
-        self._pidfd = os.pidfd_open(os.getpid())
-        self._process_id = os.getpid()
-        self._answerers: list[rendezvous.Answerer] = []
-        self.server: ServerProcess | None = None
+    server: ServerProcess | None = None
+
+    def close(self) -> None:
+        """Answer nobody any more, let go of the memory, and of the server where this process started one."""
+        is_open = self._process_id == os.getpid() and self._descriptor >= 0
+        super().close()
+        if is_open and self.server is not None:
+            self.server.let_go(self.arena.lane_states())
 
     # -- making and finding ------------------------------------------------------------------------
 
@@ -96,7 +79,7 @@ class Store:
         nonfinite: str | None = None,
         max_workers: int | None = None,
         server: str | None = None,
-        resume: Checkpoint | None = None,
+        resume: StartState | None = None,
         gradient_type: GradientType = "float32",
         job: str | None = None,
         timeout_s: float | None = None,
@@ -145,12 +128,12 @@ class Store:
         write_weights: Callable[[Views], None],
         hypers: list[Hyper],
         *,
-        resume: Checkpoint | None = None,
+        resume: StartState | None = None,
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
         finish: "Callable[[Store], None] | None" = None,
-        server_device: Callable[[], Device] | None = None,
+        server_device: Callable[[], Any] | None = None,
     ) -> "Store":
         """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it.
 
@@ -237,7 +220,7 @@ class Store:
         answers.
         """
         limit_s = config.timeout_s(timeout_s)
-        answer = find(job, layout, limit_s, clock)
+        answer = discovery.find(job, layout, limit_s, clock)
         os.close(answer.pidfd)
         try:
             memory = memory_of.map_shared(answer.memfd)
@@ -315,166 +298,6 @@ class Store:
             f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger"
             " max_workers"
         )
-
-    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
-        """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
-        answerer = rendezvous.Answerer(
-            rendezvous.place_name(self.job, place_of),
-            memfd=self._descriptor,
-            pidfd=self._pidfd,
-            abi=words.ABI,
-            layout_hash=self.layout.digest(),
-            layout=self.layout.text().encode(),
-            place=place_of if isinstance(place_of, int) else -1,
-        )
-        self._answerers.append(answerer)
-        return answerer
-
-    def stop_answering(self, answerer: rendezvous.Answerer) -> None:
-        """End one place's answers."""
-        answerer.close()
-        self._answerers.remove(answerer)
-
-    def foreign_layout(self) -> str | None:
-        """The description that a refused joiner sent to this process, or None."""
-        return next((text for answerer in self._answerers if (text := answerer.foreign_layout()) is not None), None)
-
-    # -- views -------------------------------------------------------------------------------------
-
-    def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
-        """A flat view of one parameter's floats in the buffer, slot or plane that begins at `byte_offset`."""
-        return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
-
-    def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """A flat view of each parameter in a weights buffer, or in each shard's own."""
-        return [
-            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
-            for parameter in self.layout.parameters
-        ]
-
-    def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
-        """A flat view of each parameter's gradient in a slot of a lane, of the layout's type; bfloat16 as its bits, uint16."""
-        dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
-        offset = self.arena.gradient_offset(lane, slot)
-        return [
-            np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
-            for parameter in self.layout.parameters
-        ]
-
-    def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
-        return [
-            self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
-            for parameter in self.layout.parameters
-        ]
-
-    def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
-        """How often the rule was applied to each parameter: int64[1] each. Only for who holds the turns."""
-        return [
-            np.frombuffer(self.memory, np.int64, 1, self.arena.steps_offset(_buffer_of(buffers, parameter)) + 8 * index)
-            for index, parameter in enumerate(self.layout.parameters)
-        ]
-
-    def committed(self) -> tuple[list[int], list[int]]:
-        """Each shard's published (weights buffers, state buffers). Only for who holds the turns."""
-        try:
-            found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
-        except ValueError as error:
-            raise ProtocolError(f"job {self.job}: {error}; restart the job") from error
-        return [weights for _, weights, _ in found], [state for _, _, state in found]
-
-    def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:
-        """A lane's room for model buffers. Only who holds the turn may use it."""
-        return np.frombuffer(self.memory, np.uint8, self.layout.extra_bytes, self.arena.extra_offset(lane))
-
-    @property
-    def version(self) -> int:
-        """Updates so far."""
-        return self.arena.version
-
-    # -- the end -----------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Answer nobody any more and let go of the memory; views that still live keep it mapped. May be called twice."""
-        if self._process_id != os.getpid() or self._descriptor < 0:
-            return
-        for answerer in list(self._answerers):
-            self.stop_answering(answerer)
-        if self.server is not None:
-            self.server.let_go(self.arena.lane_states())
-        for descriptor in (self._descriptor, self._pidfd):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._descriptor = -1
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
-    """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
-    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else 64)]
-    text = layout.text() if layout else ""
-    digest = layout.digest() if layout else bytes(32)
-    while True:
-        for place_of in places:
-            try:
-                return rendezvous.ask(
-                    job,
-                    place_of,
-                    abi=words.ABI,
-                    layout_hash=digest,
-                    layout=text.encode(),
-                    observer=layout is None,
-                    timeout_s=1.0,
-                )
-            except (rendezvous.Absent, rendezvous.Silent):
-                continue
-            except rendezvous.LayoutDiffers as difference:
-                raise LayoutError(
-                    f"this worker's model differs from the job's: {first_difference(text, difference.theirs)}; all workers"
-                    " must build the same model, optimizer and discipline"
-                ) from None
-            except (rendezvous.AbiDiffers, rendezvous.OtherUser) as error:
-                raise AttachError(f"job {job}: {error}") from error
-        if clock.now_ns() >= deadline_ns:
-            others = ", ".join(sorted(discovery.listening())) or "none"
-            raise AttachError(
-                f"job {job}: expected an answer from its creator or a worker within {timeout_s:g} s, found nobody (jobs that"
-                f" run here: {others}); was worker 0 started, and do all workers give the same job= or FASTPS_JOB?"
-            )
-        clock.sleep_ns(10_000_000)
-
-
-def plan(layout: Layout) -> tuple[bytes, int]:
-    """The header of a layout's arena, and the bytes that it takes in all. Raises UsageError for a layout without parameters."""
-    if not layout.parameters:
-        raise UsageError("expected at least one parameter, found none")
-    return arena_plan.plan(
-        lanes=layout.lanes,
-        slots=layout.slots,
-        ring_size=config.RING_SIZE,
-        groups=layout.groups,
-        parameters=len(layout.parameters),
-        buffer_floats=layout.host_floats,
-        rule=layout.rule.number,
-        state_planes=layout.planes,
-        extra_bytes=layout.extra_bytes,
-        buffers=layout.buffers,
-        shards=len(layout.shards),
-        ema_decay=layout.policy.ema,
-        checks_finite=layout.faults.nonfinite != "allow",
-        gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
-        servers=int(layout.has_server),
-    )
-
-
-def _buffer_of(buffers: int | Sequence[int], parameter: Parameter) -> int:
-    return buffers if isinstance(buffers, int) else buffers[parameter.shard]
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

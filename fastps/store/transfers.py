@@ -7,7 +7,6 @@ learners), one's own in Rudra-adv* (weights come down a tree of learners). Refus
 
 import fcntl
 
-from fastps.job.policy import Policy
 from fastps.system.clock import Clock
 
 
@@ -31,15 +30,3 @@ class Transfers:
         finally:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, self._link)
         return self._clock.now_ns() - began_ns
-
-
-def link_of(policy: Policy, rank: int, workers: int) -> int:
-    """Which link a worker's transfers go over.
-
-    >>> from fastps.job.disciplines import BSP, RudraAdv, RudraAdvStar
-    >>> [[link_of(policy, rank, 4) for rank in range(4)] for policy in (BSP(), RudraAdv(1), RudraAdvStar(1))]
-    [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3]]
-    """
-    if policy.overlap:
-        return rank
-    return rank * policy.groups // workers if policy.groups else 0

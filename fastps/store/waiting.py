@@ -8,19 +8,17 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.job import limits as config
 from fastps.kernels.protocol.lane import AWAITING, LOST
 from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
 from fastps.system.deadline import Patience
-
-if TYPE_CHECKING:
-    from fastps.store.store import Store
 
 _Found = TypeVar("_Found")
 
@@ -35,7 +33,7 @@ class TurnTaker:
 
     _membership: Membership
 
-    def __init__(self, store: "Store", rank: int) -> None:
+    def __init__(self, store: JobMemory, rank: int) -> None:
         self.store = store
         self.rank = rank
         self.lane = self._make_lane()

@@ -10,28 +10,26 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from fastps.checkpoint.format import PinnedVersion
 from fastps.errors import Error, UsageError, damaged
 from fastps.job import limits as config
+from fastps.job.links import link_of
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.worker_lane import EARLY, FULL
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
+from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
 from fastps.store.background import Background
 from fastps.store.late_responses import LateResponses
-from fastps.store.transfers import Transfers, link_of
+from fastps.store.transfers import Transfers
 from fastps.store.waiting import TurnTaker
 from fastps.tracing import recorder as recording
-
-if TYPE_CHECKING:
-    from fastps.store.store import Store
 
 logger = logging.getLogger("fastps.worker")
 
@@ -63,7 +61,7 @@ class Worker(TurnTaker):
 
     _turns_are_plain = True  # whether try_turn is TurnTaker's own
 
-    def __init__(self, store: "Store", rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
+    def __init__(self, store: JobMemory, rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
         super().__init__(store, rank)
         lane = self.lane
         self.earlier_steps = 0
@@ -459,16 +457,6 @@ class Worker(TurnTaker):
             if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
                 return False
         return True
-
-    # -- copies ------------------------------------------------------------------------------------
-
-    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
-        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
-        return PinnedVersion(self, [dict(hyper._asdict()) for hyper in self.store.hypers], extra, waits=waits)
-
-    def model_buffers(self) -> Mapping[str, npt.NDArray[Any]]:
-        """None: they are a torch module's."""
-        return {}
 
     # -- the end -----------------------------------------------------------------------------------
 

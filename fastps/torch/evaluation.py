@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastps.membership.job_memory import JobMemory
 from fastps.store.observer import WorkerStatistics, statistics_of
-from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.torch import state as torch_state
 from fastps.torch.model_buffers import BufferRounds
@@ -24,7 +24,7 @@ class Evaluation:
     """The part of a DistributedOptimizer that is for looking and evaluating."""
 
     _worker: Worker
-    _store: Store
+    _store: JobMemory
     _tensors: list[Any]
     _rounds: BufferRounds
 

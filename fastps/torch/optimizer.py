@@ -16,18 +16,20 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
-from fastps.checkpoint.format import Array, PinnedVersion
+from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing, buffers_of
-from fastps.errors import Error, ParameterChangedError, UsageError
+from fastps.checkpoint.snapshot import PinnedVersion
+from fastps.device.placement import placement
+from fastps.errors import ArenaError, Error, ParameterChangedError, UnsupportedError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, Parameter, place
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
+from fastps.membership.job_memory import JobMemory
 from fastps.store import instances as job_instances
 from fastps.store.server_process import chosen_server
-from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system import exit_handlers as exits
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -37,9 +39,10 @@ from fastps.torch import join as torch_join
 from fastps.torch import state as torch_state
 from fastps.torch.checkpoint import described_group
 from fastps.torch.evaluation import Evaluation
-from fastps.torch.gradients import Gradients, HalfGradients, loss_scaling
+from fastps.torch.gradients import loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
+from fastps.torch.placements import HostPlacement
 from fastps.torch.update_rules import Hypers, rows_of, rule_of
 from fastps.torch.weights import Weights, shaped_tensors
 
@@ -98,21 +101,6 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
     # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
     _step_supports_amp_scaling = True
 
-    def __new__(cls, optimizer: torch.optim.Optimizer, *_arguments: Any, **_options: Any) -> "DistributedOptimizer":
-        """For a model on a GPU the optimizer that knows where its memory is (torch_cuda.py)."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
-                f" {type(optimizer).__name__}"
-            )
-        if cls is DistributedOptimizer and any(
-            tensor.device.type == "cuda" for group in optimizer.param_groups for tensor in group["params"]
-        ):
-            from fastps.torch.staged import optimizer_class
-
-            cls = optimizer_class(optimizer)
-        return super().__new__(cls)
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -135,6 +123,11 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         workers: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
+                f" {type(optimizer).__name__}"
+            )
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
         torch_foreign.check_model(model)
         instance = job_instances.following() if job is None else 0
@@ -152,7 +145,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self.state = optimizer.state
         self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
-        self._push_dtype = push_dtype
+        self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = chosen_server(server)
         layout = self._layout(model, policy, faults, pushed)
@@ -182,25 +175,39 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._batch_size = batch_size
         self._samples = batch_size
         self._take_weights()
+        if not self._placement.shows_arena:
+            self._weights.remember()
         self._checkpointing = None
         if wanted is not None:
             pin = partial(self.pin_whole_version, {}, waits=False)
             self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
         torch_join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
+        if self._placement.state_follows and any(self._entries()):
+            self._publish_state()
 
     # -- joining -----------------------------------------------------------------------------------
 
     def _use(self, worker: Worker) -> None:
         """Let this worker's arena be where gradients go and weights come from."""
+        self._placement.begin()
         self._worker, self._store = worker, worker.store
         self._clip = self.policy.clip
         self._weights = Weights(self._tensors, self._store, self._tensor_views)
         self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
-        self._gradients = self._gradients_kind()(self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name)
+        self._gradients = self._placement.gradients_kind()(
+            self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name
+        )
         self._rounds = BufferRounds(self._buffers, worker)
         exits.register(worker, self.close, self.wait_for_others)
+        try:
+            self._placement.use(worker)
+        except ArenaError as error:
+            exits.forget(worker)
+            worker.close(str(error))
+            worker.store.close()
+            raise
 
     def _take_advice(self, warm_up: WarmUp) -> None:
         """The warm-up is over: go on under the discipline that suits it, in a new arena if it is another."""
@@ -224,38 +231,47 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         parameters = place(rows_of(self.param_groups, model), policy.shards)
         extra_bytes = self._buffers.nbytes + room_bytes(policy)
         rest = extra_bytes, faults, pushed
-        return Layout(
-            parameters, len(self.param_groups), self._rule, policy, self._identity.workers, *rest, server=self._server
+        return self._placement.layout(
+            Layout(parameters, len(self.param_groups), self._rule, policy, self._identity.workers, *rest, server=self._server)
         )
 
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        """The placement of this model. Raises UnsupportedError where its parameters are on several devices."""
+        devices = {tensor.device for tensor in self._tensors}
+        if all(device.type != "cuda" for device in devices):
+            return HostPlacement(self._tensors, push_dtype)
+        if len(devices) > 1:
+            names = ", ".join(sorted(str(device) for device in devices))
+            raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
+        # Imported here: a model on the CPU needs neither.
+        if placement() == "device":
+            from fastps.torch.on_device import DevicePlacement
+
+            return DevicePlacement(self._tensors, push_dtype)
+        from fastps.torch.staged import StagedPlacement
+
+        return StagedPlacement(self._tensors, push_dtype)
+
     def _join(self, layout: Layout, to: Joining) -> Worker:
-        def write_state(store: Store) -> None:
+        def write_state(store: JobMemory) -> None:
             """What the optimizer has when it is wrapped (loaded from a checkpoint, say) is what the job begins with."""
             buffers = [0] * store.arena.shards
             torch_state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
 
-        return torch_join.join(layout, self._tensors, self._hypers(), to, write_state if any(self._entries()) else None)
+        return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
 
     def _entries(self) -> list[dict[str, Any]]:
         """Each parameter's entry of the torch optimizer's state, empty where it has none."""
         return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        return shaped_tensors(self._store, views)
+        return self._placement.tensor_views(self._store, views)
 
     def _slot_tensors(self, slot: int) -> list[torch.Tensor]:
         """Tensors over a slot of this worker's lane."""
-        return self._slot_views(self._store.gradient_views(self._worker.rank, slot))
-
-    def _slot_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of a slot, one a parameter, of the layout's type of gradients."""
-        return shaped_tensors(self._store, views, self._store.layout.gradient_type)
+        return self._placement.slot_views(self._store, self._store.gradient_views(self._worker.rank, slot))
 
     # -- gradients ---------------------------------------------------------------------------------
-
-    def _gradients_kind(self) -> type[Gradients]:
-        """What brings gradients into the slots."""
-        return Gradients if self._push_dtype == torch.float32 else HalfGradients
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """What autograd calls after it accumulated into a parameter's `p.grad`."""
@@ -351,8 +367,8 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
 
     def _take_weights(self) -> None:
         """Let every parameter be of the newest version."""
-        self._weights.show(self._worker.pull())
-        if self._has_begun:
+        self._placement.pull(self._weights, self._worker)
+        if self._has_begun or not self._placement.shows_arena:
             return
         if self._total_steps == 0 and self._is_running():
             self._is_late = True
@@ -371,6 +387,11 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
         A parameter that was pointed elsewhere reaches nobody, and the next step would point it back.
         """
+        if not self._placement.shows_arena:
+            raise ParameterChangedError(
+                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
+                " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
+            )
         if self._weights.has_moved(changed):
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
@@ -465,6 +486,11 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         return self._worker.earlier_steps + self._worker.own_steps
 
     @property
+    def placement(self) -> str:
+        """Where the job's shards lie for this model: "host", "staged" (host memory, a model on a GPU) or "device"."""
+        return self._placement.name
+
+    @property
     def worker(self) -> Worker:
         """The attached worker beneath; with sync="auto" another after the warm-up."""
         return self._worker
@@ -521,6 +547,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         """
         if self._worker.closed or self._worker.forked:
             return
+        self._placement.end()
         if self._checkpointing is not None:
             self._checkpointing.close(failed=failure is not None)
         if self._has_begun and (changed := self._weights.changed()) >= 0:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastps.job.update_rules import Rule
-from fastps.store.store import Store
+from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
 from fastps.torch.update_rules import entry_of
 
@@ -105,7 +105,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
 
 
 def write(
-    store: Store, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
+    store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
 ) -> None:
     """Write each parameter's entry of torch's state into its shard's state buffer; without one, what the rule begins with."""
     steps = store.rule_steps(buffers)

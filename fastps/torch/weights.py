@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.store.store import Store
+from fastps.membership.job_memory import JobMemory
 from fastps.torch.tensor_loops import tensor_loops
 
 
@@ -20,7 +20,7 @@ class Weights:
     """The parameters `tensors` of a store; `tensors_of` makes tensors with their strides of flat views, a parameter each."""
 
     def __init__(
-        self, tensors: list[torch.Tensor], store: Store, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
+        self, tensors: list[torch.Tensor], store: JobMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
         self.tensors = tensors
         self._store = store
@@ -85,7 +85,7 @@ class Weights:
         self._shard_loops.clear()
 
 
-def shaped_tensors(store: Store, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
+def shaped_tensors(store: JobMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
     """Tensors over flat views of the store's memory, each with a storage of its own exact size and the parameter's strides.
 
     `dtype` names the type of the tensors, which for bfloat16 NumPy lacks. The memory stays mapped as long as one of them lives.

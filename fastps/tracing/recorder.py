@@ -10,20 +10,42 @@ import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
+from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import FATE_DROPPED, LANE_LEAVING, LANE_LIVE, Arena
+from fastps.membership.job_memory import JobMemory
 from fastps.system.machine import machine
 from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Lines
 from fastps.tracing.parts import Part, folder_of, merge, numbered
 from fastps.version import __version__
 
-if TYPE_CHECKING:
-    from fastps.store.worker import Worker
-
-
 _LOAD_EVERY_NS = 100_000_000  # asking for the machine's load costs about 100 us
+
+
+class Spinning(Protocol):
+    """Who shares the cores."""
+
+    spins: int
+
+
+class Recorded(Protocol):
+    """What a recorder reads of the worker that it records."""
+
+    rank: int
+    store: JobMemory
+    lane: WorkerLane
+    recorder: "Recorder | None"
+    injected_transfer_ns: int
+
+    @property
+    def posts(self) -> int:
+        """Pushes so far."""
+
+    @property
+    def cores(self) -> Spinning:
+        """Whether waiting workers spin."""
 
 
 class Recording:
@@ -37,7 +59,7 @@ class Recording:
         self._files: dict[str, Path] = {}
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # those that ended are not kept, nor their memory
 
-    def recorder(self, worker: "Worker") -> "Recorder":
+    def recorder(self, worker: Recorded) -> "Recorder":
         """What this worker shall write to."""
         job = worker.store.job
         if job not in self._files:
@@ -90,7 +112,7 @@ def trace(file: str | Path) -> Recording:
     return _current
 
 
-def recorder_for(worker: "Worker") -> "Recorder | None":
+def recorder_for(worker: Recorded) -> "Recorder | None":
     """What a worker that begins shall write to: None unless this process records."""
     global _current
     file = os.environ.get(TRACE_VARIABLE)
@@ -99,7 +121,7 @@ def recorder_for(worker: "Worker") -> "Recorder | None":
     return None if _current is None else _current.recorder(worker)
 
 
-def keep(worker: "Worker") -> "Recorder":
+def keep(worker: Recorded) -> "Recorder":
     """Let the lines of a worker's steps be kept in memory, whether it is recorded or not."""
     recorder = worker.recorder = worker.recorder or Recorder(worker, None)
     recorder.kept = []
@@ -112,7 +134,7 @@ class Recorder:
     `posted` may be called by the push thread, and late; a line is written when the step's push is decided in every shard.
     """
 
-    def __init__(self, worker: "Worker", file: Path | None) -> None:
+    def __init__(self, worker: Recorded, file: Path | None) -> None:
         self.kept: list[tuple[Any, ...]] | None = None  # lines of steps that are wanted in memory, too
         self._worker = worker
         self._file = file
@@ -332,7 +354,7 @@ class _Step:
         self.store_cpu_ns = self.push_transfer_ns = self.pull_transfer_ns = 0
 
 
-def job_note(worker: "Worker") -> dict[str, Any]:
+def job_note(worker: Recorded) -> dict[str, Any]:
     """What all workers of a job say alike."""
     layout = worker.store.layout
     return {

@@ -4,7 +4,6 @@ Refuses to train: training.py does, in the workers.
 """
 
 import json
-import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +12,9 @@ from sys import executable
 
 from rich.console import Console
 
-from fastps.cli.report import LiveWorkers, Row, failure_panel
+from fastps.cli.report import LiveWorkers, failure_panel
 from fastps.errors import Error
+from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
 from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
 from fastps.processes.options import JobOptions
@@ -156,33 +156,6 @@ def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | Non
         "seed": options.seed,
         "accuracy_over_time": results[0]["accuracy_over_time"],
     }
-
-
-def staleness_row(histogram: Sequence[tuple[int, int]]) -> Row:
-    """Min, mean, median, max, deviation and count of a shard's staleness, as Chen et al. 2017, Table 1 has them by layer.
-
-    >>> staleness_row([(1, 2), (4, 2)])
-    {'min': 1, 'mean': 2.5, 'median': 2.5, 'max': 4, 'deviation': 1.5, 'count': 4}
-    """
-    count = sum(number for _, number in histogram)
-    if not count:
-        return {"min": 0, "mean": 0.0, "median": 0.0, "max": 0, "deviation": 0.0, "count": 0}
-    values = [float(value) for value, number in histogram for _ in range(number)]
-    return {
-        "min": histogram[0][0],
-        "mean": statistics.fmean(values),
-        "median": statistics.median(values),
-        "max": histogram[-1][0],
-        "deviation": statistics.pstdev(values),
-        "count": count,
-    }
-
-
-def zero_gap_share(shards: Sequence[Row], iteration_s: float) -> float:
-    """The fraction of gaps between consecutive updates that are under 1 % of the mean iteration time, 0 to 1 (R2SP, Fig. 8)."""
-    limit_ns = 0.01 * iteration_s * 1e9
-    gaps: list[tuple[int, int]] = [(least_ns, count) for shard in shards for least_ns, count in shard["gaps_ns"]]
-    return sum(count for least_ns, count in gaps if least_ns < limit_ns) / max(1, sum(count for _, count in gaps))
 
 
 def compare(

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-import fastps
+from fastps.checkpoint.format import load
+from fastps.errors import Error, UsageError
+from fastps.job.environment import rank
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
+from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.torch.optimizer import DistributedOptimizer
 from fastps.training.data import Dataset, open_saved
 from fastps.training.models import accuracy, inputs_of, model_for
 from fastps.training.options import TrainingOptions, extra_wait_ns
@@ -110,7 +114,7 @@ class TrainingRun:
         self._data = data
         self._budget = options.epochs * len(data.train_labels)
         resume = os.environ.get("FASTPS_RESUME")
-        self._drawn_before = fastps.load(resume).drawn if resume else 0
+        self._drawn_before = load(resume).drawn if resume else 0
         torch.manual_seed(options.seed)
         self._model = model_for(data)
         # Weights at the end of each epoch, kept by worker 0 and judged when the clock is off.
@@ -124,9 +128,7 @@ class TrainingRun:
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         seeds = {"seed": options.seed}
         push_dtype = getattr(torch, options.push_dtype)
-        with fastps.DistributedOptimizer(
-            inner, sync=self._policy, model=self._model, seeds=seeds, push_dtype=push_dtype
-        ) as optimizer:
+        with DistributedOptimizer(inner, sync=self._policy, model=self._model, seeds=seeds, push_dtype=push_dtype) as optimizer:
             batches = self._batches(optimizer.worker)
             if options.warm_start and not optimizer.worker.generation:
                 load_weights(self._model, Path(options.warm_start))
@@ -165,7 +167,7 @@ class TrainingRun:
             sync=sync,
         )
 
-    def _steps(self, optimizer: fastps.DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
+    def _steps(self, optimizer: DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
         """Step until the budget is drawn. Batches are read ahead, unless the grant decides their size."""
         with Prefetch(() if self._policy.tune else batches) as ahead:
             while not self._finished(optimizer):
@@ -174,13 +176,13 @@ class TrainingRun:
                 if self._rank == 0:
                     self._keep_snapshot(optimizer, began_ns)
 
-    def _batches(self, worker: fastps.Worker) -> Batches:
+    def _batches(self, worker: Worker) -> Batches:
         """Where all workers are at the same step, each has its share from its step on; elsewhere they draw from one order."""
         if self._policy.is_level:
             return Batches(self._data, self._options, self._rank, worker.steps * self._options.batch_size)
         return Batches(self._data, self._options, self._rank, draw=worker.store.arena.draw)
 
-    def _step(self, optimizer: fastps.DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def _step(self, optimizer: DistributedOptimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         cpu_ns = self._clock.thread_cpu_ns()
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(self._model(inputs), labels)
@@ -189,7 +191,7 @@ class TrainingRun:
         optimizer.report_loss(float(loss.detach()), len(labels))
         optimizer.step()
 
-    def _drawn(self, optimizer: fastps.DistributedOptimizer) -> int:
+    def _drawn(self, optimizer: DistributedOptimizer) -> int:
         """Samples that all workers together have drawn."""
         if optimizer.policy.is_level and not optimizer.policy.warm_up:
             # All are at the same step, also those who resumed or joined.
@@ -197,10 +199,10 @@ class TrainingRun:
             return steps * self._options.batch_size * self._options.workers
         return self._drawn_before + sum(row.samples for row in optimizer.statistics())
 
-    def _finished(self, optimizer: fastps.DistributedOptimizer) -> bool:
+    def _finished(self, optimizer: DistributedOptimizer) -> bool:
         return self._drawn(optimizer) >= self._budget
 
-    def _keep_snapshot(self, optimizer: fastps.DistributedOptimizer, began_ns: int) -> None:
+    def _keep_snapshot(self, optimizer: DistributedOptimizer, began_ns: int) -> None:
         epochs = self._drawn(optimizer) * self._options.epochs // self._budget
         if epochs > len(self._snapshots):
             seconds = (self._clock.now_ns() - began_ns) / 1e9
@@ -224,21 +226,21 @@ def load_weights(model: torch.nn.Module, file: Path) -> None:
         with np.load(file, allow_pickle=False) as arrays:
             model.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files})
     except (OSError, ValueError, RuntimeError) as error:
-        raise fastps.UsageError(f"--warm-start {file}: expected the weights of this model, found others ({error})") from None
+        raise UsageError(f"--warm-start {file}: expected the weights of this model, found others ({error})") from None
 
 
 def main(options_file: str) -> None:
     """Run this process's worker as the options file says, on the data set saved beside it, and write its result there, too."""
     path = Path(options_file)
-    rank = fastps.rank()
-    result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), rank).run()
-    path.with_name(f"worker-{rank}.json").write_text(json.dumps(asdict(result)))
+    worker = rank()
+    result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), worker).run()
+    path.with_name(f"worker-{worker}.json").write_text(json.dumps(asdict(result)))
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except fastps.Error as error:
+    except Error as error:
         sys.exit(f"fastps: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import fastps
+from fastps.checkpoint import snapshot
 from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
@@ -120,7 +121,7 @@ def test_a_saver_that_dies_leaves_the_earlier_checkpoint_and_its_place(tmp_path:
         def die() -> None:
             with store.attach(1) as worker:
                 fastps.save(worker, tmp_path)
-                with worker.pin_whole_version({}) as pinned:
+                with snapshot.pin(worker, {}) as pinned:
                     (tmp_path / ".unfinished-2").mkdir()
                     assert pinned.description["version"] == 0
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -299,7 +300,7 @@ def test_a_checkpoint_goes_on_in_fastps_and_in_plain_torch(tmp_path: Path, name:
         for key, value in {**checkpoint.weights(), **checkpoint.buffers()}.items():
             {**names, **dict(plain.named_buffers())}[key].copy_(torch.from_numpy(value.copy()))
     torch_optimizer = make(plain.parameters())
-    torch_optimizer.load_state_dict(checkpoint.optimizer_state_dict())
+    torch_optimizer.load_state_dict(fastps.optimizer_state_dict(checkpoint))
     _train(plain, torch_optimizer, 10, 15)
     for (key, ours), theirs in zip(with_fastps.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6), key

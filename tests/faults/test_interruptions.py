@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.checkpoint import snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
 from fastps.system.clock import MonotonicClock
@@ -223,9 +224,9 @@ def test_a_served_worker_lets_go_of_a_turn_that_it_broke_while_a_helper_was_away
 
 def test_a_checkpoint_is_left_out_while_another_worker_copies_a_version(tmp_path: Path) -> None:
     with _store("asp") as store, store.attach(0) as writer, store.attach(1) as other:
-        pin = partial(writer.pin_whole_version, {}, waits=False)
-        checkpointing = Checkpointing(writer, tmp_path, 1, pin, writer.model_buffers)
-        with other.pin_whole_version({}):
+        pin = partial(snapshot.pin, writer, {}, waits=False)
+        checkpointing = Checkpointing(writer, tmp_path, 1, pin, dict)
+        with snapshot.pin(other, {}):
             writer.step(ONES)
             checkpointing.after_step()
             assert not list(tmp_path.iterdir())

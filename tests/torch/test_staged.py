@@ -17,15 +17,31 @@ from fastps.device.host import HostDevice
 from fastps.device.interface import Device, DeviceError
 from fastps.device.placement import placement
 from fastps.kernels.cuda import runtime as cuda
-from fastps.torch.staged import DeviceOptimizer, StagedOptimizer
+from fastps.torch.on_device import DevicePlacement
+from fastps.torch.placements import HostPlacement
+from fastps.torch.staged import StagedPlacement
 from tests.support import processes
 
 
-class HostDeviceOptimizer(DeviceOptimizer):
-    """A DeviceOptimizer on host memory."""
+class HostDevicePlacement(DevicePlacement):
+    """A DevicePlacement on host memory."""
 
     def make_device(self) -> Device:
         return HostDevice("host", 0.001)
+
+
+class StagedOptimizer(fastps.DistributedOptimizer):
+    """Staged, for a model on the CPU."""
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return StagedPlacement(self._tensors, push_dtype)
+
+
+class HostDeviceOptimizer(fastps.DistributedOptimizer):
+    """On a device whose memory is the host's."""
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return HostDevicePlacement(self._tensors, push_dtype)
 
 
 KINDS: dict[str, type[fastps.DistributedOptimizer]] = {"staged": StagedOptimizer, "device": HostDeviceOptimizer}

@@ -1,0 +1,232 @@
+"""A consistent copy of a running job: one published version is pinned, copied and written, while the workers go on.
+
+A checkpoint is written beside its name, flushed to the disk, then renamed: a folder that has the name is whole, and a full disk
+leaves the earlier ones as they are.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from fastps.checkpoint.format import (
+    FORMAT,
+    JSON_FILE,
+    PREFIX,
+    TENSORS_FILE,
+    Array,
+    checksum_of,
+    described,
+    described_rule,
+    number_of,
+    shaped,
+    whole,
+)
+from fastps.errors import CheckpointError, ProtocolError
+from fastps.store.worker import Worker
+from fastps.version import __version__
+
+KEPT = 2  # the newest checkpoints; older ones are removed when another is whole
+_UNFINISHED = ".unfinished-"
+
+
+class VersionInUseError(Exception):
+    """Another worker copies a version just now."""
+
+
+class PinnedVersion:
+    """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
+
+    Made by a worker between two steps. One worker at a time has one: with `waits` this one waits for the other, else
+    VersionInUseError is raised. Under schemes where all are level the shards have one version; elsewhere each has its
+    own, as it has for who pulls.
+    """
+
+    def __init__(
+        self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+    ) -> None:
+        self._store = store = worker.store
+        self._owner = worker.rank, worker.generation
+        self._shards = 0
+        arena = store.arena
+        pinned = []
+        try:
+            for shard in range(arena.shards):
+                pinned.append(_pin(worker, shard, waits))
+                self._shards += 1
+        except BaseException:
+            self.close()
+            raise
+        self._weights, self._state = [found[1] for found in pinned], [found[2] for found in pinned]
+        layout = store.layout
+        steps = store.rule_steps(self._state)
+        self.description: dict[str, Any] = {
+            "format": FORMAT,
+            "fastps": __version__,
+            "version": min(found[0] for found in pinned),
+            "versions": [found[0] for found in pinned],
+            "clocks": pinned[0][3][: layout.workers],
+            "drawn": arena.drawn,
+            "workers": layout.workers,
+            "sync": layout.policy.spec,
+            "rule": described_rule(layout),
+            "parameters": [
+                {**described(parameter), "steps": int(count[0])}
+                for parameter, count in zip(layout.parameters, steps, strict=True)
+            ],
+            "param_groups": param_groups,
+            "extra": dict(extra),
+        }
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Each tensor's name and its array, which lies in the arena: valid until `close`."""
+        layout = self._store.layout
+        planes = [("weights/", self._store.weight_views(self._weights))]
+        planes += [(f"state/{name}/", self._store.plane_views(self._state, i)) for i, name in enumerate(layout.rule.planes)]
+        if layout.policy.ema:
+            planes.append(("average/", self._store.plane_views(self._state, layout.planes - 1)))
+        for prefix, views in planes:
+            for parameter, view in zip(layout.parameters, views, strict=True):
+                yield prefix + parameter.name, shaped(view, parameter)
+
+    def close(self) -> None:
+        """Let the buffers be used again. May be called twice."""
+        while self._shards:
+            self._shards -= 1
+            rank, generation = self._owner
+            self._store.arena.unpin_version(rank, self._shards, generation)
+
+    def __enter__(self) -> "PinnedVersion":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+    """Keep a shard's published weights and rule state: (version, weights buffer, state buffer, clocks)."""
+
+    def pinned() -> tuple[int, int, int, list[int]] | None:
+        try:
+            return worker.store.arena.pin_version(worker.rank, shard)
+        except ValueError as error:
+            raise ProtocolError(f"shard {shard}: {error}; restart the job") from error
+
+    worker.check_usable()
+    if waits:
+        text = f"worker {worker.rank} waited to copy version {worker.version}, for another copies it"
+        return worker.wait_until(pinned, 1_000_000, lambda: text)
+    found = pinned()
+    if found is None:
+        raise VersionInUseError
+    return found
+
+
+class Source(Protocol):
+    """What `save` asks of an optimizer."""
+
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+        """Keep the published version, with the optimizer's own description of it."""
+
+    def model_buffers(self) -> Mapping[str, Array]:
+        """Name to array of the model's buffers."""
+
+
+def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+    """Keep the published version of a worker's job while it is copied. A worker alone knows its rule's hyper-parameters."""
+    if not isinstance(source, Worker):
+        return source.pin_whole_version(extra, waits=waits)
+    groups = [dict(hyper._asdict()) for hyper in source.store.hypers]
+    return PinnedVersion(source, groups, extra, waits=waits)
+
+
+def save(
+    source: Source | Worker, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, keep: int = KEPT
+) -> Path:
+    """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps; returns its folder.
+
+    The other workers go on meanwhile; this one waits. `extra` is kept with it: anything that JSON holds. The newest `keep`
+    checkpoints of the directory stay.
+
+    Raises CheckpointError when it cannot be written (a full disk, say), and then leaves the earlier ones as they were;
+    UsageError after close or in a forked child.
+
+    >>> import tempfile
+    >>> import fastps
+    >>> with (
+    ...     tempfile.TemporaryDirectory() as folder,
+    ...     fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=0.5)) as store,
+    ...     store.attach(0) as worker,
+    ... ):
+    ...     worker.step({"w": np.ones(3)})
+    ...     found = fastps.load(fastps.save(worker, folder, extra={"seed": 7}))
+    >>> found.version, found.weights()["w"].tolist(), found.extra["seed"]
+    (1, [0.5, 0.5, 0.5], 7)
+    """
+    buffers = {} if isinstance(source, Worker) else source.model_buffers()
+    with pin(source, extra or {}) as pinned:
+        return write(pinned, buffers, Path(directory), keep)
+
+
+def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
+    """Write a pinned version as the newest checkpoint of a directory, and let it go. Raises CheckpointError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory) as descriptor:
+            for left in directory.glob(_UNFINISHED + "*"):
+                shutil.rmtree(left, ignore_errors=True)  # of a process that died: who holds the lock is the only writer
+            number = 1 + max((number_of(folder) for folder in whole(directory)), default=0)
+            unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{PREFIX}{number:06d}"
+            try:
+                unfinished.mkdir()
+                _write_files(unfinished, pinned, buffers)
+                unfinished.rename(folder)
+                os.fsync(descriptor)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            for old in whole(directory)[: -max(1, keep)]:
+                shutil.rmtree(old, ignore_errors=True)
+            return folder
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"checkpoint in {directory}: expected to write it, found that it cannot be ({error}); earlier ones are as they were"
+        ) from error
+    finally:
+        pinned.close()
+
+
+def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
+    tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
+    tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
+    checksums = {name: checksum_of(array) for name, array in tensors.items()}
+    save_file(tensors, folder / TENSORS_FILE)
+    del tensors
+    pinned.close()
+    with (folder / JSON_FILE).open("w") as stream:
+        json.dump({**pinned.description, "checksums": checksums}, stream, indent=1)
+    for name in (TENSORS_FILE, JSON_FILE, "."):
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[int]:
+    """The directory's descriptor, with its lock, which ends with its process."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)

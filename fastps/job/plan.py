@@ -1,0 +1,29 @@
+"""The arena that a layout needs: its header and its size."""
+
+from fastps.errors import UsageError
+from fastps.job import limits
+from fastps.job.layout import GRADIENT_NUMBERS, Layout
+from fastps.kernels.shm import plan as arena_plan
+
+
+def plan(layout: Layout) -> tuple[bytes, int]:
+    """The header of a layout's arena, and the bytes that it takes in all. Raises UsageError for a layout without parameters."""
+    if not layout.parameters:
+        raise UsageError("expected at least one parameter, found none")
+    return arena_plan.plan(
+        lanes=layout.lanes,
+        slots=layout.slots,
+        ring_size=limits.RING_SIZE,
+        groups=layout.groups,
+        parameters=len(layout.parameters),
+        buffer_floats=layout.host_floats,
+        rule=layout.rule.number,
+        state_planes=layout.planes,
+        extra_bytes=layout.extra_bytes,
+        buffers=layout.buffers,
+        shards=len(layout.shards),
+        ema_decay=layout.policy.ema,
+        checks_finite=layout.faults.nonfinite != "allow",
+        gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
+        servers=int(layout.has_server),
+    )

@@ -1,0 +1,160 @@
+"""A job's arena as one process maps it: typed views of weights, gradients and rule state, and answers to joiners.
+
+`fastps.store.store` makes, finds and joins it; everything else that a worker does is built on this.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import ProtocolError
+from fastps.job.layout import Layout, Parameter
+from fastps.job.update_rules import Hyper
+from fastps.kernels.shm import arena as words
+from fastps.kernels.shm.mapping import SharedMapping
+from fastps.membership import rendezvous
+from fastps.system.clock import Clock
+
+Floats = npt.NDArray[np.float32]
+Views = list[Floats]
+
+
+class JobMemory:
+    """The arena of one job, mapped into this process.
+
+    Attributes:
+        layout: what lies where.
+        job: the job's name.
+        timeout_s: the longest wait.
+        hypers: hyper-parameters of each parameter group.
+        memory: the mapping.
+        arena: typed access to the header and the lanes.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        memory: SharedMapping,
+        layout: Layout,
+        job: str,
+        timeout_s: float,
+        clock: Clock,
+        hypers: list[Hyper],
+    ) -> None:
+        self.layout = layout
+        self.job = job
+        self.timeout_s = timeout_s
+        self.clock = clock
+        self.hypers = hypers
+        self.memory = memory
+        self.arena = words.Arena(memory)
+        self._descriptor = self.descriptor = descriptor
+        self._pidfd = os.pidfd_open(os.getpid())
+        self._process_id = os.getpid()
+        self._answerers: list[rendezvous.Answerer] = []
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
+        """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
+        answerer = rendezvous.Answerer(
+            rendezvous.place_name(self.job, place_of),
+            memfd=self._descriptor,
+            pidfd=self._pidfd,
+            abi=words.ABI,
+            layout_hash=self.layout.digest(),
+            layout=self.layout.text().encode(),
+            place=place_of if isinstance(place_of, int) else -1,
+        )
+        self._answerers.append(answerer)
+        return answerer
+
+    def stop_answering(self, answerer: rendezvous.Answerer) -> None:
+        """End one place's answers."""
+        answerer.close()
+        self._answerers.remove(answerer)
+
+    def foreign_layout(self) -> str | None:
+        """The description that a refused joiner sent to this process, or None."""
+        return next((text for answerer in self._answerers if (text := answerer.foreign_layout()) is not None), None)
+
+    # -- views -------------------------------------------------------------------------------------
+
+    def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
+        """A flat view of one parameter's floats in the buffer, slot or plane that begins at `byte_offset`."""
+        return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
+
+    def weight_views(self, buffers: int | Sequence[int]) -> Views:
+        """A flat view of each parameter in a weights buffer, or in each shard's own."""
+        return [
+            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
+            for parameter in self.layout.parameters
+        ]
+
+    def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
+        """A flat view of each parameter's gradient in a slot of a lane, of the layout's type; bfloat16 as its bits, uint16."""
+        dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
+        offset = self.arena.gradient_offset(lane, slot)
+        return [
+            np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
+            for parameter in self.layout.parameters
+        ]
+
+    def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
+        """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
+        return [
+            self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
+            for parameter in self.layout.parameters
+        ]
+
+    def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        """How often the rule was applied to each parameter: int64[1] each. Only for who holds the turns."""
+        return [
+            np.frombuffer(self.memory, np.int64, 1, self.arena.steps_offset(_buffer_of(buffers, parameter)) + 8 * index)
+            for index, parameter in enumerate(self.layout.parameters)
+        ]
+
+    def committed(self) -> tuple[list[int], list[int]]:
+        """Each shard's published (weights buffers, state buffers). Only for who holds the turns."""
+        try:
+            found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
+        except ValueError as error:
+            raise ProtocolError(f"job {self.job}: {error}; restart the job") from error
+        return [weights for _, weights, _ in found], [state for _, _, state in found]
+
+    def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:
+        """A lane's room for model buffers. Only who holds the turn may use it."""
+        return np.frombuffer(self.memory, np.uint8, self.layout.extra_bytes, self.arena.extra_offset(lane))
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        return self.arena.version
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Answer nobody any more and let go of the memory; views that still live keep it mapped. May be called twice."""
+        if self._process_id != os.getpid() or self._descriptor < 0:
+            return
+        for answerer in list(self._answerers):
+            self.stop_answering(answerer)
+        for descriptor in (self._descriptor, self._pidfd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _buffer_of(buffers: int | Sequence[int], parameter: Parameter) -> int:
+    return buffers if isinstance(buffers, int) else buffers[parameter.shard]

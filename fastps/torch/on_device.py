@@ -1,0 +1,90 @@
+"""A model on the one GPU that all workers share: the arena's floats are the GPU's, and kernels fold.
+
+p.data and p.grad point into the GPU's memory. close() waits for the other workers, since they read the memory of worker 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from fastps.device.interface import Device
+from fastps.device.memory import board_bytes
+from fastps.device.store import DeviceStore
+from fastps.errors import UnsupportedError
+from fastps.job.layout import Layout
+from fastps.job.update_rules import Hyper
+from fastps.membership.job_memory import JobMemory
+from fastps.store.worker import Worker
+from fastps.torch.join import Joining, writer_of
+from fastps.torch.placements import HostPlacement
+
+
+class DevicePlacement(HostPlacement):
+    """Weights, rule state and gradients lie on the GPU that all workers share."""
+
+    name = "device"
+    state_follows = True  # the arena's part on the device is made when all workers are there
+
+    def make_device(self) -> Device:
+        """The device of this process: the GPU that the parameters are on."""
+        from fastps.device.cuda import CudaDevice
+
+        return CudaDevice(self._tensors[0].device.index or 0)
+
+    def server_device(self) -> Callable[[], Device]:
+        """What makes the same GPU's device in the server process, which sees the GPUs of worker 0."""
+        from fastps.device.cuda import CudaDevice
+
+        return partial(CudaDevice, self._tensors[0].device.index or 0)
+
+    def layout(self, layout: Layout) -> Layout:
+        """Shards are worker 0's, or the server's; each lane has room for its handles."""
+        shards = len(layout.shards)
+        home = layout.lanes if layout.has_server else 0
+        return replace(layout, homes=(home,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
+
+    def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
+        """See HostPlacement.join; earlier state is published later."""
+        if to.resumed is not None:
+            raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
+        to = to.at_its_place()
+        job, rank = to.identity.name, to.identity.rank
+        device = self.make_device()
+        if rank == 0:
+            served_by = self.server_device() if layout.has_server else None
+            first = writer_of(self._tensors)
+            store = DeviceStore.create_for(
+                layout, first, hypers, job=job, server_device=served_by, timeout_s=to.timeout_s, clock=to.clock
+            )
+        else:
+            store = DeviceStore.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+        assert isinstance(store, DeviceStore)
+        try:
+            worker = store.use(device).attach(rank)
+            if store.arena_on_devices().near_shards() == []:
+                worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
+                raise UnsupportedError(
+                    f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: use"
+                    " FASTPS_PLACEMENT=host"
+                )
+            return worker
+        except BaseException:
+            store.close()
+            raise
+
+    def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over the device's memory, with the parameter's strides; DLPack makes them without a copy."""
+        return [
+            torch.utils.dlpack.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
+            for view, parameter in zip(views, store.layout.parameters, strict=True)
+        ]
+
+    def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
+        """See HostPlacement.slot_views; 16-bit floats travel as integers, which DLPack knows."""
+        if self._push_dtype == torch.float32:
+            return self.tensor_views(store, views)
+        return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]
