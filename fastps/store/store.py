@@ -158,32 +158,12 @@ class Store(JobMemory):
                 **(resume.beginning(layout) if resume is not None else {}),
                 **values,
             )
-            store = cls(
-                descriptor,
-                memory,
-                layout,
-                job or secrets.token_hex(8),
-                config.timeout_s(timeout_s),
-                clock,
-                list(hypers),
-            )
-            if resume is not None:
-                resume.write_into(store)
-                if layout.policy.ema and not resume.has_average:
-                    for average, weights in zip(store.plane_views(0, layout.planes - 1), store.weight_views(0), strict=True):
-                        average[:] = weights
-            else:
-                store.write_first(write_weights)
+            name = job or secrets.token_hex(8)
+            store = cls(descriptor, memory, layout, name, config.timeout_s(timeout_s), clock, list(hypers))
+            store._write_beginning(write_weights, resume)
             if finish is not None:
                 finish(store)
-            if layout.has_server:
-                # Where a job of this name runs, its server has the name, too. Nobody is answered yet: a worker that attached
-                # now would find no server.
-                rendezvous.check_free(store.job, "host")
-                store.server = ServerProcess(store, server_device)
-            store.answer_at("host")
-            if store.server is not None:
-                store.server.begin()
+            store._answer_joiners(server_device)
         except BaseException as error:
             if store is not None:
                 store.close()
@@ -196,13 +176,34 @@ class Store(JobMemory):
             raise
         return store
 
+    def _write_beginning(self, write_weights: Callable[[Views], None], resume: StartState | None) -> None:
+        """Write version 0, or the state to go on from."""
+        if resume is None:
+            self.write_first(write_weights)
+            return
+        resume.write_into(self)
+        if self.layout.policy.ema and not resume.has_average:
+            self._begin_average()
+
     def write_first(self, write_weights: Callable[[Views], None]) -> None:
         """Write version 0: the weights, what the rule begins with, and the average."""
         write_weights(self.weight_views(0))
         write_initial_state(self.layout.rule, lambda plane: self.plane_views(0, plane))
         if self.layout.policy.ema:
-            for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
-                average[:] = weights
+            self._begin_average()
+
+    def _begin_average(self) -> None:
+        for average, weights in zip(self.plane_views(0, self.layout.planes - 1), self.weight_views(0), strict=True):
+            average[:] = weights
+
+    def _answer_joiners(self, server_device: Callable[[], Any] | None) -> None:
+        """Start the server, if there is one, then answer: a worker that attached before would find no server."""
+        if self.layout.has_server:
+            rendezvous.check_free(self.job, "host")  # where a job of this name runs, its server has the name, too
+            self.server = ServerProcess(self, server_device)
+        self.answer_at("host")
+        if self.server is not None:
+            self.server.begin()
 
     @classmethod
     def connect(

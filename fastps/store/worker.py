@@ -7,10 +7,9 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +25,18 @@ from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
 from fastps.store.background import Background
+from fastps.store.lane_view import LaneView
 from fastps.store.late_responses import LateResponses
 from fastps.store.transfers import Transfers
-from fastps.store.waiting import TurnTaker
 from fastps.tracing import recorder as recording
 
 logger = logging.getLogger("fastps.worker")
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_MOST_NAMED = 256  # combinations of buffers whose views are kept
 _MOST_PULLS = 16  # in a row without a push, where the others wait for the slowest worker
 
 
-class Worker(TurnTaker):
+class Worker(LaneView):
     """One attached worker. Made by `Store.attach`; only one thread may use it.
 
     Attributes:
@@ -66,12 +64,9 @@ class Worker(TurnTaker):
         lane = self.lane
         self.earlier_steps = 0
         self.generation = generation
-        self.buffers = [0] * self._shards
         counted = store.arena.counters(rank)  # of the lane's workers before
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
         lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
-        self.closed = False
-        self._left = False
         self._answerer = answerer
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
@@ -89,8 +84,6 @@ class Worker(TurnTaker):
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
-        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
-        self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self.recorder: recording.Recorder | None = None
         self._membership = Membership(self, generation)
         if generation:
@@ -311,86 +304,7 @@ class Worker(TurnTaker):
         self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
 
-    # -- looking -----------------------------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        """Steps pushed so far."""
-        return self.lane.steps
-
-    @property
-    def own_steps(self) -> int:
-        """Steps that this worker itself has pushed."""
-        return self.lane.steps - self.begun_at
-
-    @property
-    def slot(self) -> int:
-        """The slot of the next push."""
-        return self.lane.slot
-
-    @property
-    def posts(self) -> int:
-        """Pushes and null pushes so far."""
-        return self.lane.posts
-
-    @property
-    def loss(self) -> float:
-        """What others shall see of the training; travels with the next push."""
-        return self.lane.loss
-
-    @loss.setter
-    def loss(self, loss: float) -> None:
-        self.lane.loss = loss
-
-    @property
-    def stale_blocks(self) -> int:
-        """Shards that were not fresh when a step began."""
-        return self.lane.stale_blocks
-
-    @property
-    def batch_size(self) -> int:
-        """The batch that the last grant carried; 0: the worker's own choice."""
-        return self.lane.batch()
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that were pulled last."""
-        return self.lane.version
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this worker pushes no more."""
-        return self._left or self.closed
-
-    @property
-    def push_folded(self) -> bool:
-        """Whether every push of this worker is done with."""
-        return self.lane.done() >= self.lane.posted()
-
-    @property
-    def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Name to read-only array of the pulled weights; the arrays are those of one version until the next pull."""
-        key = tuple(self.buffers)
-        named = self._named_weights.get(key)
-        if named is None:
-            named = self._named(self.store.weight_views(key))
-            for view in named.values():
-                view.flags.writeable = False
-            if len(self._named_weights) >= _MOST_NAMED:
-                self._named_weights.clear()  # shards combine in many ways
-            self._named_weights[key] = named
-        return named
-
-    @property
-    def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
-        if self.slot not in self._named_gradients:
-            self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
-        return self._named_gradients[self.slot]
-
-    def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
-        pairs = zip(self.store.layout.parameters, views, strict=True)
-        return MappingProxyType({parameter.name: view.reshape(parameter.shape) for parameter, view in pairs})
+    # -- the slot ----------------------------------------------------------------------------------
 
     def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
         """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""

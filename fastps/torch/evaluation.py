@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastps.job.policy import Policy
 from fastps.membership.job_memory import JobMemory
 from fastps.store.observer import WorkerStatistics, statistics_of
 from fastps.store.worker import Worker
 from fastps.torch import state as torch_state
 from fastps.torch.model_buffers import BufferRounds
+from fastps.torch.placements import HostPlacement
 from fastps.torch.weights import shown
 
 if TYPE_CHECKING:
@@ -27,10 +29,32 @@ class Evaluation:
     _store: JobMemory
     _tensors: list[Any]
     _rounds: BufferRounds
+    _placement: HostPlacement
+    _earlier_versions: int
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of the arena, one a parameter."""
         raise NotImplementedError
+
+    @property
+    def version(self) -> int:
+        """Updates that all workers together have made so far."""
+        return self._earlier_versions + self._store.version
+
+    @property
+    def policy(self) -> Policy:
+        """The discipline that is in force; with sync="auto" another after the warm-up."""
+        return self._store.layout.policy
+
+    @property
+    def placement(self) -> str:
+        """Where the job's shards lie for this model: "host", "staged" (host memory, a model on a GPU) or "device"."""
+        return self._placement.name
+
+    @property
+    def worker(self) -> Worker:
+        """The attached worker beneath; with sync="auto" another after the warm-up."""
+        return self._worker
 
     def statistics(self) -> list[WorkerStatistics]:
         """One row a worker: steps, waiting, staleness and the rest, as they stand now."""

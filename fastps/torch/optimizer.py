@@ -8,8 +8,9 @@ change anything that it cannot give back at `close()`.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing, buffers_of
 from fastps.checkpoint.snapshot import PinnedVersion
-from fastps.device.placement import placement
-from fastps.errors import ArenaError, Error, ParameterChangedError, UnsupportedError, UsageError
+from fastps.errors import ArenaError, Error, ParameterChangedError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, Parameter, place
@@ -42,6 +42,8 @@ from fastps.torch.evaluation import Evaluation
 from fastps.torch.gradients import loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
+from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
+from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
 from fastps.torch.update_rules import Hypers, rows_of, rule_of
 from fastps.torch.weights import Weights, shaped_tensors
@@ -54,7 +56,7 @@ _CURE = (
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
-class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
+class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     """Wraps a torch optimizer; its arithmetic then runs in the fold, on what all workers push.
 
     Usage, the same script alone, under `fastps run -n 4` and under torchrun:
@@ -123,11 +125,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         workers: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
-                f" {type(optimizer).__name__}"
-            )
+        check_kind(optimizer)
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
         torch_foreign.check_model(model)
         instance = job_instances.following() if job is None else 0
@@ -149,11 +147,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
         self._server = chosen_server(server)
         layout = self._layout(model, policy, faults, pushed)
-        names = [parameter.name for parameter in layout.parameters]
-        torch_foreign.check_memory(self._tensors, names)
-        torch_foreign.check_not_averaged(self._tensors)
-        torch_foreign.check_dense(self._tensors, names)
-        torch_join.check_apart(self._tensors, layout)
+        self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
         resumed = torch_join.resumed_from(resume, layout, model, self.param_groups)
@@ -162,14 +156,31 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
-        self._use(self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock)))
-        self._warm_up = WarmUp(self._store, self._worker) if policy.warm_up else None
+        joined = self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock))
+        self._begin(joined, batch_size, wanted)
+        torch_join.limit_threads(layout.workers)
+        keep_freed_memory(4 * layout.buffer_floats)
+        if self._placement.state_follows and any(self._entries()):
+            self._publish_state()
+
+    def _check_model(self, layout: Layout) -> None:
+        """Refuse what would train wrongly: shared, sparse or overlapping parameters, and gradients that others average."""
+        names = [parameter.name for parameter in layout.parameters]
+        torch_foreign.check_memory(self._tensors, names)
+        torch_foreign.check_not_averaged(self._tensors)
+        torch_foreign.check_dense(self._tensors, names)
+        torch_join.check_apart(self._tensors, layout)
+
+    def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
+        """Take the job's weights and hook into backward."""
+        self._use(worker)
+        self._warm_up = WarmUp(self._store, self._worker) if self.policy.warm_up else None
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(self._hook(index))
             for index, tensor in enumerate(self._tensors)
             if tensor.requires_grad
         ]
-        self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse_load))
+        self._hooks.append(self._inner.register_load_state_dict_pre_hook(refuse_load))
         self._in_no_sync = False
         self._has_begun = False
         self._batch_size = batch_size
@@ -178,13 +189,9 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         if not self._placement.shows_arena:
             self._weights.remember()
         self._checkpointing = None
-        if wanted is not None:
+        if checkpointing is not None:
             pin = partial(self.pin_whole_version, {}, waits=False)
-            self._checkpointing = Checkpointing(self._worker, *wanted, pin, self.model_buffers)
-        torch_join.limit_threads(layout.workers)
-        keep_freed_memory(4 * layout.buffer_floats)
-        if self._placement.state_follows and any(self._entries()):
-            self._publish_state()
+            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers)
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -236,21 +243,8 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         )
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        """The placement of this model. Raises UnsupportedError where its parameters are on several devices."""
-        devices = {tensor.device for tensor in self._tensors}
-        if all(device.type != "cuda" for device in devices):
-            return HostPlacement(self._tensors, push_dtype)
-        if len(devices) > 1:
-            names = ", ".join(sorted(str(device) for device in devices))
-            raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
-        # Imported here: a model on the CPU needs neither.
-        if placement() == "device":
-            from fastps.torch.on_device import DevicePlacement
-
-            return DevicePlacement(self._tensors, push_dtype)
-        from fastps.torch.staged import StagedPlacement
-
-        return StagedPlacement(self._tensors, push_dtype)
+        """Where this model's memory is."""
+        return placed(self._tensors, push_dtype)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
@@ -259,10 +253,6 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
             torch_state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
 
         return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
-
-    def _entries(self) -> list[dict[str, Any]]:
-        """Each parameter's entry of the torch optimizer's state, empty where it has none."""
-        return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         return self._placement.tensor_views(self._store, views)
@@ -415,85 +405,7 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
         logger.warning("worker %d joined a running job: what its script wrote to the parameters is not used", worker.rank)
         return True
 
-    # -- what torch expects of an optimizer --------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the arena is made: add the group to the torch optimizer before wrapping it."""
-        if self._wrapped:
-            raise UsageError(
-                "add_param_group() after wrapping is not supported, for the arena is made: add the group to the"
-                " torch optimizer first, then wrap it"
-            )
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
-        self._worker.check_usable()
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        found = torch_state.entries(self._worker, self._tensor_views, self._rule, groups)
-        self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this or of the wrapped optimizer gave; every worker calls it, before its first step.
-
-        Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
-        """
-        self._worker.check_usable()
-        if self._total_steps:
-            raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
-        super().load_state_dict(state_dict)
-        self._inner.param_groups = self.param_groups
-        self._inner.state = self.state
-        self._publish_state()
-
-    def replace_weights(self, values: Iterable[torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
-        """Make these tensors, one a parameter in the order of the param_groups, the weights of the whole job.
-
-        One worker calls it, at any time between steps; the others take them with their next pull, and gradients that are on
-        their way are applied to them. A function is given copies of the newest weights and returns what shall take their
-        place, so that no update is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])`, as
-        WGAN clamps. The rule's state, the version and the step counts stay.
-
-        Raises ValueError for tensors of other shapes, and what waiting for the shards raises; then nothing has changed.
-        """
-        self._worker.check_usable()
-        make = values if callable(values) else lambda _: values
-        torch_state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
-        self._take_weights()
-        self._weights.remember()
-
-    def _publish_state(self) -> None:
-        """Make worker 0's the job's."""
-        if self._worker.rank == 0 and not self._worker.generation:
-            torch_state.publish(self._worker, self._tensor_views, self._rule, self._entries())
-            self._take_weights()
-
     # -- looking -----------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Updates that all workers together have made so far."""
-        return self._earlier_versions + self._store.version
-
-    @property
-    def policy(self) -> Policy:
-        """The discipline that is in force; with sync="auto" another after the warm-up."""
-        return self._store.layout.policy
-
-    @property
-    def _total_steps(self) -> int:
-        return self._worker.earlier_steps + self._worker.own_steps
-
-    @property
-    def placement(self) -> str:
-        """Where the job's shards lie for this model: "host", "staged" (host memory, a model on a GPU) or "device"."""
-        return self._placement.name
-
-    @property
-    def worker(self) -> Worker:
-        """The attached worker beneath; with sync="auto" another after the warm-up."""
-        return self._worker
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
         """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
@@ -577,11 +489,3 @@ class DistributedOptimizer(Evaluation, torch.optim.Optimizer):
     def _name(self, index: int) -> str:
         parameter: Parameter = self._store.layout.parameters[index]
         return parameter.name
-
-
-def _refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """For the wrapped optimizer, until `close`."""
-    raise UsageError(
-        "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
-        " DistributedOptimizer before the first step"
-    )

@@ -1,0 +1,25 @@
+"""The choice of a placement for a model: by the devices of its parameters, and by what the launcher says."""
+
+import torch
+
+from fastps.device.placement import placement
+from fastps.errors import UnsupportedError
+from fastps.torch.placements import HostPlacement
+
+
+def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype) -> HostPlacement:
+    """The placement of a model. Raises UnsupportedError where its parameters are on several devices."""
+    devices = {tensor.device for tensor in tensors}
+    if all(device.type != "cuda" for device in devices):
+        return HostPlacement(tensors, push_dtype)
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
+    # Imported here: a model on the CPU needs neither.
+    if placement() == "device":
+        from fastps.torch.on_device import DevicePlacement
+
+        return DevicePlacement(tensors, push_dtype)
+    from fastps.torch.staged import StagedPlacement
+
+    return StagedPlacement(tensors, push_dtype)
