@@ -92,7 +92,7 @@ FUZZ_SECONDS ?= 600
 fuzz: sanitized-address  ## attach messages, the arena's words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
 	$(UNDER_ADDRESS) FASTPS_FUZZ_SECONDS=$(FUZZ_SECONDS) $(SANITIZED_PYTEST) --timeout=$$(($(FUZZ_SECONDS) + 600)) tests/fuzz
 
-lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
+lint: $(VENV)/.installed  ## ruff, cython-lint, mypy, and the arrows between the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kernels
@@ -100,6 +100,8 @@ lint: $(VENV)/.installed  ## ruff, cython-lint and mypy
 	@find $(PACKAGE_TREE) -type l -delete
 	@for entry in fastps/* kernels bench; do ln -s "$(CURDIR)/$$entry" $(PACKAGE_TREE)/fastps/; done
 	$(BIN)/mypy --cache-dir build/mypy $(PACKAGE_TREE)/fastps
+	$(BIN)/python tools/house.py
+	@cd $(PACKAGE_TREE) && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/build/importlinter --no-logo 2>&1 | tail -n 20
 
 clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so

@@ -20,8 +20,8 @@ import fastps
 from fastps.advice import advise as advice
 from fastps.advice import replay
 from fastps.bench.crew import ForkedCrew, Order
-from fastps.cli.report import write_json
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.json_report import write_json
 from fastps.tracing import check as trace_check
 from fastps.tracing.file import Trace, read
 

@@ -28,7 +28,7 @@ KERNELS = {
     "protocol": {"base", "scheduling", "update", "shm"},
     "cuda": {"update"},
     "simulation": {"base", "scheduling", "shm"},
-    "baseline": {"base", "scheduling", "update"},
+    "baseline": {"base", "scheduling", "update", "shm", "protocol"},
     "chaos": {"base", "scheduling", "update", "shm", "protocol"},
 }
 

@@ -28,8 +28,8 @@ def chaos(
     """
     from dataclasses import asdict
 
-    from fastps.cli.report import write_json
     from fastps.diagnostics import chaos as simulation
+    from fastps.system.json_report import write_json
 
     if seeds < 1 or seed < 0:
         raise UsageError(f"expected at least 1 seed, from 0 on; found --seeds {seeds} --seed {seed}")

@@ -104,8 +104,10 @@ def run(
     Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
     reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
-    from fastps.cli.report import chaos_text, failure_panel, write_json
+    from fastps.cli.report import chaos_text
+    from fastps.processes.failure_report import failure_panel
     from fastps.processes.launcher import Launcher
+    from fastps.system.json_report import write_json
 
     policy = parse_policy(sync) if sync is not None else None
     if policy is not None and workers > 0:
@@ -136,7 +138,7 @@ def top(
 ) -> None:
     """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
     from fastps.cli import top as looking
-    from fastps.cli.report import write_json
+    from fastps.system.json_report import write_json
 
     if not 0.01 <= interval <= 3600:
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
@@ -180,7 +182,7 @@ def bench(
     from fastps.bench.measure import SMOKE, BenchOptions
     from fastps.bench.run import run as run_bench
     from fastps.bench.show import show
-    from fastps.cli.report import write_json
+    from fastps.system.json_report import write_json
 
     default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
     peers = tuple((against or default).split(","))
@@ -216,8 +218,9 @@ def doctor(
     """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
     from dataclasses import asdict
 
-    from fastps.cli.report import doctor_table, write_json
+    from fastps.cli.report import doctor_table
     from fastps.diagnostics import doctor as examination
+    from fastps.system.json_report import write_json
 
     need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
     console = console_of(json_file)

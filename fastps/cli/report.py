@@ -3,39 +3,20 @@
 Refuses to measure anything.
 """
 
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
+from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from fastps.advice.stragglers import Arrival, Split
-from fastps.processes.launcher import Outcome
-from fastps.store.observer import WorkerStatistics
-from fastps.system.machine import machine
-from fastps.version import __version__
 
 if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding
 
 Row = dict[str, Any]
-
-
-def write_json(command: str, rows: Sequence[Mapping[str, Any]], target: str) -> None:
-    """Write `{"command", "version", "machine", "rows"}` to a file, or to stdout for "-"."""
-    text = json.dumps({"command": command, "version": __version__, "machine": machine(), "rows": rows}, indent=2)
-    if target == "-":
-        sys.stdout.write(text + "\n")
-    else:
-        Path(target).write_text(text + "\n")
 
 
 def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Table:
@@ -121,56 +102,6 @@ def splits_table(splits: Sequence[Split], title: str) -> Table:
         cells = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
         table.add_row(*cells, f"{row.time / splits[0].time:.3f}")
     return table
-
-
-class LiveWorkers:
-    """Live progress on a terminal: a line a worker, from the job's own counters. Use as a context manager."""
-
-    def __init__(self, console: Console, title: str, budget_samples: int) -> None:
-        self._live = Live(console=console, refresh_per_second=8, transient=True)
-        self._title = title
-        self._budget = budget_samples
-        self._seconds = 0.0
-
-    def __enter__(self) -> "LiveWorkers":
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._live.__exit__(*exception)
-
-    def show(self, rows: Sequence[WorkerStatistics], seconds: float) -> None:
-        """Draw the workers as they stand now; `seconds` is the time since the first row was seen."""
-        drawn = sum(row.samples for row in rows)
-        table = Table(title=f"{self._title}: {min(1.0, drawn / self._budget):.0%} of the samples")
-        for heading in ("worker", "steps", "steps/s", "loss", "staleness", "waiting", "state"):
-            table.add_column(heading, justify="right")
-        for row in rows:
-            table.add_row(
-                str(row.rank),
-                str(row.steps),
-                f"{row.steps / seconds:.1f}" if seconds > 0 else "-",
-                f"{row.loss:.3f}",
-                f"{row.staleness_mean:.2f}",
-                f"{row.wait_share:.0%}",
-                row.state,
-            )
-        self._live.update(table)
-
-
-def failure_panel(outcome: Outcome) -> Panel:
-    """The first failure of a job, with the last line that it wrote, and how the others ended.
-
-    What it wrote before, a traceback say, was passed on as it came.
-    """
-    first = outcome.first_failure
-    assert first is not None
-    lines = [f"worker {first.rank} failed first: {first.ending}"]
-    others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
-    lines += [f"the others: {', '.join(others)}"] if others else []
-    lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
-    # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
-    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
 
 
 def chaos_text(row: Mapping[str, Any]) -> str:

@@ -80,8 +80,8 @@ def simulate(
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
-    from fastps.cli.report import write_json
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
+    from fastps.system.json_report import write_json
 
     texts = SimulationTexts(
         compute=compute,
@@ -138,8 +138,8 @@ def reproduce(
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
 ) -> None:
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
-    from fastps.cli.report import write_json
     from fastps.reproduce import Effort, choose, show
+    from fastps.system.json_report import write_json
 
     rows = choose(ids)
     console = console_of(json_file)

@@ -30,7 +30,7 @@ def trace(
     from dataclasses import asdict
 
     from fastps.cli import trace_report
-    from fastps.cli.report import write_json
+    from fastps.system.json_report import write_json
     from fastps.tracing import check as trace_check
     from fastps.tracing import perfetto as trace_perfetto
     from fastps.tracing import summary as trace_summary
@@ -83,8 +83,8 @@ def advise(
     from fastps.advice import advise as advice
     from fastps.advice.replay import cores_left
     from fastps.cli import trace_report
-    from fastps.cli.report import write_json
     from fastps.job.specs import parse_policies
+    from fastps.system.json_report import write_json
     from fastps.tracing.parts import load
 
     found = load(file)

@@ -86,7 +86,8 @@ def train(
     progress: Progress = True,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
-    from fastps.cli.report import chaos_text, training_table, write_json
+    from fastps.cli.report import chaos_text, training_table
+    from fastps.system.json_report import write_json
     from fastps.training import runs as runs
     from fastps.training.data import load
 
@@ -142,7 +143,8 @@ def compare(
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps.cli.plots import plot_accuracy
-    from fastps.cli.report import training_table, write_json
+    from fastps.cli.report import training_table
+    from fastps.system.json_report import write_json
     from fastps.training import runs as runs
     from fastps.training.data import load
 
@@ -183,7 +185,8 @@ def stragglers(
 ) -> None:
     """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
     from fastps.advice import stragglers as estimate
-    from fastps.cli.report import straggler_rows, straggler_tables, training_table, write_json
+    from fastps.cli.report import straggler_rows, straggler_tables, training_table
+    from fastps.system.json_report import write_json
     from fastps.training import runs as runs
     from fastps.training.data import load
 

@@ -12,16 +12,17 @@ from sys import executable
 
 from rich.console import Console
 
-from fastps.cli.report import LiveWorkers, failure_panel
 from fastps.errors import Error
 from fastps.job.metrics import Row, staleness_row, zero_gap_share
 from fastps.job.policy import Policy
+from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
 from fastps.processes.options import JobOptions
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.training.data import Dataset
 from fastps.training.options import TrainingOptions
+from fastps.training.progress import LiveWorkers
 
 
 class RunFailedError(Error):

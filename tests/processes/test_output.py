@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fastps.cli.report import failure_panel
+from fastps.processes.failure_report import failure_panel
 from fastps.processes.launcher import Launcher, Outcome
 from fastps.processes.output import JobOutput
 from fastps.processes.worker_output import Lines

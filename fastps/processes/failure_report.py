@@ -1,0 +1,21 @@
+"""What a failed job shows: the first worker that failed, its last line, and how the others ended."""
+
+from rich.panel import Panel
+from rich.text import Text
+
+from fastps.processes.launcher import Outcome
+
+
+def failure_panel(outcome: Outcome) -> Panel:
+    """The first failure of a job, with the last line that it wrote, and how the others ended.
+
+    What it wrote before, a traceback say, was passed on as it came.
+    """
+    first = outcome.first_failure
+    assert first is not None
+    lines = [f"worker {first.rank} failed first: {first.ending}"]
+    others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
+    lines += [f"the others: {', '.join(others)}"] if others else []
+    lines += [f"its last line: {first.tail[-1]}"] if first.tail else ["it wrote nothing to stderr"]
+    # Text, not a string: rich would take a user's [words] for styles, and :100: for an emoji.
+    return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
