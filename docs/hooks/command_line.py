@@ -10,8 +10,9 @@ from typing import Any
 
 _PAGE = "reference/command-line.md"
 _MARKER = re.compile(r"^<!-- options of fastps (\w+) -->$", re.MULTILINE)
-# Several commands repeat the whole grammar of specs; the page on disciplines has it once.
+# Several commands repeat the grammar of specs; one page of the site has it once.
 _GRAMMAR = re.compile(r"Synchronization: bsp, asp,.*?as one sum\.")
+_LINK = "A spec; [Which discipline?](../which-discipline.md) has all of them."
 
 
 def commands() -> dict[str, Any]:
@@ -28,31 +29,28 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != _PAGE:
         return markdown
     found = commands()
-    return _MARKER.sub(lambda match: _section(match[1], found[match[1]]), markdown)
+    return _MARKER.sub(lambda match: section(match[1], found[match[1]]), markdown)
 
 
-def _section(name: str, command: Any) -> str:
+def section(name: str, command: Any) -> str:
+    """Return a command's usage, arguments and options as Markdown."""
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option"]
-    usage = " ".join(["fastps", name, "[OPTIONS]", *(_metavar(each) for each in arguments)])
+    usage = " ".join(["fastps", name, "[OPTIONS]", *(each.metavar or each.name for each in arguments)])
     return "\n\n".join([f"```text\n{usage}\n```", *(_entry(each) for each in [*arguments, *options])])
 
 
-def _metavar(parameter: Any) -> str:
-    import click
-
-    text = parameter.make_metavar(click.Context(click.Command("fastps")))
-    return re.sub(r"^\{(.*)\}$|^\[\[(\w+)\]\]$", lambda match: match[1] or f"[{match[2]}]", text).replace("<list[str]>", "TEXT")
-
-
 def _entry(parameter: Any) -> str:
-    names = ", ".join(f"`{each}`" for each in [*parameter.opts, *parameter.secondary_opts])
+    is_flag = bool(getattr(parameter, "is_flag", False))
     if parameter.param_type_name == "argument":
-        names = f"`{_metavar(parameter)}`"
-    elif not getattr(parameter, "is_flag", False):
-        names += f" `{_metavar(parameter).strip('<>').replace('list[str]', 'TEXT').upper()}`"
-    text = _GRAMMAR.sub("A synchronization spec; [Which discipline?](../which-discipline.md) has them all.", parameter.help or "")
-    text = re.sub(r"([*_<>|\[])(?!Which)", r"\\\1", text) if "](" not in text else text
-    default = parameter.default
-    shown = default is not None and getattr(parameter, "show_default", False) and not getattr(parameter, "is_flag", False)
-    return f"{names}\n:   {text}" + (f" Default: `{default}`." if shown and default not in ("", [], ()) else "")
+        names = f"`{parameter.metavar or parameter.name}`"
+    else:
+        names = ", ".join(f"`{each}`" for each in [*parameter.opts, *parameter.secondary_opts])
+        names += "" if is_flag else f" `{parameter.metavar or _value_of(parameter.default)}`"
+    text = re.sub(r"([*_<>|\[\]])", r"\\\1", _GRAMMAR.sub("@", parameter.help or "")).replace("@", _LINK)
+    has_default = not is_flag and parameter.default not in (None, "", [], ())
+    return f"{names}\n:   {text}" + (f" Default: `{parameter.default}`." if has_default else "")
+
+
+def _value_of(default: Any) -> str:
+    return {int: "N", float: "X"}.get(type(default), "TEXT")
