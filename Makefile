@@ -107,7 +107,7 @@ $(VENV)/.docs: $(VENV)/.installed
 	touch $@
 
 docs: $(VENV)/.docs  ## build the site into build/site, strictly
-	$(BIN)/mkdocs build --strict -d build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
 
 clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so
