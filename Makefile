@@ -22,7 +22,7 @@ LINK_PYTHON = find $1/fastps -type l -delete; \
 HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/crash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers fuzz lint clean
+.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -102,6 +102,14 @@ lint: $(VENV)/.installed  ## ruff, cython-lint, mypy, and the arrows between the
 	$(BIN)/mypy --cache-dir build/mypy $(PACKAGE_TREE)/fastps
 	$(BIN)/python tools/house.py
 	@cd $(PACKAGE_TREE) && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/build/importlinter --no-logo 2>&1 | tail -n 20
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(PIP) install --quiet -c constraints.txt
+	touch $@
+
+docs: $(VENV)/.docs  ## build the site into build/site, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
 
 clean:  ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so

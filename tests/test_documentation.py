@@ -1,0 +1,162 @@
+"""The documentation is complete, and the code that it shows runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import fastps
+from fastps import errors
+from fastps.cli.main import app
+from fastps.job.specs import DISCIPLINES, MODIFIERS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TUTORIAL = ROOT / "examples" / "tutorial"
+VARIABLE = re.compile(r"\bFASTPS_[A-Z][A-Z_]*\b")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="tests run without the source tree")
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a program that no launcher has started."""
+    told = re.compile(r"FASTPS_|RANK$|LOCAL_RANK$|WORLD_SIZE$|MASTER_|TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not told.match(name)}
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -- What there is has its place
+
+
+def _names_on_api_page() -> set[str]:
+    return set(re.findall(r"^::: fastps\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE))
+
+
+def test_api_page_has_every_public_name_and_no_other() -> None:
+    assert _names_on_api_page() == set(fastps.__all__) - {"__version__"}
+
+
+def test_every_public_error_has_a_place_on_the_api_page() -> None:
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.Error)}
+    assert len(kinds) > 10
+    assert kinds <= _names_on_api_page()
+
+
+def _sources() -> list[Path]:
+    suffixes = {".py", ".pyx", ".pxd", ".h", ".hpp", ".cu"}
+    folders = ("fastps", "kernels", "bench", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in suffixes]
+    return [*(file for file in files if file != Path(__file__)), ROOT / "setup.py", ROOT / "Makefile"]
+
+
+def test_table_of_environment_variables_has_those_of_the_sources_and_no_other() -> None:
+    used = {name for file in _sources() for name in VARIABLE.findall(file.read_text())}
+    rows = [line for line in (DOCS / "reference" / "environment.md").read_text().splitlines() if line.startswith("|")]
+    described = {name for row in rows for name in VARIABLE.findall(row)}
+    assert len(used) > 20
+    assert used - described == set(), "used and not described"
+    assert described - used == set(), "described and not used"
+
+
+def test_table_of_disciplines_has_every_head_and_every_modifier() -> None:
+    rows = re.findall(r"^\| `([\w*]+)", (DOCS / "which-discipline.md").read_text(), re.MULTILINE)
+    assert set(rows) == {*DISCIPLINES, *MODIFIERS}
+
+
+def test_page_of_the_command_line_has_every_command() -> None:
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    assert set(re.findall(r"^## fastps (\w+)$", page, re.MULTILINE)) == commands
+    assert set(re.findall(r"^<!-- options of fastps (\w+) -->$", page, re.MULTILINE)) == commands
+
+
+def test_glossary_defines_each_word_once() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\* \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    assert len(words) > 40
+    assert len(words) == len(set(words))
+    kept = {
+        "arena",
+        "shard",
+        "version",
+        "slot",
+        "staleness",
+        "policy",
+        "descriptor",
+        "generation",
+        "epoch",
+        "push",
+        "pull",
+        "pin",
+    }
+    assert kept | {"fold", "grant", "shard lock", "combiner", "fenced", "work item", "push outcome"} <= set(words)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r"^ +- (?:[^:#]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages - named == set(), "not in mkdocs.yml"
+    assert named - pages == set(), "in mkdocs.yml and not in docs/"
+
+
+# -- What is shown runs
+
+
+def _blocks_of_readme() -> list[str]:
+    file = ROOT / "README.md"
+    return re.findall(r"^```python\n(.*?)^```$", file.read_text(), re.MULTILINE | re.DOTALL) if file.exists() else []
+
+
+def test_readme_shows_code() -> None:
+    assert _blocks_of_readme()
+
+
+@pytest.mark.parametrize("code", _blocks_of_readme())
+def test_code_of_readme_runs_alone(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    _run(sys.executable, str(script))
+
+
+def _fastps(*arguments: str) -> str:
+    return _run(sys.executable, "-m", "fastps", "run", "-n", "2", *arguments)
+
+
+@pytest.mark.timeout(120)
+def test_plain_loop_of_the_tutorial_runs() -> None:
+    assert "20 batches" in _run(sys.executable, str(TUTORIAL / "plain.py"), "--steps", "20")
+
+
+@pytest.mark.timeout(120)
+def test_workers_of_the_tutorial_run() -> None:
+    script = str(TUTORIAL / "workers.py")
+    assert "the job: 10 updates" in _fastps(script, "--steps", "20")
+
+
+@pytest.mark.timeout(300)
+def test_resumed_script_of_the_tutorial_ends_as_one_that_was_never_stopped(tmp_path: Path) -> None:
+    script, runs = str(TUTORIAL / "resumable.py"), str(tmp_path / "runs")
+    _fastps("--checkpoint", runs, "--every", "10", script, "--steps", "10")
+    resumed = _fastps("--resume", runs, script, "--steps", "20")
+    whole = _fastps(script, "--steps", "20")
+    assert "begins at step 10" in resumed
+    assert _last_line(resumed) == _last_line(whole)
+
+
+def _last_line(output: str) -> str:
+    return next(line for line in output.splitlines() if "the job:" in line)
+
+
+def test_tutorial_shows_every_script_of_its_folder() -> None:
+    page = (DOCS / "tutorial.md").read_text()
+    shown = set(re.findall(r'--8<-- "examples/tutorial/(\w+\.py)"', page))
+    assert shown == {file.name for file in TUTORIAL.glob("*.py")}
+    assert shown - {"task.py"} == {"plain.py", "workers.py", "resumable.py"}, "a test for each"
