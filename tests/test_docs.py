@@ -1,4 +1,4 @@
-"""What the documentation shows is run: the examples of docstrings, and README's script."""
+"""What the documentation shows is run: the examples of docstrings."""
 
 import doctest
 import importlib
@@ -37,7 +37,7 @@ def test_some_examples_were_found_in_both_packages() -> None:
 
 
 def test_every_file_that_the_documents_name_exists() -> None:
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if not documents[0].exists():
         pytest.skip("tests run without the source tree")
     for document in documents:

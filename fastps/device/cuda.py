@@ -3,7 +3,7 @@
 Memory is plain cudaMalloc, never a pool's, for a CUDA IPC handle names a whole allocation; events are made to be shared between
 processes. Refuses to be imported where no GPU is asked for; where one is and there is none, the error is one sentence.
 
-Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). docs/gpu.md says what of it has run on a GPU.
+Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). docs/how-to/gpu.md says what of it has run on a GPU.
 """
 
 import ctypes

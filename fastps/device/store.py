@@ -2,7 +2,7 @@
 
 Everything that is decided is decided as on the CPU, by the same words in the same arena; what differs is where floats are, that
 a fold is queued instead of done, and that streams wait where the CPU's memory order would do. Refuses to mix: every worker of
-such a job must reach the devices; others train with the arena in host memory (placement in docs/gpu.md).
+such a job must reach the devices; others train with the arena in host memory (placement in docs/how-to/gpu.md).
 """
 
 import contextlib
@@ -226,7 +226,7 @@ class DeviceStore(Store):
                 " max_workers, or FASTPS_PLACEMENT=host"
             )
         if rank == 0 and faults.nonfinite != "allow":
-            logger.warning("gradients that are not finite are folded as they are where shards lie on devices (docs/gpu.md)")
+            logger.warning("gradients that are not finite are folded as they are where shards lie on devices (docs/how-to/gpu.md)")
         if policy.overlap or policy.warm_up:
             what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(

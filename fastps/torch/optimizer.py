@@ -79,7 +79,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         optimizer: torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop. param_groups are shared with it, so lr schedulers on either
             work.
         sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp". With "auto" the
-            first 32 steps are bsp's, and what they took decides how to go on (docs/traces.md).
+            first 32 steps are bsp's, and what they took decides how to go on (docs/how-to/profiling.md).
         batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
         on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
