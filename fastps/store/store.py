@@ -417,7 +417,7 @@ class Store:
 def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
     """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else 64)]
+    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else words.MAX_LANES)]
     text = layout.text() if layout else ""
     digest = layout.digest() if layout else bytes(32)
     while True:

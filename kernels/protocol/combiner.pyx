@@ -31,7 +31,7 @@ from fastps.kernels.protocol.commit cimport (
     TURN_LOST,
     Commit,
 )
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch
 from fastps.kernels.protocol.ring cimport (
     FPS_LANE_DEAD,
     FPS_LANE_JOINING,
@@ -99,14 +99,14 @@ cdef enum:
 cdef class Holder:
     """Lane `lane` as it takes the turn of shard `shard`. Only one thread may use it."""
 
-    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
+    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard, FoldScratch scratch not None):
         cdef uint32_t lanes = arena.header.n_lanes
         self.arena = arena
         self.lane = lane
         self.shard = shard
         self.domain = arena.domain(shard)
         self.bad_lane = -1
-        self.fold = SharedFold(arena, lane, shard)
+        self.fold = SharedFold(arena, lane, shard, scratch)
         self.batch = Batch(arena, shard, self.fold)
         self.commit = Commit(arena, shard, self.fold, self.batch)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))

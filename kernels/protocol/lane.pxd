@@ -15,6 +15,7 @@ cdef class Lane(Reader):
     cdef SharedFold helper              # turns from shard to shard
     cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
 
+    cdef int _check_slot(self, uint32_t slot) except -1
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks) noexcept nogil

@@ -28,7 +28,7 @@ from fastps.kernels.protocol.commit cimport (
     TURN_NO_BUFFER,
     Commit,
 )
-from fastps.kernels.update.fold cimport fps_hyper, fps_user_rule
+from fastps.kernels.update.fold cimport FoldScratch, fps_hyper, fps_user_rule
 from fastps.kernels.protocol.combiner cimport Holder
 from fastps.kernels.protocol.ring cimport (
     FPS_LANE_DEAD,
@@ -88,10 +88,11 @@ cdef class Lane(Reader):
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
+        cdef FoldScratch scratch = FoldScratch()
         self.bad_lane = -1
         self.words = arena.lane(index)
-        self.helper = SharedFold(arena, index, 0)
-        self.holders = tuple(Holder(arena, index, shard) for shard in range(self.n_shards))
+        self.helper = SharedFold(arena, index, 0, scratch)
+        self.holders = tuple([Holder(arena, index, shard, scratch) for shard in range(self.n_shards)])
         for shard in range(self.n_shards):
             self._holders[shard] = <PyObject *> self.holders[shard]  # without the GIL, only while `holders` keeps them
 
@@ -101,10 +102,11 @@ cdef class Lane(Reader):
                   double weight_decay, double beta1, double beta2, double epsilon,
                   double learning_rate_decay, uint64_t flags):
         """Write one param_group's hyper-parameters into the slot; they travel with its next push."""
-        cdef fps_hyper *hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
-        if group >= self.arena.header.n_groups or slot >= self.arena.header.n_slots:
-            raise IndexError(f"expected group 0 to {self.arena.header.n_groups - 1} and slot 0 to "
-                             f"{self.arena.header.n_slots - 1}, found group {group} and slot {slot}")
+        cdef fps_hyper *hyper
+        if group >= self.arena.header.n_groups:
+            raise IndexError(f"expected a group of 0 to {self.arena.header.n_groups - 1}, found {group}")
+        self._check_slot(slot)
+        hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
         fps_plain_store()
         hyper.learning_rate = learning_rate
         hyper.momentum = momentum
@@ -115,6 +117,11 @@ cdef class Lane(Reader):
         hyper.epsilon = epsilon
         hyper.learning_rate_decay = learning_rate_decay
         hyper.flags = flags
+
+    cdef int _check_slot(self, uint32_t slot) except -1:
+        if slot >= self.arena.header.n_slots:
+            raise IndexError(f"expected a slot of 0 to {self.arena.header.n_slots - 1}, found {slot}")
+        return 0
 
     def set_user_rule(self, uintptr_t address):
         """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the turn calls it. It must outlive this
@@ -232,6 +239,7 @@ cdef class Lane(Reader):
     def set_presence(self, uint32_t slot, bytes words not None):
         """Write the bitmap of the parameters that have a gradient in the slot: uint64 words, little endian."""
         cdef uint64_t size = self.arena.header.presence_words * sizeof(uint64_t)
+        self._check_slot(slot)
         if <uint64_t> len(words) != size:
             raise ValueError(f"expected {size} bytes of presence, found {len(words)}")
         fps_plain_store()
@@ -239,6 +247,7 @@ cdef class Lane(Reader):
 
     def set_versions(self, uint32_t slot):
         """Write into the slot which version of each shard was pulled: what its gradient is computed with."""
+        self._check_slot(slot)
         self._set_versions(slot)
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil:
@@ -284,6 +293,7 @@ cdef class Lane(Reader):
 
     def granted(self, uint32_t shard=0):
         """Steps that this worker may have begun, as far as a shard is concerned."""
+        self._check_shard(shard)
         return fps_grant_acquire(&self.arena.seat(self.index, shard).granted)
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
@@ -425,17 +435,20 @@ cdef class Lane(Reader):
 
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's turn, or -1."""
+        self._check_shard(shard)
         return <int64_t> fps_turn_owner(fps_turn_load(&self.arena.domain(shard).turn)) - 1
 
     def break_turn(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
         """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
 
-        By default the owner is the present one. An earlier owner's turn is taken, too.
+        By default the owner is the present one. An earlier owner's turn is taken, too. Raises IndexError for a lane that the
+        arena has not.
 
         What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
         """
         cdef int found
         cdef uint32_t dead_generation
+        self.arena._check_lane(dead_lane)
         if generation is None:
             generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
         dead_generation = generation
@@ -488,20 +501,26 @@ cdef class Lane(Reader):
 
     def hold(self, uint32_t shard=0):
         """Take a shard's turn and keep it; False when another has it. The caller writes buffers, then calls `release`."""
+        self._check_shard(shard)
         return (<Holder> self.holders[shard]).take()
 
     def spare(self, uint32_t shard=0):
         """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""
-        cdef Commit commit = (<Holder> self.holders[shard]).commit
-        cdef int64_t buffer = commit.find_spare()
+        cdef Commit commit
+        cdef int64_t buffer
+        self._check_shard(shard)
+        commit = (<Holder> self.holders[shard]).commit
+        buffer = commit.find_spare()
         if buffer < 0:
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
         return buffer, commit.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
         """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""
-        cdef Holder holder = self.holders[shard]
+        cdef Holder holder
         cdef int outcome
+        self._check_shard(shard)
+        holder = self.holders[shard]
         with nogil:
             outcome = holder.release(publish, now_ns)
         return outcome

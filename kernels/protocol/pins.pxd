@@ -10,6 +10,7 @@ cdef class Reader:
     cdef uint32_t n_shards
     cdef uint64_t versions[64]          # of each shard, as pulled
 
+    cdef int _check_shard(self, uint32_t shard) except -1
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
     cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil

@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_work
-from fastps.kernels.update.fold cimport fps_fold_job, fps_push, fps_user_rule
+from fastps.kernels.update.fold cimport FoldScratch, fps_fold_job, fps_push, fps_user_rule
 from fastps.kernels.protocol.ring cimport fps_descriptor
 
 # Outcomes of a fold.
@@ -29,6 +29,7 @@ cdef class SharedFold:
     cdef object device
     cdef object failure             # the error that it raised last, or None
     # Scratch, allocated once.
+    cdef FoldScratch scratch        # the lane's: its folds run one after the other
     cdef fps_push *pushes
     cdef fps_fold_job job
     cdef int64_t helped             # chunks that this lane has folded for others

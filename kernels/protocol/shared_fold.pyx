@@ -32,6 +32,7 @@ from fastps.kernels.update.fold cimport (
     FPS_MAX_PUSHES,
     FPS_RULE_USER,
     FPS_TILE,
+    FoldScratch,
     fps_fold,
     fps_hyper,
     fps_largest,
@@ -102,9 +103,10 @@ cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
 cdef class SharedFold:
     """The fold of shard `shard`, as lane `lane` orders it or helps with it. Only one thread may use it."""
 
-    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
+    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard, FoldScratch scratch not None):
         self.arena = arena
         self.lane = lane
+        self.scratch = scratch
         self.share(0, b"")
         self.turn_to(shard)
         self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
@@ -319,7 +321,7 @@ cdef class SharedFold:
 
     cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil:
         self.unsound = 0
-        if fps_fold(&self.job, first, last) != 0:
+        if fps_fold(&self.job, self.scratch.words, first, last) != 0:
             return FOLD_REFUSED
         return FOLD_UNSOUND if self.unsound else FOLD_DONE
 

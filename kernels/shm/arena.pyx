@@ -90,6 +90,17 @@ STATE_BUFFERS = FPS_STATE_BUFFERS
 cdef class Arena(ArenaView):
     """The control words of an arena in `memory`, which is checked as ArenaView says."""
 
+    cdef int _check_lane(self, uint32_t lane) except -1:
+        """Raise IndexError for a lane that the arena has not: its words would lie anywhere."""
+        if lane >= self.header.n_lanes + self.header.n_servers:
+            raise IndexError(f"expected a lane of 0 to {self.header.n_lanes + self.header.n_servers - 1}, found {lane}")
+        return 0
+
+    cdef int _check_shard(self, uint32_t shard) except -1:
+        if shard >= self.header.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.header.n_shards - 1}, found {shard}")
+        return 0
+
     # -- what is committed -------------------------------------------------------------------------
 
     @property
@@ -131,6 +142,7 @@ cdef class Arena(ArenaView):
         which `rejoin` allows where there was one before, is JOINING until `joined`. The caller answers at the lane's name,
         so nobody else claims it, and whoever is said to own it has ended.
         """
+        self._check_lane(lane)
         return self._claim(lane, process_id, rejoin)
 
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
@@ -191,6 +203,7 @@ cdef class Arena(ArenaView):
 
     def joined(self, uint32_t lane):
         """The lane's owner may push from now on."""
+        self._check_lane(lane)
         self._move(lane, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil:
@@ -212,6 +225,7 @@ cdef class Arena(ArenaView):
 
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0:
         """The one given; None: of the lane's present owner."""
+        self._check_lane(lane)
         return fps_member_generation(fps_state_acquire(&self.lane(lane).state)) if generation is None else generation
 
     def finish(self, uint32_t lane, str failure=None, generation=None):
@@ -239,6 +253,7 @@ cdef class Arena(ArenaView):
 
         An owner that has left in good order stays so. A reader's place that it held is given back.
         """
+        self._check_lane(lane)
         return bool(self._bury(lane, generation))
 
     cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil:
@@ -283,12 +298,15 @@ cdef class Arena(ArenaView):
 
         Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
         """
-        cdef fps_domain *domain = self.domain(shard)
+        cdef fps_domain *domain
         cdef uint64_t commit, mine
         cdef uint32_t state_buffer, index
         cdef scheduler_t *state
         cdef worker_t *worker
         cdef int64_t sequence
+        self._check_lane(lane)
+        self._check_shard(shard)
+        domain = self.domain(shard)
         while True:
             commit = fps_commit_load(&domain.commit)
             state = self.scheduler(shard, fps_commit_record(commit))
@@ -311,7 +329,9 @@ cdef class Arena(ArenaView):
 
     def unpin_version(self, uint32_t lane, uint32_t shard, generation=None):
         """End what `pin_version` of this lane began. As `finish` of `generation`."""
-        cdef uint64_t reader = fps_reader_load(&self.domain(shard).reader)
+        cdef uint64_t reader
+        self._check_shard(shard)
+        reader = fps_reader_load(&self.domain(shard).reader)
         if fps_reader_owner(reader) == (<uint64_t> self._generation_of(lane, generation) << 16 | (lane + 1)):
             fps_reader_change(&self.domain(shard).reader, reader, 0)
 
@@ -359,6 +379,7 @@ cdef class Arena(ArenaView):
 
     def set_cores(self, uint32_t lane, int64_t first, int64_t count):
         """Say on which cores the lane's worker may run: their lowest number, and how many."""
+        self._check_lane(lane)
         fps_counter_set(&self.lane(lane).first_core, first)
         fps_counter_set(&self.lane(lane).cores, count)
 

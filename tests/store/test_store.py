@@ -91,6 +91,18 @@ def test_an_observer_sees_the_counters_and_holds_nothing() -> None:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
+def test_an_observer_finds_a_job_of_which_only_a_high_lane_answers() -> None:
+    weights = {"w": np.ones(4, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=100, job="high-lane") as store:
+        for answerer in list(store._answerers):
+            store.stop_answering(answerer)
+        answerer = store.answer_at(99)
+        observer = fastps.observe("high-lane")
+        assert len(observer.statistics()) == 100
+        observer.close()
+        store.stop_answering(answerer)
+
+
 def _until_error(store: fastps.Store, rank: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     with store.attach(rank) as worker:

@@ -115,3 +115,53 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
 def test_lanes_that_there_are_not_are_refused() -> None:
     with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
         WorkerLane(Job(2, **ASP).arena, 2)
+
+
+def test_slots_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    before = bytes(job.memory)
+    for write in (
+        lambda: job.lanes[0].set_presence(2, bytes(8)),
+        lambda: job.lanes[0].set_versions(2),
+        lambda: job.lanes[0].set_hyper(2, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),
+    ):
+        with pytest.raises(IndexError, match="expected a slot of 0 to 1, found 2"):
+            write()
+    assert bytes(job.memory) == before
+
+
+def test_shards_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    lane, before = job.lanes[0], bytes(job.memory)
+    for call in (
+        lane.hold,
+        lane.spare,
+        lambda shard: lane.release(True, shard),
+        lane.granted,
+        lane.owner,
+        lane.shard_version,
+        lane.pull,
+        lambda shard: job.arena.pin_version(0, shard),
+        lambda shard: job.arena.unpin_version(0, shard),
+    ):
+        with pytest.raises(IndexError, match="expected a shard of 0 to 0, found 1"):
+            call(1)
+    assert bytes(job.memory) == before
+
+
+def test_words_of_lanes_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    arena, before = job.arena, bytes(job.memory)
+    for call in (
+        lambda lane: arena.claim(lane, 1),
+        arena.joined,
+        arena.finish,
+        arena.leave,
+        lambda lane: arena.bury(lane, 0),
+        lambda lane: arena.pin_version(lane, 0),
+        lambda lane: arena.set_cores(lane, 0, 1),
+        job.lanes[0].break_turn,
+    ):
+        with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
+            call(2)
+    assert bytes(job.memory) == before
