@@ -13,17 +13,20 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
+from fastps.kernels.scheduling.state cimport roster_slowest_clock, roster_workers, scheduler_t, worker_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_LEAVE,
+    FPS_NULL,
     FPS_PENDING,
+    FPS_PUSH,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
     fps_record,
+    fps_seat,
     fps_turn_owner,
 )
-from fastps.kernels.protocol.ring cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_seat
-from fastps.kernels.scheduling.state cimport roster_slowest_clock, roster_workers, scheduler_t, worker_t
 
 cdef enum:
     SHARD_BYTES = SHARD_FLOATS * sizeof(float)

@@ -13,18 +13,8 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.shm.arena_h cimport fps_member_generation, fps_member_state, fps_turn_owner
-from fastps.kernels.protocol.ring cimport FPS_LANE_FREE
-from fastps.kernels.chaos.invariants cimport MAX_WORKERS
-
-cdef extern from "base/atomics.h" nogil:
-    ctypedef struct fps_hook_table:
-        void (*at_access)() noexcept nogil
-        void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
-        void (*wake)(const uint32_t *event) noexcept nogil
-        void (*wait_a_little "yield")() noexcept nogil
-        int64_t shared_least
-    fps_hook_table fps_hooks
+from fastps.kernels.base.failpoints cimport fps_hooks
+from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_member_generation, fps_member_state, fps_turn_owner
 
 cdef enum:
     MOST_RESTART_NS = 200_000_000

@@ -4,30 +4,30 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.chaos.machine cimport Machine
-from fastps.kernels.chaos.invariants cimport Witness
+from fastps.kernels.chaos.machine cimport MOST_LIVES, Machine
+from fastps.kernels.chaos.invariants cimport MAX_WATCHED_SHARDS, MAX_WORKERS, Witness
 
 # A worker's private memory.
 cdef struct life_t:
     uint32_t generation         # how many had this lane before
-    uint32_t buried[8]          # of each lane, the owners whom this process knows to be dead
+    uint32_t buried[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
     int64_t looked_ns
     int64_t steps               # as the scheduler counts them
     int64_t pushes
     uint64_t posts
     uint32_t slot
     uint64_t slot_free_at[8]
-    uint64_t versions[2]
-    int64_t buffers[2]
+    uint64_t versions[MAX_WATCHED_SHARDS]
+    int64_t buffers[MAX_WATCHED_SHARDS]
 
 cdef class Workers:
     cdef Machine machine
     cdef Arena arena
     cdef Witness witness
     cdef list lanes
-    cdef PyObject *_all_lanes[8][4]     # the same, by lane and generation
-    cdef PyObject *_lanes[8]            # of the present owners
-    cdef life_t lives[8]
+    cdef PyObject *_all_lanes[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
+    cdef PyObject *_lanes[MAX_WORKERS]            # of the present owners
+    cdef life_t lives[MAX_WORKERS]
     cdef int32_t n_workers
     cdef int32_t n_shards
     # What the seed decides.

@@ -9,13 +9,15 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version, fps_member_state
+from fastps.kernels.base.atomics cimport fps_grant_acquire, fps_pin_exchange, fps_state_acquire, fps_tail_acquire
+from fastps.kernels.base.failpoints cimport fps_plain_store
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, Witness
 from fastps.kernels.chaos.machine cimport Machine
-from fastps.kernels.protocol.commit cimport TURN_AWAITING, TURN_LOST
-from fastps.kernels.update.fold cimport fps_hyper
 from fastps.kernels.protocol.combiner cimport Holder
-from fastps.kernels.protocol.ring cimport (
+from fastps.kernels.protocol.commit cimport TURN_AWAITING, TURN_LOST
+from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_FREE,
     FPS_LANE_JOINING,
     FPS_LANE_LEAVING,
@@ -24,16 +26,11 @@ from fastps.kernels.protocol.ring cimport (
     FPS_LEAVE,
     FPS_NULL,
     FPS_PUSH,
+    fps_commit_buffer,
+    fps_commit_version,
+    fps_member_state,
 )
-from fastps.kernels.protocol.lane cimport Lane
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, Witness
-
-cdef extern from "base/atomics.h" nogil:
-    int64_t fps_grant_acquire(const int64_t *granted)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    uint64_t fps_tail_acquire(const uint64_t *tail)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    void fps_plain_store()
+from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
     # fastps/job/limits.py's, in simulated time.

@@ -11,18 +11,10 @@ cimport cython
 from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_FATE_DROPPED,
-    FPS_FATE_FOLDED,
-    FPS_STALENESS_BUCKETS,
-    fps_fate,
-    fps_folded_push,
-    fps_statistics,
-    fps_time_bucket,
-)
-from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
-from fastps.kernels.protocol.ring cimport FPS_LEAVE, FPS_NULL, fps_descriptor, fps_seat, lane_descriptor
+from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
+from fastps.kernels.base.failpoints cimport fps_plain_store
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport (
     FOLD_EACH,
     FOLD_IN_ORDER,
@@ -39,12 +31,21 @@ from fastps.kernels.scheduling.state cimport (
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.protocol.shared_fold cimport SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    void fps_counter_set(int64_t *counter, int64_t value)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_plain_store()
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_FATE_DROPPED,
+    FPS_FATE_FOLDED,
+    FPS_LEAVE,
+    FPS_NULL,
+    FPS_STALENESS_BUCKETS,
+    fps_descriptor,
+    fps_fate,
+    fps_folded_push,
+    fps_seat,
+    fps_statistics,
+    fps_time_bucket,
+)
+from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 
 
 cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:

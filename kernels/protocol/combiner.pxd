@@ -2,13 +2,12 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_domain
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
-from fastps.kernels.protocol.ring cimport fps_descriptor
-from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_domain
 
 cdef class Holder:
     cdef Arena arena

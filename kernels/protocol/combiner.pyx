@@ -11,16 +11,21 @@ arguments), files, and Python objects on the way of a push.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_PENDING,
-    fps_member_generation,
-    fps_member_state,
-    fps_turn_epoch,
-    fps_turn_generation,
-    fps_turn_owner,
-    fps_turn_pack,
+from fastps.kernels.base.atomics cimport (
+    fps_event_add,
+    fps_event_wake,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_sleeping_load,
+    fps_state_acquire,
+    fps_tail_acquire,
+    fps_turn_clear_pending,
+    fps_turn_give,
+    fps_turn_load,
+    fps_turn_set_pending,
+    fps_turn_take,
 )
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_BREAK_AT_ONCE, FPS_MUTANT_FORGET_CURSOR, fps_mutant
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport (
     TURN_AWAITING,
@@ -31,29 +36,8 @@ from fastps.kernels.protocol.commit cimport (
     TURN_LOST,
     Commit,
 )
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch
-from fastps.kernels.protocol.ring cimport (
-    FPS_LANE_DEAD,
-    FPS_LANE_JOINING,
-    FPS_LANE_LIVE,
-    FPS_LEAVE,
-    FPS_MAX_BATCH,
-    FPS_PUSH,
-    fps_descriptor,
-    fps_head_acquire,
-    fps_lane,
-    fps_tail_acquire,
-    lane_descriptor,
-)
-from fastps.kernels.scheduling.state cimport (
-    FOLD_ALL,
-    FOLD_QUORUM,
-    NEVER_NS,
-    roster_touch,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.scheduler cimport (
     ACTION_DROP,
     ACTION_FOLD,
@@ -67,23 +51,34 @@ from fastps.kernels.scheduling.scheduler cimport (
     scheduler_leave,
     scheduler_push,
 )
-from fastps.kernels.protocol.shared_fold cimport SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    uint64_t fps_turn_load(const uint64_t *turn)
-    int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine)
-    int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given)
-    uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag)
-    void fps_turn_clear_pending(uint64_t *turn, uint64_t flag)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    int64_t fps_grant_acquire(const int64_t *granted)
-    void fps_event_add(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_event_wake(uint32_t *event)
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_BREAK_AT_ONCE
-        FPS_MUTANT_FORGET_CURSOR
+from fastps.kernels.scheduling.state cimport (
+    FOLD_ALL,
+    FOLD_QUORUM,
+    NEVER_NS,
+    roster_touch,
+    roster_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_DEAD,
+    FPS_LANE_JOINING,
+    FPS_LANE_LIVE,
+    FPS_LEAVE,
+    FPS_MAX_BATCH,
+    FPS_PENDING,
+    FPS_PUSH,
+    fps_descriptor,
+    fps_lane,
+    fps_member_generation,
+    fps_member_state,
+    fps_turn_epoch,
+    fps_turn_generation,
+    fps_turn_owner,
+    fps_turn_pack,
+)
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever

@@ -12,22 +12,30 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_STATE_BUFFERS,
-    fps_commit_buffer,
-    fps_commit_epoch,
-    fps_commit_pack,
-    fps_commit_record,
-    fps_commit_version,
-    fps_member_state,
-    fps_reader_state,
-    fps_reader_weights,
-    fps_record,
+from fastps.kernels.base.atomics cimport (
+    fps_commit_flip,
+    fps_commit_load,
+    fps_counter_set,
+    fps_event_add,
+    fps_event_wake,
+    fps_grant_release,
+    fps_head_release,
+    fps_pin_load,
+    fps_reader_load,
+    fps_sleeping_load,
+    fps_state_acquire,
+)
+from fastps.kernels.base.failpoints cimport (
+    FPS_MUTANT_ACKNOWLEDGE_FIRST,
+    FPS_MUTANT_FLIP_FIRST,
+    FPS_MUTANT_FORGET_HEADS,
+    fps_mutant,
+    fps_plain_store,
 )
 from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.ring cimport FPS_LANE_DEAD, fps_head_release, fps_seat
+from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
 from fastps.kernels.scheduling.policy cimport policy_check
+from fastps.kernels.scheduling.scheduler cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     roster_begin,
@@ -39,31 +47,27 @@ from fastps.kernels.scheduling.state cimport (
     worker_t,
 )
 from fastps.kernels.scheduling.state_check cimport roster_can_be_followed, roster_can_be_walked, roster_remember
-from fastps.kernels.scheduling.scheduler cimport scheduler_due
-from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
-    uint64_t fps_commit_load(const uint64_t *commit)
-    uint64_t fps_pin_load(const uint64_t *pin)
-    uint64_t fps_reader_load(const uint64_t *reader)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    void fps_grant_release(int64_t *granted, int64_t steps)
-    void fps_event_add(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_event_wake(uint32_t *event)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    void fps_plain_store()
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_ACKNOWLEDGE_FIRST
-        FPS_MUTANT_FLIP_FIRST
-        FPS_MUTANT_FORGET_HEADS
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_DEAD,
+    FPS_MAX_BUFFERS,
+    FPS_STATE_BUFFERS,
+    fps_commit_buffer,
+    fps_commit_epoch,
+    fps_commit_pack,
+    fps_commit_record,
+    fps_commit_version,
+    fps_member_state,
+    fps_reader_state,
+    fps_reader_weights,
+    fps_record,
+    fps_seat,
+)
 
 
 cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
     """Set the bit of a pinned buffer; a pin out of range is no buffer of ours."""
-    if 0 < pin <= 128:
+    if 0 < pin <= FPS_MAX_BUFFERS:
         pinned[(pin - 1) // 64] |= (<uint64_t> 1) << ((pin - 1) % 64)
 
 

@@ -3,14 +3,14 @@
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.protocol.ring cimport fps_lane
 from fastps.kernels.protocol.pins cimport Reader
 from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS, fps_lane
 
 cdef class Lane(Reader):
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
     cdef readonly tuple holders         # one a shard
-    cdef PyObject *_holders[64]         # the same, FPS_MAX_SHARDS of them
+    cdef PyObject *_holders[FPS_MAX_SHARDS]  # the same
     cdef fps_lane *words
     cdef SharedFold helper              # turns from shard to shard
     cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help

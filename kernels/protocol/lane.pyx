@@ -9,14 +9,26 @@ from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_MAX_CHUNKS,
-    fps_member_generation,
-    fps_member_state,
-    fps_turn_generation,
-    fps_turn_owner,
+from fastps.kernels.base.atomics cimport (
+    fps_counter_get,
+    fps_counter_set,
+    fps_event_add,
+    fps_event_load,
+    fps_event_sleep,
+    fps_event_wake,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_help_end,
+    fps_help_load,
+    fps_pause,
+    fps_sleeping_load,
+    fps_sleeping_set,
+    fps_state_acquire,
+    fps_turn_load,
+    fps_yield,
 )
+from fastps.kernels.base.failpoints cimport fps_plain_store
+from fastps.kernels.protocol.combiner cimport Holder
 from fastps.kernels.protocol.commit cimport (
     TURN_AWAITING,
     TURN_BAD_DESCRIPTOR,
@@ -28,38 +40,24 @@ from fastps.kernels.protocol.commit cimport (
     TURN_NO_BUFFER,
     Commit,
 )
-from fastps.kernels.update.fold cimport FoldScratch, fps_hyper, fps_user_rule
-from fastps.kernels.protocol.combiner cimport Holder
-from fastps.kernels.protocol.ring cimport (
+from fastps.kernels.protocol.pins cimport Reader
+from fastps.kernels.protocol.ring cimport lane_post
+from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_DEAD,
     FPS_LANE_LEFT,
     FPS_LEAVE,
+    FPS_MAX_CHUNKS,
     FPS_NULL,
     FPS_PUSH,
     fps_descriptor,
-    fps_head_acquire,
-    fps_pause,
-    lane_post,
+    fps_member_generation,
+    fps_member_state,
+    fps_turn_generation,
+    fps_turn_owner,
 )
-from fastps.kernels.protocol.pins cimport Reader
-from fastps.kernels.protocol.shared_fold cimport SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    uint64_t fps_turn_load(const uint64_t *turn)
-    int64_t fps_grant_acquire(const int64_t *granted)
-    uint32_t fps_event_load(const uint32_t *event)
-    uint32_t fps_help_load(const uint32_t *helping)
-    int fps_help_end(uint32_t *helping, uint32_t seen)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
-    void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
-    void fps_event_add(uint32_t *event)
-    void fps_event_wake(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_yield()
-    void fps_plain_store()
+from fastps.kernels.update.fold cimport FoldScratch, fps_hyper, fps_user_rule
 
 cdef enum:
     # A wait ends after so many times that it helped, for a signal may have come.

@@ -5,15 +5,10 @@ A pull copies nothing. What it refuses to know: what is in the buffers, and who 
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from fastps.kernels.base.atomics cimport fps_commit_load, fps_pin_exchange
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_RECHECK, fps_mutant
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
-
-cdef extern from "base/atomics.h" nogil:
-    uint64_t fps_commit_load(const uint64_t *commit)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_FORGET_RECHECK
 
 
 cdef class Reader:

@@ -9,6 +9,9 @@ several producers, or one that blocks; waiting is the store's business.
 
 from libc.string cimport memset
 
+from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_release, fps_pause, fps_tail_acquire
+from fastps.kernels.shm.arena_h cimport fps_seat
+
 cdef enum:
     LANE_BYTES = sizeof(fps_lane)
     DESCRIPTOR_BYTES = sizeof(fps_descriptor)

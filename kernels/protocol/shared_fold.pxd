@@ -3,9 +3,8 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_work
+from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_work
 from fastps.kernels.update.fold cimport FoldScratch, fps_fold_job, fps_push, fps_user_rule
-from fastps.kernels.protocol.ring cimport fps_descriptor
 
 # Outcomes of a fold.
 cdef enum:

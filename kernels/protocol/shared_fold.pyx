@@ -14,12 +14,31 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from fastps.kernels.base.atomics cimport (
+    FPS_ASSERT,
+    fps_chunk_done,
+    fps_chunks_acquire,
+    fps_chunks_clear,
+    fps_event_add,
+    fps_event_wake,
+    fps_help_load,
+    fps_help_set,
+    fps_pause,
+    fps_sleeping_load,
+    fps_ticket_acquire,
+    fps_ticket_claim,
+    fps_ticket_release,
+    fps_yield,
+)
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_DONE_FIRST, FPS_MUTANT_STATE_IN_PLACE, fps_mutant, fps_plain_store
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_CHUNKS,
     FPS_STATE_BUFFERS,
     fps_chunks_of,
+    fps_descriptor,
     fps_folded_push,
+    fps_lane,
     fps_member_generation,
     fps_member_pack,
     fps_member_state,
@@ -38,27 +57,6 @@ from fastps.kernels.update.fold cimport (
     fps_largest,
     fps_push,
 )
-from fastps.kernels.protocol.ring cimport fps_descriptor, fps_lane, fps_pause
-
-cdef extern from "base/atomics.h" nogil:
-    void FPS_ASSERT(bint condition)
-    void fps_ticket_release(uint64_t *ticket, uint64_t value)
-    uint64_t fps_ticket_acquire(const uint64_t *ticket)
-    int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next)
-    void fps_help_set(uint32_t *helping, uint32_t value)
-    uint32_t fps_help_load(const uint32_t *helping)
-    void fps_chunk_done(uint64_t *done, uint64_t bit)
-    uint64_t fps_chunks_acquire(const uint64_t *done)
-    void fps_chunks_clear(uint64_t *done)
-    void fps_event_add(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_event_wake(uint32_t *event)
-    void fps_yield()
-    void fps_plain_store()
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_DONE_FIRST
-        FPS_MUTANT_STATE_IN_PLACE
 
 cdef extern from "<sched.h>" nogil:
     int sched_getcpu()

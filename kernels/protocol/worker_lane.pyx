@@ -8,9 +8,9 @@ from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.protocol.ring cimport FPS_NULL, FPS_PUSH
 from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
 cdef enum:
     # None of the outcomes of a turn.

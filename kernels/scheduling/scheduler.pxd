@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.scheduling.state cimport policy_t, scheduler_t, worker_t
+from fastps.kernels.scheduling.state cimport scheduler_t, worker_t
 
 cdef enum:
     ACTION_KEEP = 0       # the push waits for others

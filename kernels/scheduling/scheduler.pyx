@@ -11,8 +11,18 @@ drain ends: events that were found together, and are committed together.
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
+from fastps.kernels.base.atomics cimport FPS_ASSERT
+from fastps.kernels.base.failpoints cimport fps_plain_store
 from fastps.kernels.scheduling.bounded_staleness cimport bounded_decide, bounded_release
 from fastps.kernels.scheduling.policy cimport policy_from_values
+from fastps.kernels.scheduling.round_robin cimport (
+    round_robin_due,
+    round_robin_expect,
+    round_robin_grant,
+    round_robin_join,
+    round_robin_measure,
+    round_robin_space,
+)
 from fastps.kernels.scheduling.state cimport (
     COMBINED_MOST,
     FOLD_ALL,
@@ -51,18 +61,6 @@ from fastps.kernels.scheduling.state cimport (
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.scheduling.round_robin cimport (
-    round_robin_due,
-    round_robin_expect,
-    round_robin_grant,
-    round_robin_join,
-    round_robin_measure,
-    round_robin_space,
-)
-
-cdef extern from "base/atomics.h" nogil:
-    void FPS_ASSERT(bint condition)
-    void fps_plain_store()
 
 
 # -- folds -----------------------------------------------------------------------------------------

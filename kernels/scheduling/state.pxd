@@ -2,6 +2,7 @@
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
+from fastps.kernels.base.failpoints cimport fps_plain_store
 from fastps.kernels.scheduling.tournament cimport tournament_begin, tournament_t
 
 cdef enum:
@@ -175,9 +176,6 @@ cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
 
 cdef extern from * nogil:
     void prefetch "__builtin_prefetch"(const void *address)
-
-cdef extern from "base/failpoints.h" nogil:
-    void fps_plain_store()
 
 
 cdef inline worker_t *roster_workers(const scheduler_t *state) noexcept nogil:

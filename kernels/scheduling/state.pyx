@@ -13,15 +13,8 @@ What it refuses to know: why somebody waits or is granted (scheduler.pyx decides
 from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.scheduling.tournament cimport (
-    tournament_bytes,
-    tournament_catch_up,
-    tournament_initialise,
-    tournament_set,
-)
-
-cdef extern from "base/atomics.h" nogil:
-    void FPS_ASSERT(bint condition)
+from fastps.kernels.base.atomics cimport FPS_ASSERT
+from fastps.kernels.scheduling.tournament cimport tournament_bytes, tournament_catch_up, tournament_initialise, tournament_set
 
 
 # -- layout: the struct, worker_t[n], link_t[n], bucket_t[n + 1], two tournaments, and lists of int32:

@@ -6,6 +6,7 @@
 #ifndef FPS_ARENA_H
 #define FPS_ARENA_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
@@ -19,6 +20,9 @@
 #define FPS_MESSAGE_BYTES 448
 #define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
 #define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all that are staler */
+_Static_assert(FPS_MAX_LANES + 2 <= 0xffff, "lane + 1, the server's lane included, fits 16 bits of the turn and reader words");
+_Static_assert(FPS_MAX_BUFFERS <= 0x7f, "a buffer fits 7 bits of the commit word, and buffer + 1 fits 8 of the reader word");
+_Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping word");
 
 /* Kinds of descriptor. */
 #define FPS_PUSH 0  /* a gradient in a slot */
@@ -206,40 +210,57 @@ static inline int64_t fps_bucket_time(int bucket) {
     return bucket < 8 ? bucket : (int64_t)(8 + (bucket & 7)) << (bucket / 8 - 1);
 }
 
-/* Written by the creator before anyone attaches, and never again. */
+/* Written by the creator before anyone attaches, and never again. Type, name, and what it is. */
+#define FPS_HEADER_WORDS(WORD)                                                                                           \
+    WORD(uint64_t, magic)                                                                                                \
+    WORD(uint32_t, abi)                                                                                                  \
+    WORD(uint32_t, n_lanes)                                                                                              \
+    WORD(uint32_t, n_buffers)                                                                                            \
+    WORD(uint32_t, n_slots) /* gradient slots of a lane */                                                               \
+    WORD(uint32_t, ring_size) /* descriptors of a lane's ring; a power of two */                                         \
+    WORD(uint32_t, n_groups) /* param_groups */                                                                          \
+    WORD(uint32_t, n_parameters)                                                                                         \
+    WORD(uint32_t, presence_words) /* 64-bit words of a push's presence bitmap */                                        \
+    WORD(uint32_t, rule) /* FPS_RULE_* of fold.h */                                                                      \
+    WORD(uint32_t, state_planes) /* buffers' worth of floats that the rule keeps, the weights' moving average too */      \
+    WORD(uint32_t, n_shards)                                                                                             \
+    WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
+    WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
+    WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
+    WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
+    WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
+    WORD(uint64_t, domains_offset) /* fps_domain[n_shards] */                                                            \
+    WORD(uint64_t, statistics_offset)                                                                                    \
+    WORD(uint64_t, statistics_bytes) /* n_shards of them */                                                              \
+    WORD(uint64_t, work_offset)                                                                                          \
+    WORD(uint64_t, work_bytes) /* n_shards of them */                                                                    \
+    WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
+    WORD(uint64_t, lanes_offset)                                                                                         \
+    WORD(uint64_t, lane_bytes)                                                                                           \
+    WORD(uint64_t, seats_offset)                                                                                         \
+    WORD(uint64_t, fates_offset) /* within a lane */                                                                     \
+    WORD(uint64_t, scheduler_offset)                                                                                     \
+    WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
+    WORD(uint64_t, weights_offset)                                                                                       \
+    WORD(uint64_t, weights_bytes) /* n_buffers of them */                                                                \
+    WORD(uint64_t, state_offset)                                                                                         \
+    WORD(uint64_t, state_bytes) /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */              \
+    WORD(uint64_t, state_steps_bytes)                                                                                    \
+    WORD(uint64_t, slots_offset)                                                                                         \
+    WORD(uint64_t, slot_bytes) /* lane-major */                                                                          \
+    WORD(uint64_t, slot_presence_offset)                                                                                 \
+    WORD(uint64_t, slot_versions_offset)                                                                                 \
+    WORD(uint64_t, slot_gradient_offset)                                                                                 \
+    WORD(uint64_t, extra_offset)                                                                                         \
+    WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
+    WORD(uint64_t, total_bytes)
+
 typedef struct {
-    uint64_t magic;
-    uint32_t abi;
-    uint32_t n_lanes;
-    uint32_t n_buffers;
-    uint32_t n_slots;         /* gradient slots of a lane */
-    uint32_t ring_size;       /* descriptors of a lane's ring; a power of two */
-    uint32_t n_groups;        /* param_groups */
-    uint32_t n_parameters;
-    uint32_t presence_words;  /* 64-bit words of a push's presence bitmap */
-    uint32_t rule;            /* FPS_RULE_* of fold.h */
-    uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
-    uint32_t n_shards;
-    uint32_t checks_finite;   /* whether a push that makes results infinite or NaN is rejected */
-    uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
-    uint32_t n_servers;       /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */
-    double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
-    uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
-    uint64_t domains_offset;  /* fps_domain[n_shards] */
-    uint64_t statistics_offset, statistics_bytes; /* n_shards of them */
-    uint64_t work_offset, work_bytes; /* n_shards of them */
-    uint64_t segments_offset; /* fps_segment[n_parameters] */
-    uint64_t lanes_offset, lane_bytes;
-    uint64_t seats_offset, fates_offset;        /* within a lane */
-    uint64_t scheduler_offset, scheduler_bytes; /* shard-major, two copies a shard, one a record */
-    uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
-    uint64_t state_offset, state_bytes;         /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */
-    uint64_t state_steps_bytes;
-    uint64_t slots_offset, slot_bytes;          /* lane-major */
-    uint64_t slot_presence_offset, slot_versions_offset, slot_gradient_offset;
-    uint64_t extra_offset, extra_bytes;         /* model buffers (BatchNorm): one slot a lane */
-    uint64_t total_bytes;
+#define FPS_HEADER_WORD(type, name) type name;
+    FPS_HEADER_WORDS(FPS_HEADER_WORD)
+#undef FPS_HEADER_WORD
 } fps_header;
+_Static_assert(sizeof(fps_header) <= 4096, "the header lies before the first domain");
 
 /* -- the two packed words ---------------------------------------------------------------------------------------------- */
 #define FPS_PENDING 1ULL

@@ -6,29 +6,31 @@ What it refuses to be: a place for where the words lie (arena_view.pyx), or for 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, strncpy
 
-from fastps.kernels.shm.view cimport ArenaView
+from fastps.kernels.base.atomics cimport (
+    fps_commit_load,
+    fps_counter_get,
+    fps_counter_set,
+    fps_drawn_add,
+    fps_drawn_load,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_help_set,
+    fps_pin_exchange,
+    fps_pin_load,
+    fps_reader_change,
+    fps_reader_load,
+    fps_sleeping_set,
+    fps_state_acquire,
+    fps_state_change,
+    fps_tail_acquire,
+)
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_GENERATION, fps_mutant, fps_plain_store
+from fastps.kernels.scheduling.state cimport roster_workers, scheduler_t, worker_t
 from fastps.kernels.shm.arena_h cimport (
+    FPS_ABI,
     FPS_FATE_DROPPED,
     FPS_FATE_FOLDED,
     FPS_GAP_BUCKETS,
-    FPS_STALENESS_BUCKETS,
-    FPS_STATE_BUFFERS,
-    fps_bucket_time,
-    fps_commit_buffer,
-    fps_commit_record,
-    fps_commit_version,
-    fps_domain,
-    fps_fate,
-    fps_member_generation,
-    fps_member_pack,
-    fps_member_state,
-    fps_reader_owner,
-    fps_reader_pack,
-    fps_record,
-    fps_statistics,
-)
-from fastps.kernels.protocol.ring cimport (
-    FPS_ABI,
     FPS_LANE_DEAD,
     FPS_LANE_FAILED,
     FPS_LANE_FREE,
@@ -42,32 +44,25 @@ from fastps.kernels.protocol.ring cimport (
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
     FPS_MESSAGE_BYTES,
-    fps_head_acquire,
+    FPS_STALENESS_BUCKETS,
+    FPS_STATE_BUFFERS,
+    fps_bucket_time,
+    fps_commit_buffer,
+    fps_commit_record,
+    fps_commit_version,
+    fps_domain,
+    fps_fate,
     fps_lane,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
+    fps_reader_owner,
+    fps_reader_pack,
+    fps_record,
     fps_seat,
-    fps_tail_acquire,
+    fps_statistics,
 )
-from fastps.kernels.scheduling.state cimport roster_workers, scheduler_t, worker_t
-
-cdef extern from "base/atomics.h" nogil:
-    uint32_t fps_state_acquire(const uint32_t *state)
-    int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
-    void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
-    void fps_help_set(uint32_t *helping, uint32_t value)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
-    uint64_t fps_reader_load(const uint64_t *reader)
-    uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples)
-    uint64_t fps_drawn_load(const uint64_t *drawn)
-    int64_t fps_grant_acquire(const int64_t *granted)
-    uint64_t fps_commit_load(const uint64_t *commit)
-    uint64_t fps_pin_load(const uint64_t *pin)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    void fps_plain_store()
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_FORGET_GENERATION
+from fastps.kernels.shm.view cimport ArenaView
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES

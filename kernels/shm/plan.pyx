@@ -7,29 +7,27 @@ refuses to be: a view of memory (arena_view.pyx), or what stands at a place in t
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
+from fastps.kernels.scheduling.state cimport roster_bytes
 from fastps.kernels.shm.arena_h cimport (
-    FPS_GAP_BUCKETS,
-    FPS_STATE_BUFFERS,
-    fps_domain,
-    fps_fate,
-    fps_folded_push,
-    fps_header,
-    fps_statistics,
-    fps_work,
-)
-from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
-from fastps.kernels.protocol.ring cimport (
     FPS_ABI,
+    FPS_GAP_BUCKETS,
     FPS_LINE,
     FPS_MAGIC,
     FPS_MAX_BUFFERS,
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
+    FPS_STATE_BUFFERS,
     fps_descriptor,
+    fps_domain,
+    fps_fate,
+    fps_folded_push,
+    fps_header,
     fps_lane,
     fps_seat,
+    fps_statistics,
+    fps_work,
 )
-from fastps.kernels.scheduling.state cimport roster_bytes
+from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:

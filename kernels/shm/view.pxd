@@ -2,10 +2,9 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
-from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.protocol.ring cimport fps_lane, fps_seat
 from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS, fps_domain, fps_fate, fps_header, fps_lane, fps_seat, fps_statistics, fps_work
+from fastps.kernels.update.fold cimport fps_segment
 
 
 cdef class ArenaView:
@@ -15,8 +14,8 @@ cdef class ArenaView:
     cdef fps_header own_header
     cdef fps_header *header     # own_header
     cdef fps_segment *segments  # one a parameter
-    cdef int64_t first[64]      # of each shard, FPS_MAX_SHARDS of them: its floats of every buffer are [first, last)
-    cdef int64_t last[64]
+    cdef int64_t first[FPS_MAX_SHARDS]  # of each shard: its floats of every buffer are [first, last)
+    cdef int64_t last[FPS_MAX_SHARDS]
 
     cdef int _copy_places(self) except -1
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil

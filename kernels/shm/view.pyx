@@ -8,11 +8,21 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from fastps.kernels.shm.plan cimport PAGE, check_header
-from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
-from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.protocol.ring cimport FPS_ABI, FPS_LINE, FPS_MAGIC, fps_lane, fps_seat
 from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena_h cimport (
+    FPS_ABI,
+    FPS_LINE,
+    FPS_MAGIC,
+    fps_domain,
+    fps_fate,
+    fps_header,
+    fps_lane,
+    fps_seat,
+    fps_statistics,
+    fps_work,
+)
+from fastps.kernels.shm.plan cimport PAGE, check_header
+from fastps.kernels.update.fold cimport fps_segment
 
 cdef enum:
     FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
@@ -119,13 +129,17 @@ cdef class ArenaView:
         """Byte offset of the gradient in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
 
+    def presence_offset(self, int lane, int slot):
+        """Byte offset of the presence bitmap in a lane's slot."""
+        return self.slot(lane, slot) + self.header.slot_presence_offset - self.base
+
     def steps_offset(self, int buffer):
         """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
         return self.state(buffer) - self.base
 
     def plane_offset(self, int buffer, int plane):
         """Byte offset of one plane of the rule's state."""
-        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * 4 - self.base
+        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * sizeof(float) - self.base
 
     def extra_offset(self, int lane):
         """Byte offset of the lane's slot for model buffers."""

@@ -43,6 +43,7 @@ from fastps.kernels.simulation.network cimport (
 )
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, roster_workers, worker_t
+from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 from fastps.kernels.simulation.server_queue cimport Service
 from fastps.kernels.simulation.shards cimport VirtualShards
 
@@ -73,8 +74,8 @@ cdef class Simulator(VirtualShards):
         self.n_shards = shards
         if link_of.shape[0] != self.n_workers or self.n_workers < 1:
             raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
-        if not 1 <= shards <= 64 or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
-            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
+        if not 1 <= shards <= FPS_MAX_SHARDS or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
+            raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
                              f"bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
         for worker in range(self.n_workers):
             if not 0 <= link_of[worker] <= network.n_links - shards:

@@ -20,6 +20,7 @@ import torch
 import fastps
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.system.clock import MonotonicClock
 from tests.fuzz.places import header_of
 from tests.support import processes
@@ -69,7 +70,7 @@ def _interrupted_worker(store: fastps.Store, rank: int, clock: Interrupting) -> 
 def _set_helping(store: fastps.Store, lane: int, word: int) -> None:
     """Let a lane say that it helps with shard 0's fold, as one says that is stopped there; 0: that it does not."""
     header = header_of(bytes(memoryview(store.memory)[:4096]))
-    struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + 132, word)
+    struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
 
 
 def _gradient(value: float) -> dict[str, np.ndarray[Any, Any]]:

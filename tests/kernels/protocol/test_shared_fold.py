@@ -22,6 +22,7 @@ from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.shm.plan import plan
 from fastps.kernels.update import fold
 from tests.fuzz.places import header_of
@@ -64,7 +65,7 @@ class Job:
 
     def helping_offset(self, lane: int) -> int:
         """Where that lane says whose fold it helps with; 0 if it helps with none."""
-        return self.header.lanes_offset + lane * self.header.lane_bytes + 132
+        return self.header.lanes_offset + lane * self.header.lane_bytes + OFFSETS["lane.helping"]
 
     def weights(self) -> npt.NDArray[np.float32]:
         _, buffer, _ = self.arena.committed()
