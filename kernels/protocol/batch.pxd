@@ -28,7 +28,8 @@ cdef class Batch:
     cdef bint gather(self, scheduler_t *state) noexcept nogil
     cdef void drop(self, const scheduler_t *state, uint32_t lane, uint64_t position) noexcept nogil
     cdef bint reject(self, scheduler_t *state) noexcept nogil
-    cdef void order(self, const policy_t *policy) noexcept nogil
+    cdef void write_item(self, const policy_t *policy, uint32_t weights_in, uint32_t weights_out, uint32_t state_in,
+                         uint32_t state_out) noexcept nogil
     cdef void count_arrival(self, int32_t earlier, int64_t after_ns) noexcept nogil
     cdef void forget_update(self) noexcept nogil
 

@@ -151,7 +151,7 @@ cdef class Batch:
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
-        self.fold.put(self.n_pushes, lane, descriptor, scale, rate_scale)
+        self.fold.item.put(self.n_pushes, lane, descriptor, scale, rate_scale)
         self.samples += descriptor.samples
         self.n_pushes += 1
         return True
@@ -171,38 +171,37 @@ cdef class Batch:
         cdef uint32_t index, kept = 0, largest = 0
         cdef int32_t parameter
         cdef float most = -1, size
+        cdef fps_folded_push push
         for index in range(self.n_pushes):
-            if self.fold.work.pushes[index].lane >= self.arena.header.n_lanes:
-                return False
             size = self.fold.largest(index, &parameter)
             if size > most:
                 most = size
                 largest = index
         for index in range(self.n_pushes):
+            push = self.fold.item.push(index)
+            if push.lane >= self.arena.header.n_lanes:
+                return False
             size = self.fold.largest(index, &parameter)
             if size == INFINITY or (most < INFINITY and index == largest):
-                self._count_rejection(&self.fold.work.pushes[index], parameter)
-                roster_workers(state)[self.fold.work.pushes[index].lane].folded -= 1
-                roster_workers(state)[self.fold.work.pushes[index].lane].dropped += 1
+                self._count_rejection(&push, parameter)
+                roster_workers(state)[push.lane].folded -= 1
+                roster_workers(state)[push.lane].dropped += 1
+                self.samples -= push.samples
             else:
-                self.fold.work.pushes[kept] = self.fold.work.pushes[index]
+                self.fold.item.move(kept, &push)
                 kept += 1
         self.n_pushes = kept
-        self.samples = 0
-        for index in range(kept):
-            self.samples += self.fold.work.pushes[index].samples
         return True
 
     # -- what the fold is told ---------------------------------------------------------------------
 
-    cdef void order(self, const policy_t *policy) noexcept nogil:
-        """Write down how the pushes are folded: as a sum or one by one, and by what they are multiplied."""
+    cdef void write_item(self, const policy_t *policy, uint32_t weights_in, uint32_t weights_out, uint32_t state_in,
+                         uint32_t state_out) noexcept nogil:
+        """Write how the pushes are folded (as a sum or one by one, and by what they are multiplied), and into which buffers."""
         cdef bint is_mean = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
-        fps_plain_store()
-        self.fold.work.mode = FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH
-        self.fold.work.n_pushes = self.n_pushes
-        self.fold.work.scale = 1.0 / self.n_pushes if is_mean else 1.0
-        self.fold.work.rate_scale = self._rate_scale(policy)
+        self.fold.item.write(
+            FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH, self.n_pushes,
+            1.0 / self.n_pushes if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out, state_in, state_out)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
         """What the learning rate of a sum is multiplied by."""

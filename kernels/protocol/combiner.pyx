@@ -78,7 +78,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_turn_owner,
     fps_turn_pack,
 )
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FoldScratch
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
@@ -94,14 +94,14 @@ cdef enum:
 cdef class Holder:
     """Lane `lane` as it takes the turn of shard `shard`. Only one thread may use it."""
 
-    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard, FoldScratch scratch not None):
+    def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
         cdef uint32_t lanes = arena.header.n_lanes
         self.arena = arena
         self.lane = lane
         self.shard = shard
         self.domain = arena.domain(shard)
         self.bad_lane = -1
-        self.fold = SharedFold(arena, lane, shard, scratch)
+        self.fold = SharedFold(arena, lane, shard)
         self.batch = Batch(arena, shard, self.fold)
         self.commit = Commit(arena, shard, self.fold, self.batch)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))

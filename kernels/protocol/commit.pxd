@@ -51,7 +51,6 @@ cdef class Commit:
     cdef scheduler_t *_prepare(self) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil
     cdef uint32_t _free_state(self) noexcept nogil
-    cdef void _order(self, const scheduler_t *state, uint32_t state_in) noexcept nogil
     cdef int _end_fold(self, int outcome) noexcept nogil
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil
     cdef int _flip(self, scheduler_t *state, uint64_t record) noexcept nogil

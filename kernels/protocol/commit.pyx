@@ -129,7 +129,7 @@ cdef class Commit:
         if self.spare_buffer < 0:
             return TURN_NO_BUFFER
         self.spare_state = self._free_state()
-        self._order(state, state_in)
+        self.batch.write_item(&state.policy, fps_commit_buffer(self.seen), self.spare_buffer, state_in, self.spare_state)
         if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
             self._publish(state)
         return self._end_fold(self.fold.run())
@@ -152,15 +152,6 @@ cdef class Commit:
         if outcome != FOLD_DONE:
             return TURN_BAD_FOLD
         return self._write_record(self._inactive(), self.spare_state)
-
-    cdef void _order(self, const scheduler_t *state, uint32_t state_in) noexcept nogil:
-        """What is to be folded, and into which buffers."""
-        self.batch.order(&state.policy)
-        fps_plain_store()
-        self.fold.work.weights_in = fps_commit_buffer(self.seen)
-        self.fold.work.weights_out = self.spare_buffer
-        self.fold.work.state_in = state_in
-        self.fold.work.state_out = self.spare_state
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""

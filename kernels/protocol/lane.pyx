@@ -57,7 +57,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_turn_generation,
     fps_turn_owner,
 )
-from fastps.kernels.update.fold cimport FoldScratch, fps_hyper, fps_user_rule
+from fastps.kernels.update.fold cimport fps_hyper, fps_user_rule
 
 cdef enum:
     # A wait ends after so many times that it helped, for a signal may have come.
@@ -86,11 +86,10 @@ cdef class Lane(Reader):
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
-        cdef FoldScratch scratch = FoldScratch()
         self.bad_lane = -1
         self.words = arena.lane(index)
-        self.helper = SharedFold(arena, index, 0, scratch)
-        self.holders = tuple([Holder(arena, index, shard, scratch) for shard in range(self.n_shards)])
+        self.helper = SharedFold(arena, index, 0)
+        self.holders = tuple([Holder(arena, index, shard) for shard in range(self.n_shards)])
         for shard in range(self.n_shards):
             self._holders[shard] = <PyObject *> self.holders[shard]  # without the GIL, only while `holders` keeps them
 
@@ -127,8 +126,8 @@ cdef class Lane(Reader):
         """
         cdef Holder holder
         for holder in self.holders:
-            holder.fold.user_rule = <fps_user_rule> address
-        self.helper.user_rule = <fps_user_rule> address
+            holder.fold.item.user_rule = <fps_user_rule> address
+        self.helper.item.user_rule = <fps_user_rule> address
 
     def fold_with(self, device not None, shards not None):
         """Fold the given shards by calling `device`, and take no other shard's turn: their memory is on another device.
@@ -221,7 +220,7 @@ cdef class Lane(Reader):
         """Whether this lane's folds store past the caches, as the holder of a turn; the results have the same bits."""
         cdef Holder holder
         for holder in self.holders:
-            holder.fold.streaming = streaming
+            holder.fold.item.streaming = streaming
 
     def begins_with(self, uint64_t chunks):
         """With which chunks this lane begins a shared fold of so many, at most 56: one bit each."""

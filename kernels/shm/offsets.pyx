@@ -44,7 +44,7 @@ cdef extern from "shm/arena.h" nogil:
 
 # The scheduler's package does not know the fold's.
 if COMBINED_MOST != FPS_MAX_PUSHES:
-    raise ImportError(f"a combined sum has at most {COMBINED_MOST} pushes, and a fold {FPS_MAX_PUSHES}: expected the same number")
+    raise ImportError(f"expected as many pushes in a combined sum as in a fold, found {COMBINED_MOST} and {FPS_MAX_PUSHES}")
 
 # In bytes.
 SIZES = {

@@ -3,7 +3,16 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.scheduling.state cimport scheduler_t
-from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS, fps_domain, fps_fate, fps_header, fps_lane, fps_seat, fps_statistics, fps_work
+from fastps.kernels.shm.arena_h cimport (
+    FPS_MAX_SHARDS,
+    fps_domain,
+    fps_fate,
+    fps_header,
+    fps_lane,
+    fps_seat,
+    fps_statistics,
+    fps_work,
+)
 from fastps.kernels.update.fold cimport fps_segment
 
 

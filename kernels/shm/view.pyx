@@ -139,7 +139,8 @@ cdef class ArenaView:
 
     def plane_offset(self, int buffer, int plane):
         """Byte offset of one plane of the rule's state."""
-        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * sizeof(float) - self.base
+        cdef char *planes = self.state(buffer) + self.header.state_steps_bytes
+        return planes + plane * self.header.buffer_floats * sizeof(float) - self.base
 
     def extra_offset(self, int lane):
         """Byte offset of the lane's slot for model buffers."""

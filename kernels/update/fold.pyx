@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 cdef extern from "update/fold_run.h" nogil:
@@ -72,7 +72,7 @@ cdef class FoldScratch:
     """Memory that a fold writes and forgets. Only one thread at a time may fold with it."""
 
     def __cinit__(self):
-        self.words = <fps_fold_scratch *> calloc(1, sizeof(fps_fold_scratch))
+        self.words = <fps_fold_scratch *> malloc(sizeof(fps_fold_scratch))  # what is never written takes no memory
         if not self.words:
             raise MemoryError()
 
