@@ -18,7 +18,8 @@ from fastps.kernels.scheduling.state cimport (
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.scheduling.scheduler cimport Scheduler, scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+from fastps.kernels.scheduling.scheduler cimport Scheduler
 
 cdef enum:
     STEP_NS = 1000   # from push to push

@@ -38,7 +38,7 @@ from fastps.kernels.protocol.commit cimport (
 )
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.shared_fold cimport SharedFold
-from fastps.kernels.scheduling.scheduler cimport (
+from fastps.kernels.scheduling.decisions cimport (
     ACTION_DROP,
     ACTION_FOLD,
     ACTION_FOLD_ALL,

@@ -35,7 +35,7 @@ from fastps.kernels.base.failpoints cimport (
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
 from fastps.kernels.scheduling.policy cimport policy_check
-from fastps.kernels.scheduling.scheduler cimport scheduler_due
+from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     roster_begin,

@@ -34,12 +34,8 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
     return (size + to - 1) // to * to
 
 
-cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
-               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
-    """Give every part its place; parts that different processes write begin on a page of their own."""
-    cdef uint64_t offset
-    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t buffers, uint32_t shards,
+                         double ema_decay, uint32_t gradient_type, uint32_t servers) except -1:
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if servers > 1:
@@ -56,6 +52,16 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
     if gradient_type > FPS_BFLOAT16:
         raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
+    return 0
+
+
+cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
+               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
+    """Give every part its place; parts that different processes write begin on a page of their own."""
+    cdef uint64_t offset
+    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, servers)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI

@@ -17,7 +17,7 @@ from fastps.kernels.scheduling.state cimport (
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.scheduling.scheduler cimport ACTION_DROP, ACTION_FOLD
+from fastps.kernels.scheduling.decisions cimport ACTION_DROP, ACTION_FOLD
 
 cdef enum:
     _MOST_STALENESS = 1 << 20

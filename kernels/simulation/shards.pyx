@@ -10,7 +10,7 @@ from libc.stdint cimport int32_t, int64_t
 from fastps.kernels.simulation.records cimport LINE_LEAVE, LINE_RECEIVE, LINE_TIMER, server_t
 from fastps.kernels.simulation.network cimport EVENT_TIMER, fps_queue_push, message_t
 from fastps.kernels.scheduling.state cimport NEVER_NS, roster_begin, roster_touched, roster_workers, scheduler_t, worker_t
-from fastps.kernels.scheduling.scheduler cimport (
+from fastps.kernels.scheduling.decisions cimport (
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     scheduler_close,

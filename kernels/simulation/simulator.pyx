@@ -76,8 +76,8 @@ cdef class Simulator(VirtualShards):
             raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
         if (not 1 <= shards <= FPS_MAX_SHARDS or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0
                 or (overlap and shards > 1)):
-            raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards (1 with overlap), steps, batch and slots of at least 1 and "
-                             f"no negative bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
+            raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards (1 with overlap), steps, batch and slots of at least 1 "
+                             f"and no negative bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
         for worker in range(self.n_workers):
             if not 0 <= link_of[worker] <= network.n_links - shards:
                 raise ValueError(f"expected links of 0 to {network.n_links - shards}, found {link_of[worker]}")
