@@ -12,12 +12,7 @@ cdef struct life_t:
     uint32_t generation         # how many had this lane before
     uint32_t buried[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
     int64_t looked_ns
-    int64_t steps               # as the scheduler counts them
     int64_t pushes
-    uint64_t posts
-    uint32_t slot
-    uint64_t slot_free_at[8]
-    uint64_t versions[MAX_WATCHED_SHARDS]
     int64_t buffers[MAX_WATCHED_SHARDS]
 
 cdef class Workers:
@@ -47,10 +42,13 @@ cdef class Workers:
     cdef void _check_reads(self, int32_t index) noexcept nogil
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
-    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef void _wait_for_room(self, int32_t index) noexcept nogil
+    cdef void _advance(self, int32_t index) noexcept nogil
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _try_turn(self, int32_t index) noexcept nogil
+    cdef void _settle(self, int32_t index, int outcome) noexcept nogil
     cdef void _look_now_and_then(self, int32_t index) noexcept nogil
     cdef void _look_around(self, int32_t index) noexcept nogil
     cdef bint _others_are_done(self, int32_t index) noexcept nogil

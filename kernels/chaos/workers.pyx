@@ -15,7 +15,7 @@ from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, Witness
 from fastps.kernels.chaos.machine cimport Machine
 from fastps.kernels.protocol.combiner cimport Holder
 from fastps.kernels.protocol.commit cimport TURN_AWAITING, TURN_LOST
-from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.protocol.worker_lane cimport PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_FREE,
@@ -105,24 +105,25 @@ cdef class Workers:
         if generation != me.generation:
             self.witness.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
         for shard in range(self.n_shards):
-            (<Holder> (<Lane> self._lanes[index])._holders[shard]).generation = me.generation
-        me.posts = (<Lane> self._lanes[index]).words.tail
+            (<Holder> (<WorkerLane> self._lanes[index])._holders[shard]).generation = me.generation
+        (<WorkerLane> self._lanes[index])._begin()
+        (<WorkerLane> self._lanes[index]).loss = 0
         if generation > 0:
             self._join(index)
-        me.steps = fps_grant_acquire(&self.arena.seat(index, 0).granted) - 1
+        (<WorkerLane> self._lanes[index]).steps = fps_grant_acquire(&self.arena.seat(index, 0).granted) - 1
         self._pull(index, True)
         while me.pushes < self.n_steps:
             self._compute(index)
             kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
             self._push(index, kind)
-            self._wait(index, 0 if self.at_once else me.steps + 1, me.slot_free_at[me.slot], 1 if self.is_partial else 0)
+            self._advance(index)
             self._pull(index, False)
         self._leave(index)
 
     cdef void _join(self, int32_t index) noexcept nogil:
         """Wait until every shard counts this worker."""
         cdef life_t *me = &self.lives[index]
-        (<Lane> self._lanes[index])._break_turns(index, me.generation - 1, self.machine.clock(index))
+        (<WorkerLane> self._lanes[index])._break_turns(index, me.generation - 1, self.machine.clock(index))
         while not self.arena._has_joined(index):
             self._try_turn(index)
             self._look_around(index)
@@ -140,34 +141,34 @@ cdef class Workers:
 
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
-        cdef uint64_t commit
+        cdef uint64_t commit, before
         cdef int32_t shard
         for shard in range(self.n_shards):
-            if self.is_partial and not is_first and self.arena.seat(index, shard).granted < me.steps + 1:
+            if (self.is_partial and not is_first
+                    and self.arena.seat(index, shard).granted < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
-            commit = (<Lane> self._lanes[index])._pull(shard)
-            if fps_commit_version(commit) < me.versions[shard]:
-                self.witness.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit),
-                                  me.versions[shard])
-            me.versions[shard] = fps_commit_version(commit)
+            before = (<WorkerLane> self._lanes[index]).versions[shard]
+            commit = (<WorkerLane> self._lanes[index])._pull(shard)
+            if fps_commit_version(commit) < before:
+                self.witness.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
 
     cdef void _check_reads(self, int32_t index) noexcept nogil:
         """What is pinned is whole, and stays as it was published."""
-        cdef life_t *me = &self.lives[index]
+        cdef uint64_t version
         cdef int32_t shard
         for shard in range(self.n_shards):
-            if not self.witness.is_content(shard, me.versions[shard], self.witness._range(shard, me.buffers[shard])):
-                self.witness.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index,
-                                  me.versions[shard], shard)
+            version = (<WorkerLane> self._lanes[index]).versions[shard]
+            if not self.witness.is_content(shard, version, self.witness._range(shard, self.lives[index].buffers[shard])):
+                self.witness.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index, version,
+                                  shard)
 
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
         """The descriptor's own gradient, over whatever was there; who reads too early sees garbage."""
-        cdef life_t *me = &self.lives[index]
-        cdef char *slot = self.arena.slot(index, me.slot)
+        cdef char *slot = self.arena.slot(index, (<WorkerLane> self._lanes[index]).slot)
         cdef fps_hyper *hyper = <fps_hyper *> slot
         cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
         cdef int32_t i, shard
@@ -184,35 +185,38 @@ cdef class Workers:
         hyper.learning_rate = 1.0
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
         (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.n_shards) - 1
-        (<Lane> self._lanes[index])._set_versions(me.slot)
 
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
+        cdef int outcome
         if kind == FPS_PUSH:
-            self._write_slot(index, me.posts)
-        self._post(index, kind)
-        me.steps += 1
-        me.pushes += 1
-        if kind == FPS_PUSH:
-            me.slot_free_at[me.slot] = me.posts
-            me.slot = (me.slot + 1) % self.arena.header.n_slots
-        self._try_turn(index)
+            self._write_slot(index, (<WorkerLane> self._lanes[index]).posts)
+        self._promise(index, kind)
+        while True:
+            outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)
+            if outcome != PUSH_FULL:
+                break
+            self._wait_for_room(index)
+        self.lives[index].pushes += 1
+        self._settle(index, outcome)
         self._look_now_and_then(index)
 
-    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef uint64_t read_version = 0
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            read_version = max(read_version, me.versions[shard])
-        self.witness.kinds[index][me.posts] = kind
-        self.witness.posted[index] = me.posts + 1
-        while True:
-            if (<Lane> self._lanes[index])._post(
-                    kind, me.steps, me.slot, read_version, self.machine.clock(index), 1.0, 0.0, 1):
-                break
-            self._wait(index, 0, me.posts + 1 - self.arena.header.ring_size, 0)
-        me.posts += 1
+    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil:
+        """Tell the witness which descriptor comes next."""
+        cdef uint64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        self.witness.kinds[index][posted] = kind
+        self.witness.posted[index] = posted + 1
+
+    cdef void _wait_for_room(self, int32_t index) noexcept nogil:
+        self._wait(index, 0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0)
+
+    cdef void _advance(self, int32_t index) noexcept nogil:
+        """Begin the next step, once it may begin."""
+        cdef int64_t granted = 0 if self.at_once else (<WorkerLane> self._lanes[index]).steps + 1
+        if (<WorkerLane> self._lanes[index])._advance(self.machine.clock(index), self.at_once):
+            return
+        self._wait(index, granted, (<WorkerLane> self._lanes[index]).free_at[(<WorkerLane> self._lanes[index]).slot],
+                   1 if self.is_partial else 0)
+        (<WorkerLane> self._lanes[index])._advance_late(self.machine.clock(index))
 
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
         cdef int64_t due_ns, slice_ns
@@ -221,12 +225,12 @@ cdef class Workers:
         if self.spins == 0 and self.machine.draw() & 1 and self._wait_awake(index, granted, done, shards):
             return
         while True:
-            due_ns = (<Lane> self._lanes[index])._due_ns()
+            due_ns = (<WorkerLane> self._lanes[index])._due_ns()
             slice_ns = SLICE_NS
             if due_ns >= 0:
                 due_ns -= self.machine.clock(index)
                 slice_ns = min(slice_ns, due_ns if due_ns > 0 else <int64_t> OVERDUE_NS)
-            if (<Lane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
+            if (<WorkerLane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
                 return
             self._try_turn(index)
             self._look_now_and_then(index)
@@ -235,23 +239,23 @@ cdef class Workers:
         """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
         cdef int _round
         for _round in range(ROUNDS_AWAKE):
-            if (<Lane> self._lanes[index])._wait_awake(granted, done, LOOKS_AWAKE, shards):
+            if (<WorkerLane> self._lanes[index])._wait_awake(granted, done, LOOKS_AWAKE, shards):
                 return True
             self._try_turn(index)
         return False
 
     cdef void _try_turn(self, int32_t index) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef int64_t posted = me.posts
-        cdef int outcome
-        while True:
-            outcome = (<Lane> self._lanes[index])._try_turns(self.machine.clock(index))
-            if outcome != TURN_AWAITING:
-                break
+        self._settle(index, (<WorkerLane> self._lanes[index])._try_turns(self.machine.clock(index)))
+
+    cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
+        """See the turns through whose outcome this is: what was posted before them is decided then."""
+        cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        while outcome == TURN_AWAITING:
             self._look_now_and_then(index)
+            outcome = (<WorkerLane> self._lanes[index])._try_turns(self.machine.clock(index))
         if outcome < 0 or outcome == TURN_LOST:
             self.witness.fail(b"turn: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
-                              (<Lane> self._lanes[index]).bad_lane)
+                              (<WorkerLane> self._lanes[index]).bad_lane)
         self.witness.promised[index] = posted
 
     # -- the others --------------------------------------------------------------------------------
@@ -266,13 +270,13 @@ cdef class Workers:
         cdef int32_t dead
         cdef uint32_t generation
         me.looked_ns = self.machine.clock(index)
-        (<Lane> self._lanes[index])._break_stale_turns(me.looked_ns)
+        (<WorkerLane> self._lanes[index])._break_stale_turns(me.looked_ns)
         for dead in range(self.n_workers):
             while dead != index and me.buried[dead] < self.machine.deaths(dead):
                 generation = me.buried[dead]
                 if generation == self.machine.processes[dead].generation:
                     self.machine.notice(dead)
-                (<Lane> self._lanes[index])._break_turns(dead, generation, self.machine.clock(index))
+                (<WorkerLane> self._lanes[index])._break_turns(dead, generation, self.machine.clock(index))
                 self.arena._bury(dead, generation)
                 if generation == self.machine.processes[dead].generation:
                     self.machine.processes[dead].settled = True
@@ -286,14 +290,18 @@ cdef class Workers:
             if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
                     FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
                 return False
-            if (<Lane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
+            if (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
                 return False
         return True
 
     cdef void _leave(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef int32_t shard
-        self._post(index, FPS_LEAVE)
+        self._promise(index, FPS_LEAVE)
+        while not (<WorkerLane> self._lanes[index])._post(
+                FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
+                self.machine.clock(index), 1.0, 0.0, 0):
+            self._wait_for_room(index)
         self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
         self._try_turn(index)
         while not self._others_are_done(index):

@@ -30,7 +30,7 @@ from fastps.kernels.chaos.machine cimport (
 )
 from fastps.kernels.chaos.workers cimport Workers
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
-from fastps.kernels.protocol.lane cimport Lane
+from fastps.kernels.protocol.worker_lane cimport WorkerLane
 from fastps.kernels.chaos.invariants cimport SHARD_FLOATS, Witness
 
 cdef enum:
@@ -92,7 +92,7 @@ cdef class World:
         format_memory(self.memory, header, [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)],
                       shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
         self.arena = Arena(self.memory)
-        lanes = [[Lane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]
+        lanes = [[WorkerLane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]
         for owners in lanes:
             for lane in owners:
                 lane.share_folds(helpers)
