@@ -20,7 +20,7 @@ from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.peers import Peers
-from fastps.membership.rendezvous import Answerer
+from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
 from fastps.store.store import Store, Views
 from fastps.store.worker import Worker
@@ -35,10 +35,10 @@ class DeviceWorker(Worker):
 
     _turns_are_plain = False
 
-    def __init__(self, store: Store, rank: int, answerer: Answerer, generation: int = 0) -> None:
+    def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
         self._devices: DeviceArena | None = None  # until it is there, nothing is folded and nobody waits for a stream
-        super().__init__(store, rank, answerer, generation)
+        super().__init__(store, rank, listener, generation)
         try:
             arena = DeviceArena(store, rank, store.device)
             store.devices = arena
@@ -105,7 +105,7 @@ class DeviceWorker(Worker):
         self.devices.mark_computed()
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
-            self.lane.nudge()  # others fold those shards, and may be asleep
+            self.lane.wake_all()  # others fold those shards, and may be asleep
 
     def pull(self) -> list[int]:
         """See Worker.pull; what is computed from now on reads the new weights, and nothing that was queued before does."""
@@ -117,11 +117,11 @@ class DeviceWorker(Worker):
             self._devices.await_folds()
         return buffers
 
-    def try_turn(self) -> None:
-        """See Worker.try_turn; a fold that could not be queued raises what the device said."""
+    def try_combine(self) -> None:
+        """See Worker.try_combine; a fold that could not be queued raises what the device said."""
         with self._deaths_first():
             try:
-                super().try_turn()
+                super().try_combine()
             except ProtocolError:
                 if self.lane.fold_failure is not None:
                     raise self.lane.fold_failure from None

@@ -72,7 +72,7 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     silent = False
     for place in sorted(places, key=str):
         try:
-            answer = rendezvous.ask(
+            answer = rendezvous.connect(
                 job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S, clock=clock
             )
         except rendezvous.Absent:

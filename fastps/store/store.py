@@ -79,7 +79,7 @@ class Store:
         self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
-        self._answerers: list[rendezvous.Answerer] = []
+        self._listeners: list[rendezvous.Listener] = []
         self.server: ServerProcess | None = None
 
     # -- making and finding ------------------------------------------------------------------------
@@ -267,26 +267,26 @@ class Store:
             )
         if os.getpid() != self._process_id:
             # Inherited by fork: this process answers for itself from now on.
-            self._process_id, self._pidfd, self._answerers = os.getpid(), os.pidfd_open(os.getpid()), []
-        answerer = self._answer_as(rank)
+            self._process_id, self._pidfd, self._listeners = os.getpid(), os.pidfd_open(os.getpid()), []
+        listener = self._answer_as(rank)
         rejoins = self.layout.faults.continues
         if rejoins and self.arena.lane_state(rank) not in (words.LANE_FREE, words.LANE_LEFT):
             # Nobody but this process answers at the lane's name: whoever had it has ended.
-            self.arena.bury(rank, self.arena.generation(rank))
+            self.arena.mark_dead(rank, self.arena.generation(rank))
         generation = self.arena.claim(rank, os.getpid(), rejoins)
         if generation < 0:
-            self.stop_answering(answerer)
+            self.stop_answering(listener)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
             kind = self.served_class if self.layout.has_server else self.worker_class
-            return kind(self, rank, answerer, generation)
+            return kind(self, rank, listener, generation)
         except BaseException:
             self.arena.finish(rank, "it could not join")
-            self.stop_answering(answerer)
+            self.stop_answering(listener)
             raise
 
-    def _answer_as(self, rank: int) -> rendezvous.Answerer:
+    def _answer_as(self, rank: int) -> rendezvous.Listener:
         """Answer at the lane's name; where its last owner has ended, or is about to, wait until it is free."""
         began_ns = self.clock.now_ns()
         while True:
@@ -316,9 +316,9 @@ class Store:
             " max_workers"
         )
 
-    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
+    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
-        answerer = rendezvous.Answerer(
+        listener = rendezvous.Listener(
             rendezvous.place_name(self.job, place_of),
             memfd=self._descriptor,
             pidfd=self._pidfd,
@@ -327,17 +327,17 @@ class Store:
             layout=self.layout.text().encode(),
             place=place_of if isinstance(place_of, int) else -1,
         )
-        self._answerers.append(answerer)
-        return answerer
+        self._listeners.append(listener)
+        return listener
 
-    def stop_answering(self, answerer: rendezvous.Answerer) -> None:
+    def stop_answering(self, listener: rendezvous.Listener) -> None:
         """End one place's answers."""
-        answerer.close()
-        self._answerers.remove(answerer)
+        listener.close()
+        self._listeners.remove(listener)
 
     def foreign_layout(self) -> str | None:
         """The description that a refused joiner sent to this process, or None."""
-        return next((text for answerer in self._answerers if (text := answerer.foreign_layout()) is not None), None)
+        return next((text for listener in self._listeners if (text := listener.foreign_layout()) is not None), None)
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -398,8 +398,8 @@ class Store:
         """Answer nobody any more and let go of the memory; views that still live keep it mapped. May be called twice."""
         if self._process_id != os.getpid() or self._descriptor < 0:
             return
-        for answerer in list(self._answerers):
-            self.stop_answering(answerer)
+        for listener in list(self._listeners):
+            self.stop_answering(listener)
         if self.server is not None:
             self.server.let_go(self.arena.lane_states())
         for descriptor in (self._descriptor, self._pidfd):
@@ -414,7 +414,7 @@ class Store:
         self.close()
 
 
-def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
+def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Offer:
     """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
     places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else words.MAX_LANES)]
@@ -423,7 +423,7 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
     while True:
         for place_of in places:
             try:
-                return rendezvous.ask(
+                return rendezvous.connect(
                     job,
                     place_of,
                     abi=words.ABI,

@@ -10,11 +10,11 @@ cdef extern from "base/atomics.h" nogil:
     void fps_head_release(uint64_t *head, uint64_t value)
     uint64_t fps_head_acquire(const uint64_t *head)
 
-    uint64_t fps_turn_load(const uint64_t *turn)
-    int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine)
-    int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given)
-    uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag)
-    void fps_turn_clear_pending(uint64_t *turn, uint64_t flag)
+    uint64_t fps_lock_load(const uint64_t *lock)
+    int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine)
+    int fps_lock_release(uint64_t *lock, uint64_t mine, uint64_t given)
+    uint64_t fps_lock_set_pending(uint64_t *lock, uint64_t flag)
+    void fps_lock_clear_pending(uint64_t *lock, uint64_t flag)
 
     int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
     uint64_t fps_commit_load(const uint64_t *commit)

@@ -3,11 +3,11 @@
 from libc.stdint cimport int64_t, uint32_t
 
 cdef extern from "base/failpoints.h" nogil:
-    void fps_plain_store()
+    void FPS_FAILPOINT()
     bint fps_mutant(int number)
 
     enum:
-        FPS_MUTANT_KEEP_TURN
+        FPS_MUTANT_KEEP_LOCK
         FPS_MUTANT_TAKE_WITHOUT_COMPARING
         FPS_MUTANT_FORGET_PENDING
         FPS_MUTANT_FLIP_FIRST
@@ -25,7 +25,7 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.
-    ctypedef struct fps_hook_table:
+    ctypedef struct fps_failpoint_table:
         int64_t accesses
         int64_t stores
         int64_t die_at
@@ -35,4 +35,4 @@ cdef extern from "base/failpoints.h" nogil:
         void (*wake)(const uint32_t *event) noexcept nogil
         void (*wait_a_little "yield")() noexcept nogil
         int64_t shared_least
-    fps_hook_table fps_hooks
+    fps_failpoint_table fps_failpoints

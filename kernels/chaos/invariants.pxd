@@ -20,7 +20,7 @@ cdef struct watched_t:
     int64_t granted[MAX_WORKERS]
     int32_t generation[MAX_WORKERS]
     int64_t head[MAX_WORKERS]
-    int64_t seat_granted[MAX_WORKERS]
+    int64_t told_granted[MAX_WORKERS]
     int64_t folded[MAX_WORKERS]                   # pushes, null pushes among them
     int64_t nulls[MAX_WORKERS]
     int64_t dropped[MAX_WORKERS]
@@ -29,7 +29,7 @@ cdef struct watched_t:
     float state[SHARD_FLOATS]                    # the rule's plane
     float weights[REMEMBERED][SHARD_FLOATS]              # by version
 
-cdef class Witness:
+cdef class InvariantChecker:
     cdef Arena arena
     cdef int32_t n_workers
     cdef int32_t n_shards
@@ -43,7 +43,7 @@ cdef class Witness:
     cdef watched_t *shards
     cdef char kinds[MAX_WORKERS][MAX_STEPS]
     cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
-    cdef int64_t promised[MAX_WORKERS]            # descriptors of whom a turn was told
+    cdef int64_t promised[MAX_WORKERS]            # descriptors of whom a shard lock was told
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil
@@ -53,7 +53,7 @@ cdef class Witness:
 
     cdef void _begin(self)
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil
-    cdef void _watch_seats(self, uint32_t shard, const scheduler_t *state) noexcept nogil
+    cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil
     cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil
     cdef int64_t _watch_weights(self, uint32_t shard, const scheduler_t *state, uint64_t before, uint64_t after) noexcept nogil

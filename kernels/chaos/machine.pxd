@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.chaos.invariants cimport MAX_WORKERS, Witness
+from fastps.kernels.chaos.invariants cimport MAX_WORKERS, InvariantChecker
 
 cdef extern from "chaos/coroutine.h" nogil:
     ctypedef struct fps_coroutine:
@@ -45,7 +45,7 @@ cdef struct process_t:
     uint32_t weight         # how often it is chosen
     int64_t died_ns
     bint noticed            # by a survivor
-    bint settled            # somebody saw it, broke its turns and buried it
+    bint settled            # somebody saw it, broke its turns and marked_dead it
     uint32_t generation     # how many had this place before
 
 ctypedef void (*what_a_process_does)(int index) noexcept nogil
@@ -55,7 +55,7 @@ cdef class Machine:
     cdef process_t processes[MAX_WORKERS]
     cdef int32_t n_processes
     cdef Arena arena
-    cdef Witness witness
+    cdef InvariantChecker checker
     cdef what_a_process_does born   # before it runs: its private memory is made
     cdef what_a_process_does live   # all that it does, from its beginning
     cdef int32_t runs           # the process that runs, or -1

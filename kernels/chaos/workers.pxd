@@ -5,12 +5,12 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.chaos.machine cimport MOST_LIVES, Machine
-from fastps.kernels.chaos.invariants cimport MAX_WATCHED_SHARDS, MAX_WORKERS, Witness
+from fastps.kernels.chaos.invariants cimport MAX_WATCHED_SHARDS, MAX_WORKERS, InvariantChecker
 
 # A worker's private memory.
 cdef struct life_t:
     uint32_t generation         # how many had this lane before
-    uint32_t buried[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
+    uint32_t marked_dead[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
     int64_t looked_ns
     int64_t pushes
     int64_t buffers[MAX_WATCHED_SHARDS]
@@ -18,7 +18,7 @@ cdef struct life_t:
 cdef class Workers:
     cdef Machine machine
     cdef Arena arena
-    cdef Witness witness
+    cdef InvariantChecker checker
     cdef list lanes
     cdef PyObject *_all_lanes[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
     cdef PyObject *_lanes[MAX_WORKERS]            # of the present owners
@@ -47,7 +47,7 @@ cdef class Workers:
     cdef void _advance(self, int32_t index) noexcept nogil
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
-    cdef void _try_turn(self, int32_t index) noexcept nogil
+    cdef void _combine(self, int32_t index) noexcept nogil
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil
     cdef void _look_now_and_then(self, int32_t index) noexcept nogil
     cdef void _look_around(self, int32_t index) noexcept nogil

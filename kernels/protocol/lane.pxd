@@ -19,4 +19,4 @@ cdef class Lane(ShardLocks):
     cdef int64_t _due_ns(self) noexcept nogil
     cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil
-    cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards) noexcept nogil
+    cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t polls, uint32_t shards) noexcept nogil

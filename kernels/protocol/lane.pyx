@@ -1,7 +1,7 @@
 """A lane as its worker uses it: slots, posts, waits and turns, over all shards; its pulls are reader.pyx's.
 
 The life of a push after backward (docs/architecture.md has the picture). What it refuses to know: processes, clocks (times are
-arguments), files; and what happens under the turn, which is holder.pyx's.
+arguments), files; and what happens under the shard lock, which is combiner.pyx's.
 """
 
 from libc.math cimport NAN
@@ -22,16 +22,16 @@ from fastps.kernels.base.atomics cimport (
     fps_sleeping_set,
     fps_yield,
 )
-from fastps.kernels.base.failpoints cimport fps_plain_store
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.protocol.commit cimport (
-    TURN_AWAITING,
-    TURN_BAD_DESCRIPTOR,
-    TURN_BAD_FOLD,
-    TURN_BAD_STATE,
-    TURN_BUSY,
-    TURN_DONE,
-    TURN_LOST,
-    TURN_NO_BUFFER,
+    COMBINE_AWAITING,
+    COMBINE_BAD_DESCRIPTOR,
+    COMBINE_BAD_FOLD,
+    COMBINE_BAD_STATE,
+    COMBINE_BUSY,
+    COMBINE_DONE,
+    COMBINE_FENCED,
+    COMBINE_NO_BUFFER,
 )
 from fastps.kernels.protocol.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
@@ -45,15 +45,15 @@ cdef enum:
     # Who has helped soon has the commit: it looks as often before it sleeps again.
     SPINS_AFTER_HELP = 2000
 
-# Outcomes of a turn.
-DONE = TURN_DONE                      # the turn was run, and everything posted before it is decided
-BUSY = TURN_BUSY                      # another has it, and will see what was posted
-LOST = TURN_LOST                      # another broke this turn; nothing of it was committed after that
-AWAITING = TURN_AWAITING              # a helper of a held turn has not given its chunk back: look at the peers, try again
-BAD_DESCRIPTOR = TURN_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor that no worker of ours can have posted
-NO_BUFFER = TURN_NO_BUFFER            # every weights buffer is active or pinned: more readers than the arena was made for
-BAD_FOLD = TURN_BAD_FOLD              # the fold refused its job
-BAD_STATE = TURN_BAD_STATE            # what is committed cannot be read: something wrote over the scheduler's state
+# Outcomes of a shard lock.
+DONE = COMBINE_DONE                      # the shard lock was run, and everything posted before it is decided
+BUSY = COMBINE_BUSY                      # another has it, and will see what was posted
+FENCED = COMBINE_FENCED                      # another broke this turn; nothing of it was committed after that
+AWAITING = COMBINE_AWAITING              # a helper of a held turn has not given its chunk back: look at the peers, try again
+BAD_DESCRIPTOR = COMBINE_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor that no worker of ours can have posted
+NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pinned: more readers than the arena was made for
+BAD_FOLD = COMBINE_BAD_FOLD              # the fold refused its job
+BAD_STATE = COMBINE_BAD_STATE            # what is committed cannot be read: something wrote over the scheduler's state
 
 KIND_PUSH = FPS_PUSH
 KIND_NULL = FPS_NULL
@@ -80,7 +80,7 @@ cdef class Lane(ShardLocks):
             raise IndexError(f"expected a group of 0 to {self.arena.header.n_groups - 1}, found {group}")
         self._check_slot(slot)
         hyper = <fps_hyper *> self.arena.slot(self.index, slot) + group
-        fps_plain_store()
+        FPS_FAILPOINT()
         hyper.learning_rate = learning_rate
         hyper.momentum = momentum
         hyper.dampening = dampening
@@ -115,9 +115,9 @@ cdef class Lane(ShardLocks):
 
         What was posted since moves the word after the post, so that nobody is missed. Returns early on a signal.
         """
-        cdef int64_t _look
+        cdef int64_t _poll
         with nogil:
-            for _look in range(spins):
+            for _poll in range(spins):
                 if fps_event_load(&self.words.event) != seen:
                     break
                 fps_pause()
@@ -126,12 +126,12 @@ cdef class Lane(ShardLocks):
                 fps_event_sleep(&self.words.event, seen, slice_ns)
             fps_sleeping_set(&self.words.sleeping, 0)
 
-    def await_call_awake(self, uint32_t seen, int64_t looks):
+    def await_call_awake(self, uint32_t seen, int64_t polls):
         """The same without sleep: looks so many times, lets others have the core in between, and says whether it was called."""
-        cdef int64_t _look
+        cdef int64_t _poll
         cdef bint called = False
         with nogil:
-            for _look in range(looks):
+            for _poll in range(polls):
                 called = fps_event_load(&self.words.event) != seen
                 if called:
                     break
@@ -144,7 +144,7 @@ cdef class Lane(ShardLocks):
         self._check_slot(slot)
         if <uint64_t> len(words) != size:
             raise ValueError(f"expected {size} bytes of presence, found {len(words)}")
-        fps_plain_store()
+        FPS_FAILPOINT()
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_presence_offset, <char *> words, size)
 
     def set_versions(self, uint32_t slot):
@@ -153,7 +153,7 @@ cdef class Lane(ShardLocks):
         self._set_versions(slot)
 
     cdef void _set_versions(self, uint32_t slot) noexcept nogil:
-        fps_plain_store()
+        FPS_FAILPOINT()
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_versions_offset, self.versions,
                self.n_shards * sizeof(uint64_t))
 
@@ -181,10 +181,10 @@ cdef class Lane(ShardLocks):
         return self.words.tail
 
     cdef uint64_t _done(self) noexcept nogil:
-        cdef uint64_t done = fps_head_acquire(&self.arena.seat(self.index, 0).head)
+        cdef uint64_t done = fps_head_acquire(&self.arena.lane_shard(self.index, 0).head)
         cdef uint32_t shard
         for shard in range(1, self.n_shards):
-            done = min(done, fps_head_acquire(&self.arena.seat(self.index, shard).head))
+            done = min(done, fps_head_acquire(&self.arena.lane_shard(self.index, shard).head))
         return done
 
     def done(self):
@@ -196,27 +196,27 @@ cdef class Lane(ShardLocks):
     def granted(self, uint32_t shard=0):
         """Steps that this worker may have begun, as far as a shard is concerned."""
         self._check_shard(shard)
-        return fps_grant_acquire(&self.arena.seat(self.index, shard).granted)
+        return fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
         cdef uint32_t shard, fresh = 0
         for shard in range(self.n_shards):
-            fresh += fps_grant_acquire(&self.arena.seat(self.index, shard).granted) >= granted
+            fresh += fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted) >= granted
         return fresh
 
     def batch(self):
         """The batch that the last grant carried; 0: the worker's own choice."""
-        return fps_counter_get(&self.arena.seat(self.index, 0).batch)
+        return fps_counter_get(&self.arena.lane_shard(self.index, 0).batch)
 
     def due_ns(self):
-        """The nearest deadline of any shard's timer, or -1: whoever waits should try the turn then."""
+        """The nearest deadline of any shard's timer, or -1: whoever waits should try the shard lock then."""
         return self._due_ns()
 
     cdef int64_t _due_ns(self) noexcept nogil:
         cdef int64_t due_ns, nearest_ns = -1
         cdef uint32_t shard
         for shard in range(self.n_shards):
-            due_ns = fps_counter_get(&self.arena.domain(shard).due_ns)
+            due_ns = fps_counter_get(&self.arena.shard_header(shard).due_ns)
             if due_ns >= 0 and (nearest_ns < 0 or due_ns < nearest_ns):
                 nearest_ns = due_ns
         return nearest_ns
@@ -226,7 +226,7 @@ cdef class Lane(ShardLocks):
 
         `shards`: by how many shards the steps must be granted; 0: by all. Spins `spins` times first, then sleeps on the word
         that commits and grants change. Releases the GIL. Returns early on a signal, so that Python can run its handler. On
-        False the caller should try the turn: it may have been handed over.
+        False the caller should try the shard lock: it may have been handed over.
         """
         cdef bint reached
         if shards == 0:
@@ -235,18 +235,18 @@ cdef class Lane(ShardLocks):
             reached = self._wait(granted, done, spins, slice_ns, shards)
         return reached
 
-    def wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards=0):
+    def wait_awake(self, int64_t granted, uint64_t done, int64_t polls, uint32_t shards=0):
         """The same without sleep: looks so many times, and lets others have the core in between. Releases the GIL."""
         cdef bint reached
         if shards == 0:
             shards = self.n_shards
         with nogil:
-            reached = self._wait_awake(granted, done, looks, shards)
+            reached = self._wait_awake(granted, done, polls, shards)
         return reached
 
-    cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t looks, uint32_t shards) noexcept nogil:
-        cdef int64_t _look
-        for _look in range(looks):
+    cdef bint _wait_awake(self, int64_t granted, uint64_t done, int64_t polls, uint32_t shards) noexcept nogil:
+        cdef int64_t _poll
+        for _poll in range(polls):
             if self._reached(granted, done, shards):
                 return True
             if self._is_offered():
@@ -260,10 +260,10 @@ cdef class Lane(ShardLocks):
 
     cdef bint _wait(self, int64_t granted, uint64_t done, int64_t spins, int64_t slice_ns, uint32_t shards) noexcept nogil:
         cdef uint32_t event
-        cdef int64_t _look
+        cdef int64_t _poll
         cdef int _round
         for _round in range(HELP_ROUNDS):
-            for _look in range(spins + 1):
+            for _poll in range(spins + 1):
                 if self._reached(granted, done, shards):
                     return True
                 if self.helpers and self._help():

@@ -54,7 +54,7 @@ cdef class Reader:
         return <int64_t> buffer if buffer < self.arena.header.n_buffers else -1
 
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
-        cdef uint64_t commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).pin)
+        cdef uint64_t commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).pin)
         self.versions[shard] = fps_commit_version(commit)
         return commit
 
@@ -76,13 +76,13 @@ cdef class Reader:
         cdef uint64_t commit
         self._check_shard(shard)
         with nogil:
-            commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).next)
+            commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
         return self._buffer_of(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
         """Make what `prefetch` returned the weights that are read: a swap of pins."""
         self._check_shard(shard)
-        fps_pin_exchange(&self.arena.seat(self.index, shard).pin, buffer + 1)
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
         self.versions[shard] = version
 
     def shard_version(self, uint32_t shard):
@@ -106,5 +106,5 @@ cdef class Reader:
         """End the reads of whatever buffers were pulled."""
         cdef uint32_t shard
         for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.seat(self.index, shard).pin, 0)
-            fps_pin_exchange(&self.arena.seat(self.index, shard).next, 0)
+            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, 0)
+            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).next, 0)

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_tail_release
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_TAIL_FIRST, fps_mutant, fps_plain_store
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_TAIL_FIRST, fps_mutant, FPS_FAILPOINT
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_lane
 
 # The ring lies behind its lane's control words, and the seats behind the ring; `ring_size` is a power of two.
@@ -20,7 +20,7 @@ cdef inline int lane_post(
         return -1
     if fps_mutant(FPS_MUTANT_TAIL_FIRST):
         fps_tail_release(&lane.tail, tail + 1)
-    fps_plain_store()
+    FPS_FAILPOINT()
     lane_descriptor(lane, ring_size, tail)[0] = descriptor[0]
     fps_tail_release(&lane.tail, tail + 1)
     return 0

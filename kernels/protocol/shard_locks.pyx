@@ -6,9 +6,9 @@ Refuses to know what the lane posts and what it waits for.
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_state_acquire, fps_turn_load
-from fastps.kernels.protocol.combiner cimport Holder
-from fastps.kernels.protocol.commit cimport TURN_BAD_DESCRIPTOR, TURN_BUSY, TURN_DONE, TURN_LOST, Commit
+from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_state_acquire, fps_lock_load
+from fastps.kernels.protocol.combiner cimport Combiner
+from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
 from fastps.kernels.protocol.pins cimport Reader
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena cimport Arena
@@ -18,8 +18,8 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_CHUNKS,
     fps_member_generation,
     fps_member_state,
-    fps_turn_generation,
-    fps_turn_owner,
+    fps_lock_generation,
+    fps_lock_owner,
 )
 from fastps.kernels.update.fold cimport fps_user_rule
 
@@ -30,43 +30,43 @@ cdef class ShardLocks(Reader):
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.bad_lane = -1
         self.helper = SharedFold(arena, index, 0)
-        self.holders = tuple([Holder(arena, index, shard) for shard in range(self.n_shards)])
+        self.combiners = tuple([Combiner(arena, index, shard) for shard in range(self.n_shards)])
         for shard in range(self.n_shards):
-            self._holders[shard] = <PyObject *> self.holders[shard]  # without the GIL, only while `holders` keeps them
+            self._combiners[shard] = <PyObject *> self.combiners[shard]  # without the GIL, only while `combiners` keeps them
 
-    # -- the turn ----------------------------------------------------------------------------------
+    # -- the shard lock ----------------------------------------------------------------------------------
 
-    def try_turn(self, int64_t now_ns=0):
-        """Take each shard's turn if it is free, and run it. Returns DONE, BUSY, LOST or a negative outcome. Releases the GIL.
+    def try_combine(self, int64_t now_ns=0):
+        """Take each shard's lock if it is free, and run it. Returns DONE, BUSY, FENCED or a negative outcome. Releases the GIL.
 
         Timers that are due at `now_ns` are fired. Each worker starts at another shard, so that they do not queue.
         """
         cdef int outcome
         with nogil:
-            outcome = self._try_turns(now_ns)
+            outcome = self._try_combine(now_ns)
         return outcome
 
-    cdef int _try_turns(self, int64_t now_ns) noexcept nogil:
+    cdef int _try_combine(self, int64_t now_ns) noexcept nogil:
         cdef uint32_t turned, shard
-        cdef int outcome, worst = TURN_DONE
+        cdef int outcome, worst = COMBINE_DONE
         for turned in range(self.n_shards):
             shard = (self.index + turned) % self.n_shards
-            if (<Holder> self._holders[shard]).is_idle():
+            if (<Combiner> self._combiners[shard]).is_idle():
                 continue
-            outcome = (<Holder> self._holders[shard]).try_turn(now_ns)
-            if outcome == TURN_BAD_DESCRIPTOR:
-                self.bad_lane = (<Holder> self._holders[shard]).bad_lane
-            if outcome == TURN_LOST or outcome < 0:
+            outcome = (<Combiner> self._combiners[shard]).try_combine(now_ns)
+            if outcome == COMBINE_BAD_DESCRIPTOR:
+                self.bad_lane = (<Combiner> self._combiners[shard]).bad_lane
+            if outcome == COMBINE_FENCED or outcome < 0:
                 return outcome
             worst = max(worst, outcome)
         return worst
 
     def owner(self, uint32_t shard=0):
-        """The lane that holds a shard's turn, or -1."""
+        """The lane that holds a shard's lock, or -1."""
         self._check_shard(shard)
-        return <int64_t> fps_turn_owner(fps_turn_load(&self.arena.domain(shard).turn)) - 1
+        return <int64_t> fps_lock_owner(fps_lock_load(&self.arena.shard_header(shard).lock)) - 1
 
-    def break_turn(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
+    def recover_lock(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
         """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
 
         By default the owner is the present one. An earlier owner's turn is taken, too. Raises IndexError for a lane that the
@@ -81,43 +81,43 @@ cdef class ShardLocks(Reader):
             generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
         dead_generation = generation
         with nogil:
-            found = self._break_turns(dead_lane, dead_generation, now_ns)
+            found = self._recover_locks(dead_lane, dead_generation, now_ns)
         return found
 
-    cdef int _break_turns(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
+    cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
         cdef uint32_t shard
-        cdef int outcome, found = TURN_BUSY
+        cdef int outcome, found = COMBINE_BUSY
         cdef uint32_t helping = fps_help_load(&self.arena.lane(dead_lane).helping)
         if helping and fps_member_generation(helping) == generation:
             fps_help_end(&self.arena.lane(dead_lane).helping, helping)
         for shard in range(self.n_shards):
-            (<Holder> self._holders[shard]).resume(now_ns)
-            outcome = (<Holder> self._holders[shard]).break_turn(dead_lane, generation, now_ns)
-            if outcome != TURN_BUSY:
+            (<Combiner> self._combiners[shard]).resume(now_ns)
+            outcome = (<Combiner> self._combiners[shard]).recover_lock(dead_lane, generation, now_ns)
+            if outcome != COMBINE_BUSY:
                 found = outcome
         return found
 
-    def break_stale_turns(self, int64_t now_ns=0):
-        """As `break_turn`, of every owner that is known to have ended, by its lane's own word.
+    def recover_stale_locks(self, int64_t now_ns=0):
+        """As `recover_lock`, of every owner that is known to have ended, by its lane's own word.
 
         Whoever buries a lane breaks its turn first, but for who comes to own it: that one buries, claims, then breaks, and may
         die or be stopped in between.
         """
         with nogil:
-            self._break_stale_turns(now_ns)
+            self._recover_stale_locks(now_ns)
 
-    cdef void _break_stale_turns(self, int64_t now_ns) noexcept nogil:
+    cdef void _recover_stale_locks(self, int64_t now_ns) noexcept nogil:
         cdef uint32_t shard, index, helping, lanes = self.arena.header.n_lanes + self.arena.header.n_servers
-        cdef uint64_t turn
+        cdef uint64_t lock
         for index in range(lanes):
             helping = fps_help_load(&self.arena.lane(index).helping)
             if helping and self._is_stale(index, fps_member_generation(helping), 0xffffff):
                 fps_help_end(&self.arena.lane(index).helping, helping)
         for shard in range(self.n_shards):
-            turn = fps_turn_load(&self.arena.domain(shard).turn)
-            index = <uint32_t> fps_turn_owner(turn)
-            if 0 < index <= lanes and self._is_stale(index - 1, fps_turn_generation(turn), 0xffff):
-                (<Holder> self._holders[shard]).break_turn(index - 1, fps_turn_generation(turn), now_ns)
+            lock = fps_lock_load(&self.arena.shard_header(shard).lock)
+            index = <uint32_t> fps_lock_owner(lock)
+            if 0 < index <= lanes and self._is_stale(index - 1, fps_lock_generation(lock), 0xffff):
+                (<Combiner> self._combiners[shard]).recover_lock(index - 1, fps_lock_generation(lock), now_ns)
 
     cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil:
         """Whether an owner of a lane has ended; of its generation the bits `known` are given."""
@@ -128,73 +128,73 @@ cdef class ShardLocks(Reader):
     # -- writing by hand: the start, and loading a checkpoint --------------------------------------
 
     def hold(self, uint32_t shard=0):
-        """Take a shard's turn and keep it; False when another has it. The caller writes buffers, then calls `release`."""
+        """Take a shard's lock and keep it; False when another has it. The caller writes buffers, then calls `release`."""
         self._check_shard(shard)
-        return (<Holder> self.holders[shard]).take()
+        return (<Combiner> self.combiners[shard]).take()
 
     def spare(self, uint32_t shard=0):
         """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""
         cdef Commit commit
         cdef int64_t buffer
         self._check_shard(shard)
-        commit = (<Holder> self.holders[shard]).commit
+        commit = (<Combiner> self.combiners[shard]).commit
         buffer = commit.find_spare()
         if buffer < 0:
             raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
         return buffer, commit.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
-        """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""
-        cdef Holder holder
+        """While holding: publish the spare buffers as they are (the version stays), or not; then run the shard lock as usual."""
+        cdef Combiner combiner
         cdef int outcome
         self._check_shard(shard)
-        holder = self.holders[shard]
+        combiner = self.combiners[shard]
         with nogil:
-            outcome = holder.release(publish, now_ns)
+            outcome = combiner.release(publish, now_ns)
         return outcome
 
     # -- folds -------------------------------------------------------------------------------------
 
     def set_user_rule(self, uintptr_t address):
-        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the turn calls it. It must outlive this
+        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the shard lock calls it. It must outlive this
         lane.
         """
-        cdef Holder holder
-        for holder in self.holders:
-            holder.fold.item.user_rule = <fps_user_rule> address
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.item.user_rule = <fps_user_rule> address
         self.helper.item.user_rule = <fps_user_rule> address
 
     def fold_with(self, device not None, shards not None):
-        """Fold the given shards by calling `device`, and take no other shard's turn: their memory is on another device.
+        """Fold the given shards by calling `device`, and take no other shard's lock: their memory is on another device.
 
         `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
-        slot, scale, rate_scale), queues the fold on its device; an error that it raises ends the turn as BAD_FOLD and is
+        slot, scale, rate_scale), queues the fold on its device; an error that it raises ends the shard lock as BAD_FOLD and is
         `fold_failure`.
         """
-        cdef Holder holder
-        for holder in self.holders:
-            holder.fold.device = device
-            holder.fold.on_device = True
-            holder.hands_over = holder.shard not in shards
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.device = device
+            combiner.fold.on_device = True
+            combiner.hands_over = combiner.shard not in shards
 
     @property
     def fold_failure(self):
         """The error of the last fold on a device that failed, or None."""
-        cdef Holder holder
-        for holder in self.holders:
-            if holder.fold.failure is not None:
-                return holder.fold.failure
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            if combiner.fold.failure is not None:
+                return combiner.fold.failure
         return None
 
     def hand_over(self, bint hands_over):
-        """Whether this lane leaves every shard's turn to the server. It may still hold one, and lets go without draining."""
-        cdef Holder holder
-        for holder in self.holders:
-            holder.hands_over = hands_over
+        """Whether this lane leaves every shard's lock to the server. It may still hold one, and lets go without draining."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.hands_over = hands_over
 
-    def nudge(self):
+    def wake_all(self):
         """Wake whoever sleeps, for a push that this lane cannot fold itself."""
-        (<Holder> self.holders[0]).nudge_all()
+        (<Combiner> self.combiners[0]).wake_all()
 
     def share_folds(self, uint32_t helpers, bytes cores not None=b""):
         """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
@@ -203,17 +203,17 @@ cdef class ShardLocks(Reader):
         core by its number which part that is; without it every lane has its own. Folds that are too short to be worth it are
         not shared. Only where one thread at a time uses the lane.
         """
-        cdef Holder holder
+        cdef Combiner combiner
         self.helpers = helpers
         self.helper.share(helpers, cores)
-        for holder in self.holders:
-            holder.fold.share(helpers, cores)
+        for combiner in self.combiners:
+            combiner.fold.share(helpers, cores)
 
     def stream_folds(self, bint streaming):
-        """Whether this lane's folds store past the caches, as the holder of a turn; the results have the same bits."""
-        cdef Holder holder
-        for holder in self.holders:
-            holder.fold.item.streaming = streaming
+        """Whether this lane's folds store past the caches, as the combiner; the results have the same bits."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.item.streaming = streaming
 
     def begins_with(self, uint64_t chunks):
         """With which chunks this lane begins a shared fold of so many, at most 56: one bit each."""
@@ -227,10 +227,10 @@ cdef class ShardLocks(Reader):
         return self.helper.helped
 
     cdef bint _is_offered(self) noexcept nogil:
-        """Whether a turn waits for this lane to take it. Looked at after the event, which moves when a turn is offered."""
+        """Whether a shard lock waits for this lane to take it. Looked at after the event, which moves when a shard lock is offered."""
         cdef uint32_t shard
         for shard in range(self.n_shards):
-            if (<Holder> self._holders[shard]).is_offered():
+            if (<Combiner> self._combiners[shard]).is_offered():
                 return True
         return False
 
@@ -239,6 +239,6 @@ cdef class ShardLocks(Reader):
         cdef uint32_t shard
         cdef bint helped = False
         for shard in range(self.n_shards):
-            self.helper.turn_to(shard)
+            self.helper.switch_to(shard)
             helped = self.helper.help() or helped
         return helped

@@ -1,4 +1,4 @@
-# A fold that waiting lanes help with, for the holder of the turn (holder.pyx) and for who waits (turn.pyx).
+# A fold that waiting lanes help with, for the combiner (combiner.pyx) and for who waits (turn.pyx).
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -30,13 +30,13 @@ cdef class SharedFold:
     cdef FoldScratch scratch        # of this shard's folds: under overlap two threads take a lane's turns
     cdef WorkItem item
     cdef int64_t helped             # chunks that this lane has folded for others
-    cdef uint64_t own               # chunks that this lane has folded as the holder
-    cdef uint64_t chunks            # the holder's: into how many its fold was cut
+    cdef uint64_t own               # chunks that this lane has folded as the combiner
+    cdef uint64_t chunks            # the combiner's: into how many its fold was cut
     cdef int64_t first              # the shard's floats of every buffer: [first, last)
     cdef int64_t last
 
     cdef void share(self, uint32_t helpers, bytes cores)
-    cdef void turn_to(self, uint32_t shard) noexcept nogil
+    cdef void switch_to(self, uint32_t shard) noexcept nogil
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef int run(self) noexcept nogil
     cdef int finish(self) noexcept nogil
@@ -51,4 +51,4 @@ cdef class SharedFold:
     cdef int _fold(self, uint64_t chunk) noexcept nogil
     cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil
     cdef int _run_on_device(self) noexcept
-    cdef void _rouse_helpers(self) noexcept nogil
+    cdef void _wake_helpers(self) noexcept nogil

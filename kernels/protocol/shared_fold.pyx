@@ -1,8 +1,8 @@
 """One shard's fold, cut into chunks that whoever waits may take: who has to wait does the server's work.
 
-The holder of the turn writes the order (which buffers, which slots, which scales) into the shard's work area and issues a
+The combiner of the shard lock writes the order (which buffers, which slots, which scales) into the shard's work area and issues a
 ticket, of which each claim takes a chunk. Everyone begins with its own part, which its core may still have in its cache. A lane
-says that it helps before it claims, and takes that back after its last chunk, so that the holder, who looks when no chunk is
+says that it helps before it claims, and takes that back after its last chunk, so that the combiner, who looks when no chunk is
 left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes into buffers that nobody reads: what
 a dead helper left undone is folded again.
 
@@ -54,18 +54,18 @@ cdef extern from *:
     #define SHARED_LEAST (1LL << 12) /* a shorter fold is over before a helper has the ticket */
     #define SHARD_SHARED_LEAST (1LL << 17) /* the same of one of several shards, where workers fold beside each other anyway */
     #define CHUNK_LEAST (1LL << 16)
-    #define ROUSED_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
+    #define WOKEN_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
     /* A longer one outlasts a core's time slice: lanes beyond the cores would take turns on it in the middle of chunks. */
     #define ONE_A_CORE_LEAST (1LL << 26)
     /* Looks at the helpers before the caller is told to look whether they live. */
     #define SPINS 4000
     #define YIELDS 1000
     #else /* a test's small fold is shared, too */
-    #define SHARED_LEAST fps_hooks.shared_least
-    #define SHARD_SHARED_LEAST fps_hooks.shared_least
+    #define SHARED_LEAST fps_failpoints.shared_least
+    #define SHARD_SHARED_LEAST fps_failpoints.shared_least
     #define CHUNK_LEAST 64
-    #define ROUSED_LEAST 64
-    #define ONE_A_CORE_LEAST (2 * fps_hooks.shared_least)
+    #define WOKEN_LEAST 64
+    #define ONE_A_CORE_LEAST (2 * fps_failpoints.shared_least)
     #define SPINS 2
     #define YIELDS 1
     #endif
@@ -73,14 +73,14 @@ cdef extern from *:
     const int64_t SHARED_LEAST
     const int64_t SHARD_SHARED_LEAST
     const int64_t CHUNK_LEAST
-    const int64_t ROUSED_LEAST
+    const int64_t WOKEN_LEAST
     const int64_t ONE_A_CORE_LEAST
     const int SPINS
     const int YIELDS
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
-    """No chunk is left, or it is no ticket that a holder can have issued."""
+    """No chunk is left, or it is no ticket that a combiner can have issued."""
     return fps_ticket_left(ticket) == 0 or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
 
 
@@ -93,7 +93,7 @@ cdef class SharedFold:
         self.scratch = FoldScratch()
         self.item = WorkItem(arena, shard)
         self.share(0, b"")
-        self.turn_to(shard)
+        self.switch_to(shard)
 
     cdef void share(self, uint32_t helpers, bytes cores):
         """Who helps, and where everyone begins: see Lane.share_folds."""
@@ -101,14 +101,14 @@ cdef class SharedFold:
         self.cores = cores
         self.n_cores, self.part_of_core = len(cores), cores
 
-    cdef void turn_to(self, uint32_t shard) noexcept nogil:
+    cdef void switch_to(self, uint32_t shard) noexcept nogil:
         """Be the fold of another shard: for helpers, who go from one to the next."""
         self.shard = shard
         self.work = self.arena.work(shard)
-        self.item.turn_to(shard)
+        self.item.switch_to(shard)
         self.first, self.last = self.arena.first[shard], self.arena.last[shard]
 
-    # -- the holder --------------------------------------------------------------------------------
+    # -- the combiner --------------------------------------------------------------------------------
 
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
         """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where a value
@@ -135,7 +135,7 @@ cdef class SharedFold:
         FPS_ASSERT(_is_exhausted(fps_ticket_acquire(&self.work.ticket)))
         ticket = fps_ticket_pack(self.chunks, fps_chunks_of(self.chunks, 0, 1))
         fps_ticket_release(&self.work.ticket, ticket)
-        self._rouse_helpers()
+        self._wake_helpers()
         own = self.own_part(self.chunks)
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
@@ -210,11 +210,11 @@ cdef class SharedFold:
         self.item.write_chunks(chunk_floats)
         return (floats + chunk_floats - 1) // chunk_floats
 
-    cdef void _rouse_helpers(self) noexcept nogil:
+    cdef void _wake_helpers(self) noexcept nogil:
         """Wake as many sleepers as there are cores for them, if the fold is longer than a wake-up takes."""
         cdef uint32_t index, roused = 0
         cdef fps_lane *lane
-        if (self.last - self.first) * self.item.job.n_pushes < ROUSED_LEAST:
+        if (self.last - self.first) * self.item.job.n_pushes < WOKEN_LEAST:
             return
         for index in range(self.arena.header.n_lanes):
             lane = self.arena.lane(index)
@@ -242,8 +242,8 @@ cdef class SharedFold:
             if not fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 continue
             helped = True
-            # From the first claim on the order stays as it is, for its holder waits for this lane. What is not marked as done
-            # the holder folds itself: it answers for an order that makes no sense.
+            # From the first claim on the order stays as it is, for its combiner waits for this lane. What is not marked as done
+            # the combiner folds itself: it answers for an order that makes no sense.
             is_read = is_read or self.item.read()
             if fps_mutant(FPS_MUTANT_DONE_FIRST):
                 fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
@@ -254,7 +254,7 @@ cdef class SharedFold:
         return helped
 
     cdef bint _has_enough(self) noexcept nogil:
-        """Whether a fold that is long whoever pushes has a helper for every core beside the holder's."""
+        """Whether a fold that is long whoever pushes has a helper for every core beside the combiner's."""
         cdef int64_t moved = (self.last - self.first) * (1 + 2 * (1 + <int64_t> self.arena.header.state_planes))
         return moved >= ONE_A_CORE_LEAST and self._helpers_now() >= self.helpers
 

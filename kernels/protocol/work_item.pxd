@@ -20,7 +20,7 @@ cdef class WorkItem:
     cdef int64_t chunk_floats
     cdef int32_t unsound            # whether a fold of this job found results that are not finite
 
-    cdef void turn_to(self, uint32_t shard) noexcept nogil
+    cdef void switch_to(self, uint32_t shard) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
                   double rate_scale) noexcept nogil
     cdef fps_folded_push push(self, uint32_t index) noexcept nogil

@@ -13,7 +13,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_STATE_IN_PLACE, fps_mutant, fps_plain_store
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_STATE_IN_PLACE, fps_mutant, FPS_FAILPOINT
 from fastps.kernels.shm.arena_h cimport FPS_STATE_BUFFERS
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_USER, fps_hyper
 
@@ -24,7 +24,7 @@ cdef class WorkItem:
 
     def __cinit__(self, Arena arena not None, uint32_t shard):
         self.arena = arena
-        self.turn_to(shard)
+        self.switch_to(shard)
         self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
         if not self.pushes:
             raise MemoryError()
@@ -32,7 +32,7 @@ cdef class WorkItem:
     def __dealloc__(self):
         free(self.pushes)
 
-    cdef void turn_to(self, uint32_t shard) noexcept nogil:
+    cdef void switch_to(self, uint32_t shard) noexcept nogil:
         """Be the item of another shard."""
         self.words = self.arena.work(shard)
 
@@ -43,7 +43,7 @@ cdef class WorkItem:
         """Write a push, as the `index`th of at most FPS_MAX_PUSHES."""
         cdef fps_folded_push *push = &self.words.pushes[index]
         FPS_ASSERT(index < FPS_MAX_PUSHES)
-        fps_plain_store()
+        FPS_FAILPOINT()
         push.lane = lane
         push.slot = descriptor.slot
         push.step = descriptor.step
@@ -62,13 +62,13 @@ cdef class WorkItem:
     cdef void write(self, int32_t mode, uint32_t n_pushes, double scale, double rate_scale, uint32_t weights_in,
                     uint32_t weights_out, uint32_t state_in, uint32_t state_out) noexcept nogil:
         """Write everything but the pushes and the size of the chunks."""
-        fps_plain_store()
+        FPS_FAILPOINT()
         self.words.mode = mode
         self.words.n_pushes = n_pushes
         self.words.scale = scale
         self.words.rate_scale = rate_scale
         self.words.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
-        fps_plain_store()
+        FPS_FAILPOINT()
         self.words.weights_in = weights_in
         self.words.weights_out = weights_out
         self.words.state_in = state_in
@@ -76,7 +76,7 @@ cdef class WorkItem:
 
     cdef void write_chunks(self, int64_t chunk_floats) noexcept nogil:
         """Write how many floats a chunk has."""
-        fps_plain_store()
+        FPS_FAILPOINT()
         self.chunk_floats = self.words.chunk_floats = chunk_floats
 
     # -- reading -----------------------------------------------------------------------------------

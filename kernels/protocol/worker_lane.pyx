@@ -55,9 +55,9 @@ cdef class WorkerLane(Lane):
         return self.free_at[self.slot]
 
     def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
-        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's turn.
+        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's lock.
 
-        Returns what `try_turn` does, FULL or EARLY. Releases the GIL.
+        Returns what `try_combine` does, FULL or EARLY. Releases the GIL.
         """
         cdef int outcome
         with nogil:
@@ -73,10 +73,10 @@ cdef class WorkerLane(Lane):
         if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
             return PUSH_FULL
         self._count_push(now_ns, samples, null)
-        return self._try_turns(now_ns)
+        return self._try_combine(now_ns)
 
     def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
-        """All of `push` but to post and to try the turn: (step, slot, version read) of what the caller will `post`."""
+        """All of `push` but to post and to try the shard lock: (step, slot, version read) of what the caller will `post`."""
         begun = self.steps, self.slot, self._newest()
         if not null:
             self._set_versions(self.slot)

@@ -1,4 +1,4 @@
-# The scheduler's nogil functions, for the store's holder (holder.pyx) and the simulator (events.pyx).
+# The scheduler's nogil functions, for the store's combiner (combiner.pyx) and the simulator (events.pyx).
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -8,7 +8,7 @@ cdef enum:
     ACTION_KEEP = 0       # the push waits for others
     ACTION_FOLD = 1       # fold this push
     ACTION_FOLD_ALL = 2   # fold every push kept so far, together
-    ACTION_FOLD_LIST = 3  # fold the oldest kept push of each worker of roster_folds, one after the other
+    ACTION_FOLD_LIST = 3  # fold the oldest kept push of each worker of state_folds, one after the other
     ACTION_DROP = 4       # this push came too late
     ACTION_NONE = 5       # nothing to fold
 

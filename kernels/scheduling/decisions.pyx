@@ -12,7 +12,7 @@ drain ends: events that were found together, and are committed together.
 from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
-from fastps.kernels.base.failpoints cimport fps_plain_store
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.scheduling.bounded_staleness cimport bounded_decide, bounded_release
 from fastps.kernels.scheduling.round_robin cimport (
     round_robin_due,
@@ -37,19 +37,19 @@ from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     link_t,
     prefetch,
-    roster_add,
-    roster_advance,
-    roster_folds,
-    roster_grant,
-    roster_grant_waiting,
-    roster_links,
-    roster_remove,
-    roster_slowest,
-    roster_slowest_clock,
-    roster_stop_waiting,
-    roster_touch,
-    roster_wait,
-    roster_workers,
+    state_add,
+    state_advance,
+    state_folds,
+    state_grant,
+    state_grant_waiting,
+    state_links,
+    state_remove,
+    state_slowest,
+    state_slowest_clock,
+    state_stop_waiting,
+    state_mark_dirty,
+    state_wait,
+    state_workers,
     scheduler_t,
     worker_t,
 )
@@ -59,14 +59,14 @@ from fastps.kernels.scheduling.state cimport (
 
 cdef int _fold_all(scheduler_t *state) noexcept nogil:
     """The sum is complete: one fold of all that was kept, and everyone who waits for the version goes on."""
-    fps_plain_store()
+    FPS_FAILPOINT()
     state.version += 1
     state.n_arrived = 0
     state.n_kept = 0
     state.quorum_due_ns = NEVER_NS
     state.folded_ns = state.now_ns
     if state.policy.grant == GRANT_NEXT_VERSION:
-        roster_grant_waiting(state)
+        state_grant_waiting(state)
     return ACTION_FOLD_ALL
 
 
@@ -96,7 +96,7 @@ cdef int _fold_in_order(scheduler_t *state) noexcept nogil:
     """Fold, one after the other, the pushes whose turn it is: R2SP's fixed order of updates (section III-C)."""
     cdef worker_t *w
     while state.n_live > 0:
-        w = &roster_workers(state)[state.fold_next]
+        w = &state_workers(state)[state.fold_next]
         if w.kept == 0:
             break
         _list_fold(state, state.fold_next)
@@ -105,11 +105,11 @@ cdef int _fold_in_order(scheduler_t *state) noexcept nogil:
 
 
 cdef void _list_fold(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     FPS_ASSERT(w.kept == 1 and state.n_folds < state.n_workers)
     w.kept = 0
-    roster_touch(state, worker)
-    roster_folds(state)[state.n_folds] = worker
+    state_mark_dirty(state, worker)
+    state_folds(state)[state.n_folds] = worker
     state.n_folds += 1
     state.version += 1
     state.folded_ns = state.now_ns
@@ -118,37 +118,37 @@ cdef void _list_fold(scheduler_t *state, int32_t worker) noexcept nogil:
 # -- a tree of servers (Rudra-adv, section 3.3) ------------------------------------------------------
 
 cdef inline void _pass_on(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     w.relayed += w.kept
     w.kept = 0
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
 
 
 cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
     """A leaf that holds a push for each of its live workers passes all on to the root."""
-    cdef worker_t *leaf = &roster_workers(state)[leader]
+    cdef worker_t *leaf = &state_workers(state)[leader]
     cdef int32_t worker = leaf.leaf_first, following
     if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live:
         return
     if leaf.leaf_kept * <int64_t> MOSTLY < leaf.leaf_end - leader:
         while worker >= 0:
-            following = roster_workers(state)[worker].next_kept
+            following = state_workers(state)[worker].next_kept
             _pass_on(state, worker)
             worker = following
     else:
         for worker in range(leader, leaf.leaf_end):
-            if roster_workers(state)[worker].kept:
+            if state_workers(state)[worker].kept:
                 _pass_on(state, worker)
     state.n_kept += leaf.leaf_kept
     leaf.leaf_kept = 0
     leaf.leaf_first = -1
-    roster_touch(state, leader)
+    state_mark_dirty(state, leader)
 
 
 cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
     """FOLD_COUNT: the push joins the sum, or in a tree its leaf's."""
-    cdef worker_t *w = &roster_workers(state)[worker]
-    cdef worker_t *leaf = &roster_workers(state)[w.leader]
+    cdef worker_t *w = &state_workers(state)[worker]
+    cdef worker_t *leaf = &state_workers(state)[w.leader]
     if state.policy.groups == 0:
         state.n_kept += 1
         return
@@ -157,13 +157,13 @@ cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
         leaf.leaf_first = worker
     w.kept += 1
     leaf.leaf_kept += 1
-    roster_touch(state, w.leader)
+    state_mark_dirty(state, w.leader)
     _relay(state, w.leader)
 
 
 cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcept nogil:
     """What becomes of a push that arrives now."""
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     if state.policy.combine:
         state.n_kept += 1
         return _fold_all(state) if state.n_kept == COMBINED_MOST else ACTION_KEEP
@@ -192,7 +192,7 @@ cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcep
 # -- events ----------------------------------------------------------------------------------------
 
 cdef inline void _set_time(scheduler_t *state, int64_t now_ns) noexcept nogil:
-    fps_plain_store()
+    FPS_FAILPOINT()
     state.now_ns = max(state.now_ns, now_ns)
     state.n_folds = 0
 
@@ -203,31 +203,31 @@ cdef int scheduler_push(
 
     Returns what to fold; grants are written into the workers.
     """
-    cdef worker_t *w = &roster_workers(state)[worker]
-    cdef bint was_slowest = roster_slowest(state) == worker
+    cdef worker_t *w = &state_workers(state)[worker]
+    cdef bint was_slowest = state_slowest(state) == worker
     cdef int action
-    prefetch(&roster_links(state)[worker])
+    prefetch(&state_links(state)[worker])
     FPS_ASSERT(w.live)
     _set_time(state, now_ns)
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_measure(state, worker, samples)
     elif state.policy.grant == GRANT_BOUNDED:
-        roster_stop_waiting(state, worker)  # granted by another shard alone; it waits by its clock, which rises
+        state_stop_waiting(state, worker)  # granted by another shard alone; it waits by its clock, which rises
     w.push_ns[1] = w.push_ns[0]
     w.push_ns[0] = state.now_ns
     w.history = min(2, w.history + 1)
-    roster_advance(state, worker)
+    state_advance(state, worker)
     if state.policy.grant == GRANT_NEXT_VERSION:
-        roster_wait(state, worker)
+        state_wait(state, worker)
     action = _receive(state, worker, timestamp)
     if state.policy.grant == GRANT_AT_ONCE or action == ACTION_DROP:
-        roster_grant(state, worker)
+        state_grant(state, worker)
     elif state.policy.grant == GRANT_BOUNDED:
         bounded_decide(state, worker)
         if was_slowest:
             bounded_release(state, worker)
     elif state.policy.grant == GRANT_ROUND_ROBIN:
-        roster_wait(state, worker)
+        state_wait(state, worker)
         round_robin_grant(state)
     return action
 
@@ -245,19 +245,19 @@ cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) 
     Among 100,000 workers nearly every decision waits for memory. Whoever knows the next pushes says so some decisions before,
     and again when a push comes `soon`, for who stands beside its worker in a bucket is known only from the worker's links.
     """
-    cdef const link_t *link = &roster_links(state)[worker]
+    cdef const link_t *link = &state_links(state)[worker]
     if soon:
         if link.previous >= 0:
-            prefetch(&roster_links(state)[link.previous])
+            prefetch(&state_links(state)[link.previous])
         if link.next >= 0:
-            prefetch(&roster_links(state)[link.next])
+            prefetch(&state_links(state)[link.next])
         return
     prefetch(link)
-    prefetch(&roster_workers(state)[worker])
+    prefetch(&state_workers(state)[worker])
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_expect(state, worker)
     elif state.policy.fold != FOLD_EACH:
-        prefetch(&roster_workers(state)[worker].cursor)
+        prefetch(&state_workers(state)[worker].cursor)
 
 
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil:
@@ -266,14 +266,14 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
     What it had pushed and was kept is folded all the same: at once where its place in an order would never come again,
     otherwise with its sum.
     """
-    cdef worker_t *w = &roster_workers(state)[worker]
-    cdef bint was_slowest = roster_slowest(state) == worker
+    cdef worker_t *w = &state_workers(state)[worker]
+    cdef bint was_slowest = state_slowest(state) == worker
     cdef int action = ACTION_NONE
     if not w.live:
         return ACTION_NONE
     _set_time(state, now_ns)
-    roster_stop_waiting(state, worker)
-    roster_remove(state, worker)
+    state_stop_waiting(state, worker)
+    state_remove(state, worker)
     w.credit = 0
     if state.policy.fold == FOLD_IN_ORDER:
         if w.kept:
@@ -301,15 +301,15 @@ cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int
 
     Nobody waits for less than before, so nobody is granted anything by it; a sum that was nearly complete waits for it, too.
     """
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     FPS_ASSERT(not w.live)
     _set_time(state, now_ns)
     if clock < 0:
-        clock = roster_slowest_clock(state) if state.n_live > 0 else w.clock
+        clock = state_slowest_clock(state) if state.n_live > 0 else w.clock
     if state.policy.grant == GRANT_ROUND_ROBIN and state.n_live > 0:
         round_robin_join(state, worker, clock)
     else:
-        roster_add(state, worker, clock, -1)
+        state_add(state, worker, clock, -1)
     w.granted = clock + 1
     w.granted_at = state.sequence
     w.granted_ns = state.now_ns

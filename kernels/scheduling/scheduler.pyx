@@ -22,16 +22,16 @@ from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     policy_t,
-    roster_begin,
-    roster_bytes,
-    roster_catch_up,
-    roster_copy,
-    roster_folds,
-    roster_initialise,
-    roster_slowest,
-    roster_touch,
-    roster_touched,
-    roster_workers,
+    state_begin,
+    state_size,
+    state_catch_up,
+    state_copy,
+    state_folds,
+    state_initialise,
+    state_slowest,
+    state_mark_dirty,
+    state_dirty,
+    state_workers,
     scheduler_t,
     worker_t,
 )
@@ -62,53 +62,53 @@ cdef class Scheduler:
             raise ValueError(f"expected at least 1 worker, found {workers}")
         policy_from_values(&policy, values, workers)
         self.dropped_since = {}
-        self.memory = bytearray(roster_bytes(workers) + 63)
+        self.memory = bytearray(state_size(workers) + 63)
         self.state = _on_cache_lines(self.memory)
-        roster_initialise(self.state, workers, &policy)
+        state_initialise(self.state, workers, &policy)
         if alternate:
-            self.other_memory = bytearray(roster_bytes(workers) + 63)
+            self.other_memory = bytearray(state_size(workers) + 63)
             self.other = _on_cache_lines(self.other_memory)
-            roster_copy(self.other, self.state)
+            state_copy(self.other, self.state)
 
     cdef void _begin(self) noexcept:
         """Begin an event's commit, in the other record where there is one."""
         if self.other != NULL:
-            roster_catch_up(self.other, self.state)
+            state_catch_up(self.other, self.state)
             self.state, self.other = self.other, self.state
-        roster_begin(self.state)
+        state_begin(self.state)
 
     cdef worker_t *_worker(self, int worker) except NULL:
         if not 0 <= worker < self.state.n_workers:
             raise IndexError(f"expected a worker of 0 to {self.state.n_workers - 1}, found {worker}")
-        return &roster_workers(self.state)[worker]
+        return &state_workers(self.state)[worker]
 
     cdef tuple _outcome(self, int action, int worker):
         cdef int32_t i, index
         cdef worker_t *w
         folded = []
         granted = []
-        for i in range(self.state.n_touched_workers):
-            index = roster_touched(self.state)[i]
-            if roster_workers(self.state)[index].granted_at == self.state.sequence:
+        for i in range(self.state.n_dirty_workers):
+            index = state_dirty(self.state)[i]
+            if state_workers(self.state)[index].granted_at == self.state.sequence:
                 granted.append(index)
         if action == ACTION_FOLD:
             folded.append(worker)
             self._worker(worker).cursor = self._worker(worker).consumed
-            roster_touch(self.state, worker)
+            state_mark_dirty(self.state, worker)
         elif action == ACTION_DROP:
             self.dropped_since[worker] = self.dropped_since.get(worker, 0) + 1
         elif action == ACTION_FOLD_ALL:
             for index in range(self.state.n_workers):
-                w = &roster_workers(self.state)[index]
+                w = &state_workers(self.state)[index]
                 ready = w.relayed if self.state.policy.groups else w.consumed - w.cursor
                 folded.extend([index] * (ready - self.dropped_since.pop(index, 0)))
                 w.cursor += ready
                 w.relayed = 0
-                roster_touch(self.state, index)
+                state_mark_dirty(self.state, index)
         elif action == ACTION_FOLD_LIST:
             for i in range(self.state.n_folds):
-                folded.append(roster_folds(self.state)[i])
-                self._worker(roster_folds(self.state)[i]).cursor += 1
+                folded.append(state_folds(self.state)[i])
+                self._worker(state_folds(self.state)[i]).cursor += 1
         return folded, sorted(granted)
 
     def push(self, int worker, int64_t now_ns, timestamp=None, int64_t samples=0):
@@ -183,7 +183,7 @@ cdef class Scheduler:
 
     def slowest(self):
         """The slowest live worker, or -1."""
-        return roster_slowest(self.state)
+        return state_slowest(self.state)
 
     @property
     def version(self):

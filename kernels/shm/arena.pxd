@@ -16,5 +16,5 @@ cdef class Arena(ArenaView):
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
-    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil
+    cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil

@@ -5,11 +5,11 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_SHARDS,
-    fps_domain,
-    fps_fate,
+    fps_shard_header,
+    fps_push_outcome,
     fps_header,
     fps_lane,
-    fps_seat,
+    fps_lane_shard,
     fps_statistics,
     fps_work,
 )
@@ -28,9 +28,9 @@ cdef class ArenaView:
 
     cdef int _copy_places(self) except -1
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
-    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
-    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
-    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
+    cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
+    cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
     cdef fps_work *work(self, uint32_t shard) noexcept nogil
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil

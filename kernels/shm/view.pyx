@@ -13,11 +13,11 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
     FPS_LINE,
     FPS_MAGIC,
-    fps_domain,
-    fps_fate,
+    fps_shard_header,
+    fps_push_outcome,
     fps_header,
     fps_lane,
-    fps_seat,
+    fps_lane_shard,
     fps_statistics,
     fps_work,
 )
@@ -72,7 +72,7 @@ cdef class ArenaView:
                 raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
                                  f"{segment.length} floats from {segment.offset} on, group {segment.group}")
         for index in range(self.header.n_shards):
-            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
+            self.first[index], self.last[index] = self.shard_header(index).first, self.shard_header(index).last
             if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
                 raise ValueError(
                     f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
@@ -81,15 +81,15 @@ cdef class ArenaView:
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
         return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
 
-    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
-        return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+    cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        return <fps_lane_shard *> (<char *> self.lane(lane) + self.header.lane_shards_offset) + shard
 
-    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
-        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
+    cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
+        return (<fps_push_outcome *> (<char *> self.lane(lane) + self.header.push_outcomes_offset)
                 + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
 
-    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
-        return <fps_domain *> (self.base + self.header.domains_offset) + shard
+    cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil:
+        return <fps_shard_header *> (self.base + self.header.shard_headers_offset) + shard
 
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
         return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)

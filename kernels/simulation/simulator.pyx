@@ -42,7 +42,7 @@ from fastps.kernels.simulation.network cimport (
     message_t,
 )
 from fastps.kernels.scheduling.policy cimport policy_from_values
-from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, roster_workers, worker_t
+from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 from fastps.kernels.simulation.server_queue cimport Service
 from fastps.kernels.simulation.shards cimport VirtualShards
@@ -195,7 +195,7 @@ cdef class Simulator(VirtualShards):
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            if roster_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+            if state_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
@@ -398,7 +398,7 @@ cdef class Simulator(VirtualShards):
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
         cdef server_t *server = &self.ledger.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         cdef int32_t index
         cdef message_t *message

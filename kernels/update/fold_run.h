@@ -157,7 +157,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     float *weights_out = place->weights_out, *state_out = place->state_out;
     int64_t stride = place->stride;
     int finite;
-    fps_plain_store();
+    FPS_FAILPOINT();
     if (job->rule == FPS_RULE_SGD)
         finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
                                                                       state, state_out);
@@ -338,7 +338,7 @@ static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *
 }
 
 static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *segment, int count) {
-    fps_plain_store();
+    FPS_FAILPOINT();
     job->steps_out[segment->parameter] =
         job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
 }

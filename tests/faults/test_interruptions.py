@@ -289,8 +289,8 @@ def test_a_process_of_another_job_of_the_name_is_not_taken_for_a_peer() -> None:
             left.wait_for_start()
             os.kill(first.process_id, signal.SIGKILL)
             processes.finish([first], 10)
-            for answerer in store._answerers[:1]:
-                store.stop_answering(answerer)  # "host", as where the creator was that worker
+            for listener in store._listeners[:1]:
+                store.stop_answering(listener)  # "host", as where the creator was that worker
             with _store("bsp", job=store.job) as again, again.attach(0):
                 with pytest.raises(fastps.WorkerDiedError, match="worker 0"):
                     left.step(ONES)

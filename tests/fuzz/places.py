@@ -20,10 +20,10 @@ _PAGE = mmap.PAGESIZE
 _WALL_BYTES = 1 << 30  # beyond most wild indices; nothing of it is ever in memory
 _NOBODY, _SHARED, _ANONYMOUS, _FIXED, _NO_RESERVE = 0, 0x01, 0x22, 0x10, 0x4000
 _HEADER_BYTES, _SEGMENT_BYTES = SIZES["header"], SIZES["segment"]
-_LANE_BYTES, _SEAT_BYTES, _DESCRIPTOR_BYTES = SIZES["lane"], SIZES["seat"], SIZES["descriptor"]
-_FATE_BYTES, _DOMAIN_BYTES = SIZES["fate"], SIZES["domain"]
+_LANE_BYTES, _LANE_SHARD_BYTES, _DESCRIPTOR_BYTES = SIZES["lane"], SIZES["lane_shard"], SIZES["descriptor"]
+_OUTCOME_BYTES, _SHARD_HEADER_BYTES = SIZES["push_outcome"], SIZES["shard_header"]
 _WORK_BYTES = SIZES["work"] + MAX_PUSHES * SIZES["folded_push"]
-_ROSTER_BYTES = 2048  # of a few workers; the rest of its pages is for more
+_STATE_BYTES = 2048  # of a few workers; the rest of its pages is for more
 _MARK = 0xC5
 
 
@@ -45,16 +45,16 @@ def places_of(header: Header) -> Places:
     shards = range(header.n_shards)
     return {
         "header": [(0, _HEADER_BYTES)],
-        "domain": [(header.domains_offset + _DOMAIN_BYTES * shard, _DOMAIN_BYTES) for shard in shards],
+        "domain": [(header.shard_headers_offset + _SHARD_HEADER_BYTES * shard, _SHARD_HEADER_BYTES) for shard in shards],
         "work": [(header.work_offset + header.work_bytes * shard, SIZES["work"] + 4 * SIZES["folded_push"]) for shard in shards],
         "segments": [(header.segments_offset, _SEGMENT_BYTES * header.n_parameters)],
         "lane": [(lane, _LANE_BYTES) for lane in lanes],
         "descriptors": [(lane + _LANE_BYTES, _DESCRIPTOR_BYTES * header.ring_size) for lane in lanes],
-        "seat": [(lane + header.seats_offset + _SEAT_BYTES * shard, _SEAT_BYTES) for lane in lanes for shard in shards],
-        "fates": [(lane + header.fates_offset, _FATE_BYTES * header.ring_size) for lane in lanes],
+        "seat": [(lane + header.lane_shards_offset + _LANE_SHARD_BYTES * shard, _LANE_SHARD_BYTES) for lane in lanes for shard in shards],
+        "fates": [(lane + header.push_outcomes_offset, _OUTCOME_BYTES * header.ring_size) for lane in lanes],
         "statistics": [(header.statistics_offset + header.statistics_bytes * shard, 8 * 800) for shard in shards],
         "scheduler": [
-            (header.scheduler_offset + header.scheduler_bytes * copy, _ROSTER_BYTES) for copy in range(2 * header.n_shards)
+            (header.scheduler_offset + header.scheduler_bytes * copy, _STATE_BYTES) for copy in range(2 * header.n_shards)
         ],
         "rule's steps": [(header.state_offset + header.state_bytes * buffer, 8 * header.n_parameters) for buffer in range(3)],
         "slot's header": [(slot, header.slot_gradient_offset) for slot in slots],
@@ -65,8 +65,8 @@ def places_of(header: Header) -> Places:
 def gaps_of(header: Header) -> list[tuple[int, int]]:
     """(begin, end) of what lies between parts, and nobody uses."""
     ends = {
-        header.domains_offset: _HEADER_BYTES,
-        header.work_offset: header.domains_offset + header.n_shards * _DOMAIN_BYTES,
+        header.shard_headers_offset: _HEADER_BYTES,
+        header.work_offset: header.shard_headers_offset + header.n_shards * _SHARD_HEADER_BYTES,
         header.lanes_offset: header.segments_offset + _SEGMENT_BYTES * header.n_parameters,
         header.statistics_offset: header.lanes_offset + header.n_lanes * header.lane_bytes,
         header.scheduler_offset: header.statistics_offset + header.n_shards * header.statistics_bytes,
@@ -76,7 +76,7 @@ def gaps_of(header: Header) -> list[tuple[int, int]]:
         ends[begin + header.work_bytes] = begin + _WORK_BYTES
     for copy in range(2 * header.n_shards):
         begin = header.scheduler_offset + copy * header.scheduler_bytes
-        ends[begin + header.scheduler_bytes] = begin + max(_ROSTER_BYTES, header.scheduler_bytes - 1024)
+        ends[begin + header.scheduler_bytes] = begin + max(_STATE_BYTES, header.scheduler_bytes - 1024)
     for buffer in range(header.n_buffers):
         begin = header.weights_offset + buffer * header.weights_bytes
         ends[begin + header.weights_bytes] = begin + 4 * header.buffer_floats

@@ -100,13 +100,13 @@ def test_no_history_is_called_damaged(name: str) -> None:
                 job.arena.leave(rank)
                 job.arena.finish(rank)
             elif act < 0.86:
-                job.arena.bury(rank, job.arena.generation(rank))
+                job.arena.mark_dead(rank, job.arena.generation(rank))
             elif act < 0.9 and not live:
                 job.arena.claim(rank, 1, True)
             if job.arena.lane_state(rank) == 6 and job.arena.has_joined(rank):
                 job.arena.joined(rank)
             taker = job.lanes[draw.randrange(count)]
-            assert taker.try_turn(now_ns) == turn.DONE, f"seed {seed}"
+            assert taker.try_combine(now_ns) == turn.DONE, f"seed {seed}"
         assert job.arena.version > 0
 
 
@@ -128,8 +128,8 @@ STATE_WOUNDS = {
     "the free bucket": (OFFSETS["scheduler.free_bucket"], "<i", 7000),
     "the frontier": (OFFSETS["scheduler.frontier"], "<i", 1 << 20),
     "the first that waits": (OFFSETS["scheduler.first_waiting"], "<i", 1 << 20),
-    "how many workers changed": (OFFSETS["scheduler.n_touched_workers"], "<i", 1 << 30),
-    "how many links changed": (OFFSETS["scheduler.n_touched_links"], "<i", -1),
+    "how many workers changed": (OFFSETS["scheduler.n_dirty_workers"], "<i", 1 << 30),
+    "how many links changed": (OFFSETS["scheduler.n_dirty_links"], "<i", -1),
     "a worker's place in the ring of the living": (WORKERS_OFFSET + OFFSETS["worker.next_live"], "<i", 77),
     "a worker's cursor": (WORKERS_OFFSET + OFFSETS["worker.cursor"], "<q", 50),
     "how a worker waits": (WORKERS_OFFSET + OFFSETS["worker.waiting"], "<b", 5),
@@ -143,7 +143,7 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
     job.post(0, 10)
     job.write(job.scheduler(0) + offset, form, value)
     for lane in job.lanes:
-        assert lane.try_turn(20) == turn.BAD_STATE
+        assert lane.try_combine(20) == turn.BAD_STATE
         assert lane.owner() == -1
     assert job.arena.version == 0
 
@@ -151,12 +151,12 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
 def test_a_ring_of_workers_that_wait_is_refused() -> None:
     job = Job(2, **POLICIES["bsp"])
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     for copy in range(2):
         (links,) = struct.unpack_from("<q", job.memory, job.scheduler(copy) + LINKS_OFFSET)
         job.write(job.scheduler(copy) + links + OFFSETS["link.next_waiting"], "<i", 0)  # who waits behind worker 0: worker 0
     job.post(1, 20)
-    assert job.lanes[1].try_turn(20) == turn.BAD_STATE
+    assert job.lanes[1].try_combine(20) == turn.BAD_STATE
 
 
 def test_a_damaged_policy_lets_nobody_attach() -> None:
@@ -172,15 +172,15 @@ def test_a_damaged_policy_lets_nobody_attach() -> None:
 def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
     job = Job(2, **POLICIES["bsp"])
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     job.write(job.header.lanes_offset + SIZES["lane"] + OFFSETS["descriptor.slot"], "<I", 1 << 30)  # of the first
     job.post(1, 20)
-    assert (job.lanes[1].try_turn(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
+    assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
 
 
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, **POLICIES["asp"])
-    job.write(job.header.domains_offset + OFFSETS["domain.commit"], "<Q", 100 << 1)  # the commit word: version 0, buffer 100
+    job.write(job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 1)  # the commit word: version 0, buffer 100
     assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
     with pytest.raises(
         ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
@@ -192,11 +192,11 @@ def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
 
 def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
     job = Job(2, **POLICIES["asp"])
-    job.write(job.header.domains_offset + OFFSETS["domain.records"] + OFFSETS["record.state_buffer"], "<I", 9)
+    job.write(job.header.shard_headers_offset + OFFSETS["shard_header.records"] + OFFSETS["record.state_buffer"], "<I", 9)
     with pytest.raises(ValueError, match="found 0 and 9"):
         job.arena.committed()
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.BAD_FOLD
+    assert job.lanes[0].try_combine(10) == turn.BAD_FOLD
 
 
 @pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
@@ -211,7 +211,7 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
 
@@ -221,10 +221,10 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
 def test_measures_that_are_written_over_are_not_read_again() -> None:
     job = Job(2, **POLICIES["asp"])
     segments = job.header.segments_offset
-    for offset in (*range(8, 272, 8), segments, segments + 8, job.header.domains_offset + 320, job.header.domains_offset + 328):
+    for offset in (*range(8, 272, 8), segments, segments + 8, job.header.shard_headers_offset + 320, job.header.shard_headers_offset + 328):
         job.write(offset, "<Q", 1 << 40)
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
 
