@@ -89,7 +89,7 @@ def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
     """Raise what a negative or lost outcome of a turn means; return for the others."""
     if outcome in (turn.DONE, turn.BUSY):
         return
-    if outcome == turn.LOST:
+    if outcome == turn.FENCED:
         raise UsageError(
             "this worker was taken for dead and its turn was broken: expected it to keep running, found that it was stopped"
             " for too long; restart it"

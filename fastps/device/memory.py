@@ -314,7 +314,8 @@ class DeviceArena:
         words = np.frombuffer(self._store.memory, np.float64, 16 * groups, begin).reshape(groups, 16)
         flags = words[:, 15].copy().view(np.uint64)
         hypers = [(*row[:8], int(flag)) for row, flag in zip(words.tolist(), flags.tolist(), strict=True)]
-        present = np.frombuffer(self._store.memory, np.uint8, 8 * -(-count // 64), begin + 128 * groups)
+        presence = self._store.arena.presence_offset(lane, slot)
+        present = np.frombuffer(self._store.memory, np.uint8, 8 * -(-count // 64), presence)
         return hypers, np.unpackbits(present, count=count, bitorder="little").view(np.bool_)[span]
 
     def _tiles_of(self, shard: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import Views
 from fastps.membership.peers import Peers
-from fastps.membership.rendezvous import Answerer
+from fastps.membership.rendezvous import Listener
 from fastps.store.served_worker import ServedWorker
 from fastps.store.store import Store
 from fastps.store.worker import Worker
@@ -36,10 +36,10 @@ class DeviceWorker(Worker):
 
     _turns_are_plain = False
 
-    def __init__(self, store: Store, rank: int, answerer: Answerer, generation: int = 0) -> None:
+    def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
         self._devices: DeviceArena | None = None  # until it is there, nothing is folded and nobody waits for a stream
-        super().__init__(store, rank, answerer, generation)
+        super().__init__(store, rank, listener, generation)
         try:
             arena = DeviceArena(store, rank, store.device)
             store.devices = arena
@@ -106,7 +106,7 @@ class DeviceWorker(Worker):
         self.devices.mark_computed()
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
-            self.lane.nudge()  # others fold those shards, and may be asleep
+            self.lane.wake_all()  # others fold those shards, and may be asleep
 
     def pull(self) -> list[int]:
         """See Worker.pull; what is computed from now on reads the new weights, and nothing that was queued before does."""
@@ -118,11 +118,11 @@ class DeviceWorker(Worker):
             self._devices.await_folds()
         return buffers
 
-    def try_turn(self) -> None:
-        """See Worker.try_turn; a fold that could not be queued raises what the device said."""
+    def try_combine(self) -> None:
+        """See Worker.try_combine; a fold that could not be queued raises what the device said."""
         with self._deaths_first():
             try:
-                super().try_turn()
+                super().try_combine()
             except ProtocolError:
                 if self.lane.fold_failure is not None:
                     raise self.lane.fold_failure from None
@@ -226,7 +226,9 @@ class DeviceStore(Store):
                 " max_workers, or FASTPS_PLACEMENT=host"
             )
         if rank == 0 and faults.nonfinite != "allow":
-            logger.warning("gradients that are not finite are folded as they are where shards lie on devices (docs/how-to/gpu.md)")
+            logger.warning(
+                "gradients that are not finite are folded as they are where shards lie on devices (docs/how-to/gpu.md)"
+            )
         if policy.overlap or policy.warm_up:
             what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(

@@ -12,10 +12,10 @@ from typing import Any
 
 from fastps.errors import PolicyError
 from fastps.kernels.scheduling.policy import reason_against
+from fastps.kernels.shm.arena import MAX_SHARDS
 
 MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's range (high - low) finite
 DEFAULT_SHARDS = 4
-MAX_SHARDS = 64
 MOST_SLOTS = 4
 LEAST_WARM_UP = 8  # fewer steps say little, and the first of them is left out
 MOST_WARM_UP = 10_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
-from fastps.kernels.shm.arena import ABI
+from fastps.kernels.shm.arena import ABI, MAX_LANES
 from fastps.membership import rendezvous
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
@@ -73,7 +73,7 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     silent = False
     for place in sorted(places, key=str):
         try:
-            answer = rendezvous.ask(
+            answer = rendezvous.connect(
                 job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S, clock=clock
             )
         except rendezvous.Absent:
@@ -91,16 +91,16 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
     return silent
 
 
-def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Answer:
+def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Offer:
     """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else 64)]
+    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else MAX_LANES)]
     text = layout.text() if layout else ""
     digest = layout.digest() if layout else bytes(32)
     while True:
         for place_of in places:
             try:
-                return rendezvous.ask(
+                return rendezvous.connect(
                     job,
                     place_of,
                     abi=ABI,

@@ -56,13 +56,13 @@ class JobMemory:
         self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
-        self._answerers: list[rendezvous.Answerer] = []
+        self._listeners: list[rendezvous.Listener] = []
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Answerer:
+    def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
         """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
-        answerer = rendezvous.Answerer(
+        listener = rendezvous.Listener(
             rendezvous.place_name(self.job, place_of),
             memfd=self._descriptor,
             pidfd=self._pidfd,
@@ -71,17 +71,17 @@ class JobMemory:
             layout=self.layout.text().encode(),
             place=place_of if isinstance(place_of, int) else -1,
         )
-        self._answerers.append(answerer)
-        return answerer
+        self._listeners.append(listener)
+        return listener
 
-    def stop_answering(self, answerer: rendezvous.Answerer) -> None:
+    def stop_answering(self, listener: rendezvous.Listener) -> None:
         """End one place's answers."""
-        answerer.close()
-        self._answerers.remove(answerer)
+        listener.close()
+        self._listeners.remove(listener)
 
     def foreign_layout(self) -> str | None:
         """The description that a refused joiner sent to this process, or None."""
-        return next((text for answerer in self._answerers if (text := answerer.foreign_layout()) is not None), None)
+        return next((text for listener in self._listeners if (text := listener.foreign_layout()) is not None), None)
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -142,8 +142,8 @@ class JobMemory:
         """Answer nobody any more and let go of the memory; views that still live keep it mapped. May be called twice."""
         if self._process_id != os.getpid() or self._descriptor < 0:
             return
-        for answerer in list(self._answerers):
-            self.stop_answering(answerer)
+        for listener in list(self._listeners):
+            self.stop_answering(listener)
         for descriptor in (self._descriptor, self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Who belongs to a job, as one worker acts on it: a lost peer is buried or named, a joiner waits until it is counted.
+"""Who belongs to a job, as one worker acts on it: a lost peer is marked_dead or named, a joiner waits until it is counted.
 
 A lost worker's turn is broken first, so that no lock is left; then its lane is marked dead, and whoever holds a shard's turn
 next counts it no more (kernels/protocol/combiner.pyx). All of this may be done twice, and by a process that dies in the middle
@@ -30,16 +30,16 @@ class Participant(Protocol):
     store: JobMemory
     lane: WorkerLane
 
-    def try_turn(self) -> None:
+    def try_combine(self) -> None:
         """Run every shard's turn that is free."""
 
     def take_over(self) -> None:
         """Take turns from now on: the server is gone."""
 
-    def break_turn(self, owner: Owner, now_ns: int) -> None:
+    def recover_lock(self, owner: Owner, now_ns: int) -> None:
         """Take the turns of an owner whose process has ended."""
 
-    def break_stale_turns(self, now_ns: int) -> None:
+    def recover_stale_locks(self, now_ns: int) -> None:
         """Take the turns of owners that were replaced already."""
 
     def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
@@ -63,13 +63,13 @@ class Membership:
     def join(self) -> None:
         """Wait until every shard counts this worker. Raises TimeoutExceededError, saying what the lane waits for."""
         worker, arena = self._worker, self._store.arena
-        worker.lane.break_turn(worker.rank, self._store.clock.now_ns(), self.generation - 1)
+        worker.lane.recover_lock(worker.rank, self._store.clock.now_ns(), self.generation - 1)
         worker.wait_until(self._has_joined, 500_000, self._not_joined_text)
         arena.joined(worker.rank)
         logger.info("worker %d joined as generation %d at version %d", worker.rank, self.generation, arena.version)
 
     def _has_joined(self) -> bool:
-        self._worker.try_turn()
+        self._worker.try_combine()
         return self._store.arena.has_joined(self._worker.rank)
 
     def _not_joined_text(self) -> str:
@@ -100,19 +100,19 @@ class Membership:
 
         Raises WorkerDiedError under on_worker_loss="stop"; what `report_rejections` raises.
         """
-        self._worker.break_stale_turns(now_ns)
+        self._worker.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
             if dead[0] == self._store.arena.server_lane:
                 self._lose_server(dead, now_ns)
                 continue
-            self._worker.break_turn(dead, now_ns)
+            self._worker.recover_lock(dead, now_ns)
             if not self._faults.continues:
                 raise self._peers.error(dead)
             error = self._peers.error(dead)
-            if self._store.arena.bury(*dead):
+            if self._store.arena.mark_dead(*dead):
                 logger.warning("%s; the job goes on without it", error)
             self._peers.forget(dead)
-            self._worker.try_turn()
+            self._worker.try_combine()
         self._check_layouts()
         self.report_rejections()
 
@@ -124,11 +124,11 @@ class Membership:
                 f"{error}; the memory on devices was its own and is gone: restart the job from its last snapshot", server[0]
             )
         self._worker.take_over()
-        self._worker.break_turn(server, now_ns)
-        if self._store.arena.bury(*server):
+        self._worker.recover_lock(server, now_ns)
+        if self._store.arena.mark_dead(*server):
             logger.warning("%s; the workers take the turns from now on, and nothing is lost", error)
         self._peers.forget(server)
-        self._worker.try_turn()
+        self._worker.try_combine()
 
     def _check_layouts(self) -> None:
         theirs = self._store.foreign_layout()

@@ -55,7 +55,7 @@ class Peers:
         for pidfd, _ in self._poll.poll(0):
             owner = self._owner_of[pidfd]
             # The state is read again: its worker may have left in good order just before its process ended. Where another
-            # owns the lane already, or has buried its owner to do so, the dead one's turn may still have to be broken.
+            # owns the lane already, or has marked_dead its owner to do so, the dead one's turn may still have to be broken.
             generation, state = self._arena.members()[owner[0]]
             if generation != owner[1] or state in (*_PRESENT, LANE_FAILED, LANE_DEAD):
                 return owner
@@ -125,7 +125,7 @@ class Peers:
         lane = owner[0]
         place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
         try:
-            answer = rendezvous.ask(
+            answer = rendezvous.connect(
                 self._job, place, abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Absent:

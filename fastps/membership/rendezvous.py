@@ -40,11 +40,11 @@ class Silent(Exception):  # noqa: N818
 
 
 class OtherUser(Exception):  # noqa: N818
-    """Asker and answerer belong to different users."""
+    """Asker and listener belong to different users."""
 
 
 class AbiDiffers(Exception):  # noqa: N818
-    """Asker and answerer lay out the arena differently; `theirs` is the answerer's number."""
+    """Asker and listener lay out the arena differently; `theirs` is the listener's number."""
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
@@ -55,16 +55,16 @@ class AbiDiffers(Exception):  # noqa: N818
 
 
 class LayoutDiffers(Exception):  # noqa: N818
-    """The layouts' hashes differ; `theirs` is the text of the answerer's layout."""
+    """The layouts' hashes differ; `theirs` is the text of the listener's layout."""
 
     def __init__(self, theirs: str) -> None:
-        super().__init__("the layouts of asker and answerer differ")
+        super().__init__("the layouts of asker and listener differ")
         self.theirs = theirs
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a successful `ask` brings. Both descriptors belong to the asker, who closes them.
+class Offer:
+    """What a successful `connect` brings. Both descriptors belong to the asker, who closes them.
 
     Attributes:
         memfd: the arena's memory, not checked yet.
@@ -79,10 +79,10 @@ class Answer:
     process_id: int
 
 
-_live: "weakref.WeakSet[Answerer]" = weakref.WeakSet()
+_live: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-class Answerer(answer.Answerer):
+class Listener(answer.Listener):
     """A thread that answers at `name` for this process until it is closed, whatever Python is doing meanwhile.
 
     The descriptors are duplicated: the caller keeps its own. `place` is told to clients: a lane, or HOST_PLACE.
@@ -90,8 +90,8 @@ class Answerer(answer.Answerer):
 
     Example::
 
-        with Answerer(place_name("mnist", 0), memfd, pidfd, ABI, layout.digest(), layout.text().encode(), 0):
-            ...  # any process of this user may now ask("mnist", 0, ...)
+        with Listener(place_name("mnist", 0), memfd, pidfd, ABI, layout.digest(), layout.text().encode(), 0):
+            ...  # any process of this user may now connect("mnist", 0, ...)
     """
 
     def __init__(self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int) -> None:
@@ -101,8 +101,8 @@ class Answerer(answer.Answerer):
 
 def _after_fork_in_child() -> None:
     """No thread was forked, but the listening sockets were: left open, they would keep a dead parent's names alive."""
-    for answerer in list(_live):
-        answerer.forget_after_fork()
+    for listener in list(_live):
+        listener.forget_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -129,7 +129,7 @@ def check_free(job: str, place: Place) -> None:
         probe.bind(place_name(job, place))
 
 
-def ask(
+def connect(
     job: str,
     place: Place,
     *,
@@ -139,15 +139,15 @@ def ask(
     observer: bool = False,
     timeout_s: float,
     clock: Clock = SYSTEM_CLOCK,
-) -> Answer:
+) -> Offer:
     """Ask at a place for the memory and the pidfd of whoever answers there.
 
     Args:
         job, place: whom to ask.
-        abi, layout_hash: this process's; the answerer compares them. The hash has 32 bytes.
-        layout: UTF-8 text of the layout, which the answerer keeps when the hashes differ, to name the difference too.
+        abi, layout_hash: this process's; the listener compares them. The hash has 32 bytes.
+        layout: UTF-8 text of the layout, which the listener keeps when the hashes differ, to name the difference too.
         observer: only the ABI has to agree; `layout_hash` and `layout` are not looked at.
-        timeout_s: longest time until the answer; an absent answerer is found at once.
+        timeout_s: longest time until the answer; an absent listener is found at once.
         clock: measures it.
 
     Raises Absent, Silent, OtherUser, AbiDiffers or LayoutDiffers; ValueError for an argument out of range; OSError when
@@ -188,7 +188,7 @@ def pidfd_alive(pidfd: int) -> bool:
 
 
 class _Deadline:
-    """The time that is left for one `ask`. Raises Silent when there is none."""
+    """The time that is left for one `connect`. Raises Silent when there is none."""
 
     def __init__(self, clock: Clock, timeout_s: float, whom: str) -> None:
         self._clock = clock
@@ -233,15 +233,15 @@ def _check_user(connection: socket.socket) -> int:
     return int(process_id)
 
 
-def _exchange(connection: socket.socket, hello: bytes, abi: int, process_id: int, deadline: _Deadline) -> Answer | None:
-    """Send the hello and read the answer; None when the answerer hung up before the answer was complete."""
+def _exchange(connection: socket.socket, hello: bytes, abi: int, process_id: int, deadline: _Deadline) -> Offer | None:
+    """Send the hello and read the answer; None when the listener hung up before the answer was complete."""
     descriptors: list[int] = []
     try:
         deadline.limit(connection)
         with contextlib.suppress(ConnectionError):
-            # An answerer that knows enough hangs up before our text ends; its answer lies there to be read.
+            # An listener that knows enough hangs up before our text ends; its answer lies there to be read.
             connection.sendall(hello)
-        status, place, layout_bytes = answer.unpack_answer(_receive_head(connection, descriptors, abi, deadline))
+        status, place, layout_bytes = answer.unpack_offer(_receive_head(connection, descriptors, abi, deadline))
         if status == answer.LAYOUT_DIFFERS:
             if layout_bytes > answer.MAX_LAYOUT_BYTES:
                 raise deadline.silent(f"an announced layout of {layout_bytes} bytes")
@@ -252,7 +252,7 @@ def _exchange(connection: socket.socket, hello: bytes, abi: int, process_id: int
             raise deadline.silent(f"status {status} with {len(descriptors)} descriptors")
         memfd, pidfd = descriptors
         descriptors.clear()
-        return Answer(memfd, pidfd, place, process_id)
+        return Offer(memfd, pidfd, place, process_id)
     except TimeoutError:
         raise deadline.silent("a process that listens but does not answer") from None
     except (ConnectionError, EOFError):
@@ -281,7 +281,7 @@ def _receive_head(connection: socket.socket, descriptors: list[int], abi: int, d
         if len(descriptors) < 2:
             raise OSError(errno.EMFILE, "no descriptors are left to join the job; raise the limit (`ulimit -n`)")
         raise deadline.silent("more descriptors than an answer has")
-    return data + _receive(connection, answer.ANSWER_BYTES - answer.PREFIX_BYTES, deadline)
+    return data + _receive(connection, answer.OFFER_BYTES - answer.PREFIX_BYTES, deadline)
 
 
 def _receive(connection: socket.socket, length: int, deadline: _Deadline) -> bytes:

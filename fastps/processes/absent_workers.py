@@ -61,6 +61,6 @@ class NoShows:
             if rank < arena.lanes and arena.lane_state(rank) == LANE_FREE:
                 # From the claim on, a peer would find that nobody answers there, should this process end just now.
                 generation = arena.claim(rank, os.getpid())
-                if generation >= 0 and arena.bury(rank, generation):
+                if generation >= 0 and arena.mark_dead(rank, generation):
                     logger.warning("worker %d failed before it attached to job %s, which goes on without it", rank, name)
         return True

@@ -76,7 +76,7 @@ class Server:
 
         Not where there is something to be in time for: who yields may be away for as long as the others compute.
         """
-        while not self.lane.await_call_awake(called, config.LOOKS_AWAKE):
+        while not self.lane.await_call_awake(called, config.POLLS_AWAKE):
             if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
                 return False
         return True
@@ -84,13 +84,13 @@ class Server:
     def _take_turns(self) -> None:
         if self._is_lost:
             return
-        outcome = self.lane.try_turn(self._clock.now_ns())
+        outcome = self.lane.try_combine(self._clock.now_ns())
         self._held = outcome == turn.AWAITING
         if outcome < 0 and self.lane.fold_failure is not None:
             self._look(self._clock.now_ns())
             if not self._is_lost:
                 raise self.lane.fold_failure
-        elif outcome < 0 or outcome == turn.LOST:
+        elif outcome < 0 or outcome == turn.FENCED:
             raise_for_outcome(outcome, self.lane.bad_lane, self._arena.buffers)
 
     def _rest_ns(self, now_ns: int) -> int:
@@ -102,12 +102,12 @@ class Server:
 
     def _look(self, now_ns: int) -> None:
         """Break the turns of workers that have died, and count them no more where the job goes on without."""
-        self.lane.break_stale_turns(now_ns)
+        self.lane.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
-            self.lane.break_turn(dead[0], now_ns, dead[1])
+            self.lane.recover_lock(dead[0], now_ns, dead[1])
             if self._store.layout.faults.continues:
                 error = self._peers.error(dead)
-                if self._arena.bury(*dead):
+                if self._arena.mark_dead(*dead):
                     logger.warning("%s; the job goes on without it", error)
                 self._peers.forget(dead)
                 self._take_turns()
@@ -122,7 +122,7 @@ class Server:
             if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):
                 return False
         try:
-            answer = rendezvous.ask(
+            answer = rendezvous.connect(
                 self._store.job, "host", abi=ABI, layout_hash=bytes(32), layout=b"", observer=True, timeout_s=_ASK_TIMEOUT_S
             )
         except rendezvous.Silent:

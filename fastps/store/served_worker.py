@@ -29,17 +29,17 @@ class ServedWorker(Worker):
         """The server is one more."""
         return super()._takers() + self.is_served
 
-    def try_turn(self) -> None:
-        """Call the server; where it is gone, as Worker.try_turn."""
+    def try_combine(self) -> None:
+        """Call the server; where it is gone, as Worker.try_combine."""
         if self.is_served and not self.store.arena.is_served():
             self.take_over()
         if self.is_served:
             self._check_not_forked()
             self.lane.call_server()
             with self._turn_lock:  # one that it took of a dead worker, and could not let go of at once
-                self._settle(self.lane.try_turn(self._clock.now_ns()))
+                self._settle(self.lane.try_combine(self._clock.now_ns()))
         else:
-            super().try_turn()
+            super().try_combine()
 
     def take_over(self) -> None:
         """The server is gone: take the turns from now on."""
@@ -51,7 +51,7 @@ class ServedWorker(Worker):
     def release_turns(self, publish: bool) -> None:
         """See Worker.release_turns; what was posted meanwhile is the server's."""
         super().release_turns(publish)
-        self.try_turn()
+        self.try_combine()
 
     def _timeout_text(self) -> str:
         text = super()._timeout_text()

@@ -251,26 +251,26 @@ class Store(JobMemory):
             )
         if os.getpid() != self._process_id:
             # Inherited by fork: this process answers for itself from now on.
-            self._process_id, self._pidfd, self._answerers = os.getpid(), os.pidfd_open(os.getpid()), []
-        answerer = self._answer_as(rank)
+            self._process_id, self._pidfd, self._listeners = os.getpid(), os.pidfd_open(os.getpid()), []
+        listener = self._answer_as(rank)
         rejoins = self.layout.faults.continues
         if rejoins and self.arena.lane_state(rank) not in (words.LANE_FREE, words.LANE_LEFT):
             # Nobody but this process answers at the lane's name: whoever had it has ended.
-            self.arena.bury(rank, self.arena.generation(rank))
+            self.arena.mark_dead(rank, self.arena.generation(rank))
         generation = self.arena.claim(rank, os.getpid(), rejoins)
         if generation < 0:
-            self.stop_answering(answerer)
+            self.stop_answering(listener)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
         memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
             kind = self.served_class if self.layout.has_server else self.worker_class
-            return kind(self, rank, answerer, generation)
+            return kind(self, rank, listener, generation)
         except BaseException:
             self.arena.finish(rank, "it could not join")
-            self.stop_answering(answerer)
+            self.stop_answering(listener)
             raise
 
-    def _answer_as(self, rank: int) -> rendezvous.Answerer:
+    def _answer_as(self, rank: int) -> rendezvous.Listener:
         """Answer at the lane's name; where its last owner has ended, or is about to, wait until it is free."""
         began_ns = self.clock.now_ns()
         while True:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.job import limits as config
-from fastps.kernels.protocol.lane import AWAITING, LOST
+from fastps.kernels.protocol.lane import AWAITING, FENCED
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner
@@ -61,24 +61,24 @@ class TurnTaker:
 
     # -- turns ---------------------------------------------------------------------------------------
 
-    def try_turn(self) -> None:
+    def try_combine(self) -> None:
         """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
         if self.forked:
             raise self._forked_error()
         with self._turn_lock:
-            self._settle(self.lane.try_turn(self._clock.now_ns()))
+            self._settle(self.lane.try_combine(self._clock.now_ns()))
 
     def _settle(self, outcome: int) -> None:
         """What is to be done about a turn that ended so: go on with one that waits for its helpers, or raise ProtocolError."""
         if outcome == AWAITING:
             outcome = self._end_turn()
-        if outcome < 0 or outcome == LOST:
+        if outcome < 0 or outcome == FENCED:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     def _end_turn(self) -> int:
         """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
         patience = Patience(self._clock.now_ns(), self._timeout_ns)
-        while (outcome := self.lane.try_turn(self._clock.now_ns())) == AWAITING:
+        while (outcome := self.lane.try_combine(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
             if patience.is_over(now_ns):
@@ -95,15 +95,15 @@ class TurnTaker:
         """Act on every peer that has died; raises WorkerDiedError where the job ends with one."""
         self._membership.look(self._clock.now_ns())
 
-    def break_turn(self, owner: Owner, now_ns: int) -> None:
+    def recover_lock(self, owner: Owner, now_ns: int) -> None:
         """Take the turns that a lane's owner holds, whose process is proved to have ended."""
         with self._turn_lock:
-            self.lane.break_turn(owner[0], now_ns, owner[1])
+            self.lane.recover_lock(owner[0], now_ns, owner[1])
 
-    def break_stale_turns(self, now_ns: int) -> None:
+    def recover_stale_locks(self, now_ns: int) -> None:
         """The same of owners that whoever came after them knew to have ended, and did not live to say so."""
         with self._turn_lock:
-            self.lane.break_stale_turns(now_ns)
+            self.lane.recover_stale_locks(now_ns)
 
     def hold_turns(self) -> None:
         """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after.
@@ -143,7 +143,7 @@ class TurnTaker:
         while not self.lane.wait(granted, done, cores.spins, self._slice_ns(), shards) or (
             self._responses.late and not self._responded(granted, shards)
         ):
-            self.try_turn()
+            self.try_combine()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
             patience = patience or Patience(began_ns, self._timeout_ns)
@@ -156,9 +156,9 @@ class TurnTaker:
     def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
         """A short wait without sleep: others have the core, and turns are tried, until it has come or lasts too long."""
         for _ in range(config.ROUNDS_AWAKE):
-            if self.lane.wait_awake(granted, done, config.LOOKS_AWAKE, shards):
+            if self.lane.wait_awake(granted, done, config.POLLS_AWAKE, shards):
                 return
-            self.try_turn()
+            self.try_combine()
             if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
                 return
 
@@ -198,7 +198,7 @@ class TurnTaker:
             if all(self._is_fresh(shard, granted) for shard in range(self._shards)):
                 break
             self.lane.wait(granted, 0, 0, min(until_ns - now_ns, self._slice_ns(), 1_000_000))
-            self.try_turn()
+            self.try_combine()
         return now_ns
 
     def _is_fresh(self, shard: int, granted: int) -> bool:

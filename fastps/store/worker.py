@@ -57,9 +57,9 @@ class Worker(LaneView):
         injected_transfer_ns: what `transfer_ms` was told.
     """
 
-    _turns_are_plain = True  # whether try_turn is TurnTaker's own
+    _turns_are_plain = True  # whether try_combine is TurnTaker's own
 
-    def __init__(self, store: JobMemory, rank: int, answerer: rendezvous.Answerer, generation: int = 0) -> None:
+    def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
         super().__init__(store, rank)
         lane = self.lane
         self.earlier_steps = 0
@@ -67,7 +67,7 @@ class Worker(LaneView):
         counted = store.arena.counters(rank)  # of the lane's workers before
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
         lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
-        self._answerer = answerer
+        self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
         self._pushes_itself = self._turns_are_plain and not policy.overlap
@@ -193,7 +193,7 @@ class Worker(LaneView):
         if recorder is not None:
             recorder.posted(step, self._clock.now_ns(), transfer_ns)
         self._post(kind, step, slot, version, scale, loss, samples)
-        self.try_turn()
+        self.try_combine()
 
     def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
         """Post one descriptor, once there is room for it."""
@@ -356,13 +356,13 @@ class Worker(LaneView):
 
     def _nobody_needs_it(self) -> bool:
         """Whether all have come, or one is there who stays: who leaves says so first, so that of two who leave one sees it."""
-        self.try_turn()
+        self.try_combine()
         states = self.store.arena.lane_states()
         return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
 
     def _others_are_done(self) -> bool:
         """Whether nobody else will push, and everything that was pushed is folded."""
-        self.try_turn()
+        self.try_combine()
         states = self.store.arena.lane_states()
         if LANE_FREE in states[: self.store.layout.workers]:
             return False  # under schemes that wait for nobody a worker may come when this one has finished
@@ -417,7 +417,7 @@ class Worker(LaneView):
     def _give_lane_back(self, failure: str | None) -> None:
         self.lane.unpin()  # first: once it has finished, the lane may have another owner
         self.store.arena.finish(self.rank, failure, self.generation)
-        self.store.stop_answering(self._answerer)
+        self.store.stop_answering(self._listener)
         self._membership.close()
         _live.discard(self)
 
@@ -431,7 +431,7 @@ class Worker(LaneView):
         self._left = True
         self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
         self.store.arena.leave(self.rank, self.generation)
-        self.try_turn()
+        self.try_combine()
 
     def _end_background(self) -> None:
         if self._background is not None:

@@ -129,7 +129,7 @@ class BufferRounds:
 
     def _wait(self, is_there: Callable[[int], bool], number: int) -> None:
         def has_come() -> bool:
-            self._worker.try_turn()
+            self._worker.try_combine()
             return all(is_there(lane) for lane in self._others())
 
         def text() -> str:

@@ -168,7 +168,7 @@ def _missing(trace: Trace) -> Iterator[Violation]:
 
 
 def _counts(trace: Trace) -> Iterator[Violation]:
-    """The lines agree with what the holders themselves have counted and committed."""
+    """The lines agree with what the combiners themselves have counted and committed."""
     committed = trace.header.get("committed")
     if committed is None or not is_complete(trace) or (trace.pushes["fate"] == UNDECIDED).any():
         return
@@ -176,7 +176,7 @@ def _counts(trace: Trace) -> Iterator[Violation]:
         for worker, count in enumerate(committed[name]):
             lines = int(((trace.pushes["worker"] == worker) & (trace.pushes["fate"] == fate)).sum())
             if lines != count:
-                sentence = f"worker {worker}: {lines} pushes are {name} by the ledger, and {count} by the holders' count"
+                sentence = f"worker {worker}: {lines} pushes are {name} by the ledger, and {count} by the combiners' count"
                 yield Violation("counts", sentence, worker)
     for shard, version in enumerate(trace.header["versions"]):
         most = ledger_row(trace)["versions"][shard]

@@ -1,8 +1,8 @@
 """Recording: a job's workers write down what they do. `fastps.trace(FILE)` in a script, FASTPS_TRACE=FILE for a whole launch.
 
-A worker's own times come from its own clock; what became of its pushes it reads from its lane's ring of fates, which holders
-write before the commit that makes them true (fps_fate in kernels/shm/arena.h), so that no crash makes the ledger lie. Refuses
-to judge a trace, and to write for another worker.
+A worker's own times come from its own clock; what became of its pushes it reads from its lane's ring of fates, which combiners
+write before the commit that makes them true (fps_push_outcome in kernels/shm/arena.h), so that no crash makes the ledger lie.
+Refuses to judge a trace, and to write for another worker.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import FATE_DROPPED, LANE_LEAVING, LANE_LIVE, Arena
+from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
 from fastps.membership.job_memory import JobMemory
 from fastps.system.machine import machine
 from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Lines
@@ -237,11 +237,11 @@ class Recorder:
             return
         self._part.steps.append(line)
         for shard in range(self._arena.shards):
-            fates = self._arena.fates(rank, shard, position, position + 1)
+            fates = self._arena.push_outcomes(rank, shard, position, position + 1)
             kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
             if fates and fates[0] is not None:
                 kind, version, decided_ns, staleness = fates[0]
-                kind = DROPPED if kind == FATE_DROPPED else FOLDED
+                kind = DROPPED if kind == OUTCOME_DROPPED else FOLDED
             self._part.pushes.append(
                 (position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1)
             )
@@ -282,7 +282,7 @@ class Recorder:
         return bool(notes) and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run)
 
     def _arena_says(self) -> dict[str, Any]:
-        """What was committed, counted by the holders themselves: to compare the lines with."""
+        """What was committed, counted by the combiners themselves: to compare the lines with."""
         counters = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
         return {
             "committed": {
@@ -298,10 +298,10 @@ def settle(arena: Arena, pushes: Lines) -> None:
     for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
         line = pushes[index]
         position = int(line["position"])
-        fates = arena.fates(int(line["worker"]), int(line["shard"]), position, position + 1)
+        fates = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
         if fates and fates[0] is not None:
             kind, line["version"], line["decided_ns"], line["staleness"] = fates[0]
-            line["fate"] = DROPPED if kind == FATE_DROPPED else FOLDED
+            line["fate"] = DROPPED if kind == OUTCOME_DROPPED else FOLDED
 
 
 @dataclass(frozen=True, slots=True)

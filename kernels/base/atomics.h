@@ -3,23 +3,23 @@
  * What it refuses to be: a general atomics library. Each function names the one word of the protocol that it serves, so that
  * a release and the acquire that reads it can be found by their shared label:
  *
- *   [TAIL]    lane.tail     producer -> holder     publishes the descriptors below it, and the slots that they name
- *   [HEAD]    lane.head     holder   -> producer   publishes that slots below it were read for the last time
- *   [TURN]    turn          holder   -> next holder  publishes everything that the holder wrote under the turn
- *   [PENDING] turn's flag   pusher   -> holder     publishes the pusher's [TAIL] to a holder that may already have looked
- *   [COMMIT]  commit        holder   -> everyone   publishes weights, rule state, record and scheduler state of one version
- *   [PIN]     lane.pin      reader   -> holder     publishes which buffer is being read; paired with [COMMIT], see below
- *   [GRANT]   lane.granted  holder   -> worker     publishes the permission, after the commit that earned it
- *   [EVENT]   lane.event    holder   -> sleeper    the futex word; paired with lane.sleeping, see below
+ *   [TAIL]    lane.tail     producer -> combiner     publishes the descriptors below it, and the slots that they name
+ *   [HEAD]    lane.head     combiner   -> producer   publishes that slots below it were read for the last time
+ *   [TURN]    turn          combiner   -> next combiner  publishes everything that the combiner wrote under the shard lock
+ *   [PENDING] turn's flag   pusher   -> combiner     publishes the pusher's [TAIL] to a combiner that may already have looked
+ *   [COMMIT]  commit        combiner   -> everyone   publishes weights, rule state, record and scheduler state of one version
+ *   [PIN]     lane.pin      reader   -> combiner     publishes which buffer is being read; paired with [COMMIT], see below
+ *   [GRANT]   lane.granted  combiner   -> worker     publishes the permission, after the commit that earned it
+ *   [EVENT]   lane.event    combiner   -> sleeper    the futex word; paired with lane.sleeping, see below
  *   [STATE]   lane.state    member   -> everyone   publishes that a worker attached, left or failed, and its message
- *   [WORK]    work.ticket   holder   -> helpers    publishes a fold in the making; a claim takes one chunk of it
- *   [HELP]    lane.helping  helper   -> holder     publishes that chunks may be in this lane's hands; 0: and what it wrote
- *   [CHUNK]   work.done     helper   -> holder     publishes a chunk's results; one that is missing is folded again
+ *   [WORK]    work.ticket   combiner   -> helpers    publishes a fold in the making; a claim takes one chunk of it
+ *   [HELP]    lane.helping  helper   -> combiner     publishes that chunks may be in this lane's hands; 0: and what it wrote
+ *   [CHUNK]   work.done     helper   -> combiner     publishes a chunk's results; one that is missing is folded again
  *   [USERS]   mapping.users user     -> last user  publishes that a view or tensor of this process's mapping is used no more
  *
  * Two places need more than acquire and release, because each side writes one word and then reads the other's:
- *   pin and commit: the reader exchanges its pin and then re-reads commit; the holder flips commit and later reads the pins.
- *   sleeping and event: the sleeper sets sleeping and then re-reads event; the holder adds to event and then reads sleeping.
+ *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
+ *   sleeping and event: the sleeper sets sleeping and then re-reads event; the combiner adds to event and then reads sleeping.
  * All four operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
  * fence anywhere: ThreadSanitizer cannot model one.
  *
@@ -57,183 +57,183 @@ _Static_assert(sizeof(long) == 8, "fastps needs a 64-bit machine: its commit and
 _Static_assert(__atomic_always_lock_free(8, 0), "64-bit atomics must be lock-free to work between processes");
 
 /* -- [TAIL] ------------------------------------------------------------------------------------------------------------ */
-/* Publishes to the holder: every descriptor below `tail`, and the gradients and hyper-parameters in the slots they name. */
+/* Publishes to the combiner: every descriptor below `tail`, and the gradients and hyper-parameters in the slots they name. */
 static inline void fps_tail_release(uint64_t *tail, uint64_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(tail, value, __ATOMIC_RELEASE);
 }
 static inline uint64_t fps_tail_acquire(const uint64_t *tail) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(tail, __ATOMIC_ACQUIRE);
 }
 
 /* -- [HEAD] ------------------------------------------------------------------------------------------------------------ */
 /* Publishes to the producer: nobody will read the descriptors below `head`, nor their slots, again. */
 static inline void fps_head_release(uint64_t *head, uint64_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(head, value, __ATOMIC_RELEASE);
 }
 static inline uint64_t fps_head_acquire(const uint64_t *head) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(head, __ATOMIC_ACQUIRE);
 }
 
 /* -- [TURN] and [PENDING] ---------------------------------------------------------------------------------------------- */
-static inline uint64_t fps_turn_load(const uint64_t *turn) {
-    fps_hook_load();
-    return __atomic_load_n(turn, __ATOMIC_ACQUIRE);
+static inline uint64_t fps_lock_load(const uint64_t *lock) {
+    fps_failpoint_load();
+    return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
 }
-/* Acquires what the last holder released by [TURN], and the tails of those who set the flag by [PENDING]. */
-static inline int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine) {
-    fps_hook_store();
-    if (fps_mutant(FPS_MUTANT_TAKE_WITHOUT_COMPARING)) return __atomic_store_n(turn, mine, __ATOMIC_RELEASE), 1;
-    return __atomic_compare_exchange_n(turn, &seen, mine, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+/* Acquires what the last combiner released by [TURN], and the tails of those who set the flag by [PENDING]. */
+static inline int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine) {
+    fps_failpoint_store();
+    if (fps_mutant(FPS_MUTANT_TAKE_WITHOUT_COMPARING)) return __atomic_store_n(lock, mine, __ATOMIC_RELEASE), 1;
+    return __atomic_compare_exchange_n(lock, &seen, mine, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
-/* Publishes to the next holder: the scheduler's state, the records and the buffers that this holder wrote. */
-static inline int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given) {
-    fps_hook_store();
-    if (fps_mutant(FPS_MUTANT_KEEP_TURN)) return 1;
-    return __atomic_compare_exchange_n(turn, &mine, given, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+/* Publishes to the next combiner: the scheduler's state, the records and the buffers that this combiner wrote. */
+static inline int fps_lock_release(uint64_t *lock, uint64_t mine, uint64_t given) {
+    fps_failpoint_store();
+    if (fps_mutant(FPS_MUTANT_KEEP_LOCK)) return 1;
+    return __atomic_compare_exchange_n(lock, &mine, given, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
-/* Publishes to the holder: this pusher's tail. Returns the word as it was. */
-static inline uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag) {
-    fps_hook_store();
-    if (fps_mutant(FPS_MUTANT_FORGET_PENDING)) return __atomic_load_n(turn, __ATOMIC_ACQUIRE);
-    return __atomic_fetch_or(turn, flag, __ATOMIC_ACQ_REL);
+/* Publishes to the combiner: this pusher's tail. Returns the word as it was. */
+static inline uint64_t fps_lock_set_pending(uint64_t *lock, uint64_t flag) {
+    fps_failpoint_store();
+    if (fps_mutant(FPS_MUTANT_FORGET_PENDING)) return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
+    return __atomic_fetch_or(lock, flag, __ATOMIC_ACQ_REL);
 }
 /* Acquires the tails of everyone who set the flag; they need not set it again before their next push. */
-static inline void fps_turn_clear_pending(uint64_t *turn, uint64_t flag) {
-    fps_hook_store();
-    __atomic_fetch_and(turn, ~flag, __ATOMIC_ACQUIRE);
+static inline void fps_lock_clear_pending(uint64_t *lock, uint64_t flag) {
+    fps_failpoint_store();
+    __atomic_fetch_and(lock, ~flag, __ATOMIC_ACQUIRE);
 }
 
 /* -- [COMMIT] and [PIN] ------------------------------------------------------------------------------------------------ */
 /* Publishes to everyone: the version's weights, rule state, record and scheduler state. seq_cst for the pin protocol. */
 static inline int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_compare_exchange_n(commit, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 static inline uint64_t fps_commit_load(const uint64_t *commit) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(commit, __ATOMIC_SEQ_CST);
 }
 /* Ends the reads of the buffer pinned before and announces the next; what follows must re-read commit. */
 static inline void fps_pin_exchange(uint64_t *pin, uint64_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     (void)__atomic_exchange_n(pin, value, __ATOMIC_SEQ_CST);
 }
 static inline uint64_t fps_pin_load(const uint64_t *pin) {
-    fps_hook_load();
+    fps_failpoint_load();
     if (fps_mutant(FPS_MUTANT_FORGET_PINS)) return 0;
     return __atomic_load_n(pin, __ATOMIC_SEQ_CST);
 }
 
 /* A whole version is copied by one reader at a time; as with pins, what follows must re-read commit. 0 where another reads. */
 static inline int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_compare_exchange_n(reader, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 static inline uint64_t fps_reader_load(const uint64_t *reader) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(reader, __ATOMIC_SEQ_CST);
 }
 
 /* -- [GRANT] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the worker: the commit that earned the grant happened before. */
 static inline void fps_grant_release(int64_t *granted, int64_t steps) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(granted, steps, __ATOMIC_RELEASE);
 }
 static inline int64_t fps_grant_acquire(const int64_t *granted) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(granted, __ATOMIC_ACQUIRE);
 }
 
 /* -- [EVENT] and sleeping ---------------------------------------------------------------------------------------------- */
 static inline void fps_event_add(uint32_t *event) {
-    fps_hook_store();
+    fps_failpoint_store();
     (void)__atomic_fetch_add(event, 1, __ATOMIC_SEQ_CST);
 }
 static inline uint32_t fps_event_load(const uint32_t *event) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(event, __ATOMIC_SEQ_CST);
 }
 static inline void fps_sleeping_set(uint32_t *sleeping, uint32_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     (void)__atomic_exchange_n(sleeping, value, __ATOMIC_SEQ_CST);
 }
 static inline uint32_t fps_sleeping_load(const uint32_t *sleeping) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(sleeping, __ATOMIC_SEQ_CST);
 }
 /* Sleep until the event moves on from `seen`, a signal comes, or `slice_ns` has passed. The kernel compares under its own
  * lock, so an event that moved in between returns at once. */
 static inline void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns) {
-    FPS_HOOK_INSTEAD(sleep, event, seen, slice_ns);
+    FPS_FAILPOINT_INSTEAD(sleep, event, seen, slice_ns);
     struct timespec slice = {.tv_sec = slice_ns / 1000000000, .tv_nsec = slice_ns % 1000000000};
     syscall(SYS_futex, event, FUTEX_WAIT, seen, &slice, NULL, 0);
 }
 static inline void fps_event_wake(uint32_t *event) {
-    FPS_HOOK_INSTEAD(wake, event);
+    FPS_FAILPOINT_INSTEAD(wake, event);
     syscall(SYS_futex, event, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
 /* -- [STATE] ----------------------------------------------------------------------------------------------------------- */
 static inline uint32_t fps_state_acquire(const uint32_t *state) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(state, __ATOMIC_SEQ_CST);
 }
 static inline int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_compare_exchange_n(state, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 /* -- [WORK], [HELP] and [CHUNK] ---------------------------------------------------------------------------------------- */
 /* Publishes to helpers: the order in the work area, and the cleared [CHUNK] word. */
 static inline void fps_ticket_release(uint64_t *ticket, uint64_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(ticket, value, __ATOMIC_RELEASE);
 }
 static inline uint64_t fps_ticket_acquire(const uint64_t *ticket) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(ticket, __ATOMIC_ACQUIRE);
 }
 /* Acquires the order; releases this lane's [HELP], which precedes it: whoever sees the ticket exhausted sees who may still be
  * at work, because claims are one chain of read-modify-writes. */
 static inline int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_compare_exchange_n(ticket, &seen, next, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 static inline void fps_help_set(uint32_t *helping, uint32_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     (void)__atomic_exchange_n(helping, value, __ATOMIC_SEQ_CST);
 }
 static inline uint32_t fps_help_load(const uint32_t *helping) {
-    fps_hook_load();
+    fps_failpoint_load();
     if (fps_mutant(FPS_MUTANT_FORGET_HELPERS)) return 0;
     return __atomic_load_n(helping, __ATOMIC_SEQ_CST);
 }
 /* Take a dead lane's word back, if it is still that owner's: a later owner's is another number. */
 static inline int fps_help_end(uint32_t *helping, uint32_t seen) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_compare_exchange_n(helping, &seen, 0, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 static inline void fps_chunk_done(uint64_t *done, uint64_t bit) {
-    fps_hook_store();
+    fps_failpoint_store();
     (void)__atomic_fetch_or(done, bit, __ATOMIC_RELEASE);
 }
 static inline uint64_t fps_chunks_acquire(const uint64_t *done) {
-    fps_hook_load();
+    fps_failpoint_load();
     return __atomic_load_n(done, __ATOMIC_ACQUIRE);
 }
-/* Under the turn, while nobody helps; [WORK] publishes it. */
+/* Under the shard lock, while nobody helps; [WORK] publishes it. */
 static inline void fps_chunks_clear(uint64_t *done) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(done, 0, __ATOMIC_RELAXED);
 }
 /* Let another process have this core: a helper that was preempted may be waited for, or who is to push next. */
 static inline void fps_yield(void) {
-    FPS_HOOK_INSTEAD(yield);
+    FPS_FAILPOINT_INSTEAD(yield);
     sched_yield();
 }
 
@@ -245,14 +245,14 @@ static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(us
 
 /* -- counters that are only looked at, never acted upon ---------------------------------------------------------------- */
 static inline void fps_counter_set(int64_t *counter, int64_t value) {
-    fps_hook_store();
+    fps_failpoint_store();
     __atomic_store_n(counter, value, __ATOMIC_RELAXED);
 }
 static inline int64_t fps_counter_get(const int64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
 
 /* Samples drawn from an order that all workers share: each is drawn once. */
 static inline uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples) {
-    fps_hook_store();
+    fps_failpoint_store();
     return __atomic_fetch_add(drawn, samples, __ATOMIC_RELAXED);
 }
 static inline uint64_t fps_drawn_load(const uint64_t *drawn) { return __atomic_load_n(drawn, __ATOMIC_RELAXED); }

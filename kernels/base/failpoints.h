@@ -1,30 +1,30 @@
 /* The test hooks of a build with FASTPS_HOOKS=1; in every other build all of this is nothing.
  *
- * Each access to shared memory in the lane's and the turn's protocol calls one of three macros just before it: fps_hook_load,
- * fps_hook_store (both in atomics.h's functions), and fps_plain_store for a store that needs no order of its own: a descriptor,
+ * Each access to shared memory in the lane's and the shard lock's protocol calls one of three macros just before it: fps_failpoint_load,
+ * fps_failpoint_store (both in atomics.h's functions), and FPS_FAILPOINT for a store that needs no order of its own: a descriptor,
  * a record, a fold's order, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded
  * scheduler runs another coroutine there (chaos_machine.pyx). Mutants are faults of our own, switched on to show that a check
  * would find them.
  *
  * What it refuses to be: a way to change the protocol of a build that anyone trains with. */
-#ifndef FPS_HOOKS_H
-#define FPS_HOOKS_H
+#ifndef FPS_FAILPOINTS_H
+#define FPS_FAILPOINTS_H
 
 /* Name, and what is wrong. The order is the number. */
 #define FPS_MUTANTS(MUTANT)                                                                                              \
-    MUTANT(KEEP_TURN, "keep-turn", "a turn that is let go is not written as free")                                       \
-    MUTANT(TAKE_WITHOUT_COMPARING, "take-without-comparing", "a turn is taken by a load and a store")                    \
-    MUTANT(FORGET_PENDING, "forget-pending", "who finds the turn taken does not set PENDING")                            \
+    MUTANT(KEEP_LOCK, "keep-turn", "a shard lock that is let go is not written as free")                                       \
+    MUTANT(TAKE_WITHOUT_COMPARING, "take-without-comparing", "a shard lock is taken by a load and a store")                    \
+    MUTANT(FORGET_PENDING, "forget-pending", "who finds the shard lock taken does not set PENDING")                            \
     MUTANT(FLIP_FIRST, "flip-first", "the commit word is flipped before record and cursors are written")                 \
     MUTANT(FORGET_CURSOR, "forget-cursor", "a folded push stays in front of its lane's cursor")                          \
     MUTANT(FORGET_RECHECK, "forget-recheck", "a pull does not read the commit word again after its pin")                 \
     MUTANT(FORGET_PINS, "forget-pins", "a fold may write a buffer that is pinned")                                       \
     MUTANT(ACKNOWLEDGE_FIRST, "acknowledge-first", "heads move before the fold has read the slots")                      \
     MUTANT(TAIL_FIRST, "tail-first", "the tail is released before the descriptor is written")                            \
-    MUTANT(FORGET_HELPERS, "forget-helpers", "a holder does not wait for those who help with its fold")                  \
+    MUTANT(FORGET_HELPERS, "forget-helpers", "a combiner does not wait for those who help with its fold")                  \
     MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
-    MUTANT(FORGET_HEADS, "forget-heads", "who breaks a turn does not write the words that follow from its last commit")  \
-    MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a turn does not wait for those who help with its fold")           \
+    MUTANT(FORGET_HEADS, "forget-heads", "who breaks a shard lock does not write the words that follow from its last commit")  \
+    MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a shard lock does not wait for those who help with its fold")           \
     MUTANT(FORGET_GENERATION, "forget-generation", "who buries a dead worker buries whoever has its lane by now")         \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
 
@@ -51,39 +51,39 @@ typedef struct {
     void (*wake)(const uint32_t *event);
     void (*yield)(void);
     int64_t shared_least; /* floats that a fold moves, from which on it is shared */
-} fps_hook_table;
+} fps_failpoint_table;
 
 /* One table for all extension modules of the process, although each is loaded with its symbols kept local: the loader makes a
  * unique symbol one for the whole process. */
-__asm__(".type fps_hooks, %gnu_unique_object");
-fps_hook_table fps_hooks = {.mutant = -1, .shared_least = 64};
+__asm__(".type fps_failpoints, %gnu_unique_object");
+fps_failpoint_table fps_failpoints = {.mutant = -1, .shared_least = 64};
 
-static inline void fps_hook_load(void) {
-    fps_hooks.accesses++;
-    if (fps_hooks.at_access) fps_hooks.at_access();
+static inline void fps_failpoint_load(void) {
+    fps_failpoints.accesses++;
+    if (fps_failpoints.at_access) fps_failpoints.at_access();
 }
-static inline void fps_hook_store(void) {
-    if (++fps_hooks.stores == fps_hooks.die_at) kill(getpid(), SIGKILL);
-    fps_hook_load();
+static inline void fps_failpoint_store(void) {
+    if (++fps_failpoints.stores == fps_failpoints.die_at) kill(getpid(), SIGKILL);
+    fps_failpoint_load();
 }
-#define fps_plain_store() fps_hook_store()
-#define fps_mutant(number) (fps_hooks.mutant == (number))
+#define FPS_FAILPOINT() fps_failpoint_store()
+#define fps_mutant(number) (fps_failpoints.mutant == (number))
 /* In a simulated world its function is called, and the kernel's is not. */
-#define FPS_HOOK_INSTEAD(function, ...)                                                                                  \
+#define FPS_FAILPOINT_INSTEAD(function, ...)                                                                                  \
     do {                                                                                                                 \
-        if (fps_hooks.function) {                                                                                        \
-            fps_hooks.function(__VA_ARGS__);                                                                             \
+        if (fps_failpoints.function) {                                                                                        \
+            fps_failpoints.function(__VA_ARGS__);                                                                             \
             return;                                                                                                      \
         }                                                                                                                \
     } while (0)
 
 #else
 
-#define fps_hook_load() ((void)0)
-#define fps_hook_store() ((void)0)
-#define fps_plain_store() ((void)0)
+#define fps_failpoint_load() ((void)0)
+#define fps_failpoint_store() ((void)0)
+#define FPS_FAILPOINT() ((void)0)
 #define fps_mutant(number) 0
-#define FPS_HOOK_INSTEAD(function, ...) ((void)0)
+#define FPS_FAILPOINT_INSTEAD(function, ...) ((void)0)
 
 #endif
 #endif

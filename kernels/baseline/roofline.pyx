@@ -7,7 +7,7 @@ from libc.math cimport pow, sqrt
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from fastps.kernels.protocol.ring cimport fps_pause, fps_tail_acquire, fps_tail_release
+from fastps.kernels.base.atomics cimport fps_pause, fps_tail_acquire, fps_tail_release
 
 cdef extern from "baseline/roofline.h" nogil:
     ctypedef struct fps_limit_job:

@@ -12,13 +12,14 @@ from libc.stdlib cimport calloc, free
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     prefetch,
-    roster_begin,
-    roster_touched,
-    roster_workers,
+    state_begin,
+    state_dirty,
+    state_workers,
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.scheduling.scheduler cimport Scheduler, scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+from fastps.kernels.scheduling.decisions cimport scheduler_due, scheduler_expect, scheduler_fire, scheduler_push
+from fastps.kernels.scheduling.scheduler cimport Scheduler
 
 cdef enum:
     STEP_NS = 1000   # from push to push
@@ -68,7 +69,7 @@ cdef class Arrivals:
         for i in range(DRAWN):
             self.drawn[i] = self._draw()
         for i in range(scheduler.state.n_workers):
-            if roster_workers(scheduler.state)[i].live and not roster_workers(scheduler.state)[i].waiting:
+            if state_workers(scheduler.state)[i].live and not state_workers(scheduler.state)[i].waiting:
                 self.ready[self.n_ready].worker = i
                 self.n_ready += 1
 
@@ -103,8 +104,8 @@ cdef class Arrivals:
             scheduler_expect(state, self.line[(self.line_begin + SOON) % LINE].worker, True)
         chosen = &self.line[self.line_begin % LINE]
         self.line_begin += 1
-        w = &roster_workers(state)[chosen.worker]
-        roster_begin(state)
+        w = &state_workers(state)[chosen.worker]
+        state_begin(state)
         w.consumed += 1
         if state.policy.tune_batches and w.batch > 0:
             samples = w.batch
@@ -118,7 +119,7 @@ cdef class Arrivals:
         cdef int64_t due_ns = scheduler_due(state)
         while due_ns != NEVER_NS and (due_ns <= self.now_ns or (self.n_ready == 0 and self.line_begin == self.line_end)):
             self.now_ns = max(self.now_ns, due_ns)
-            roster_begin(state)
+            state_begin(state)
             scheduler_fire(state)
             self.decisions += 1
             self._note_grants(state)
@@ -155,9 +156,9 @@ cdef class Arrivals:
     cdef inline void _note_grants(self, const scheduler_t *state) noexcept nogil:
         """Whoever was granted by this event reads the newest version, and may push."""
         cdef int32_t i, worker
-        for i in range(state.n_touched_workers):
-            worker = roster_touched(state)[i]
-            if roster_workers(state)[worker].granted_at == state.sequence:
+        for i in range(state.n_dirty_workers):
+            worker = state_dirty(state)[i]
+            if state_workers(state)[worker].granted_at == state.sequence:
                 self.ready[self.n_ready].worker = worker
                 self.ready[self.n_ready].read_version = state.version
                 self.n_ready += 1

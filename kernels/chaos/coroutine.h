@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#define FPS_STACK_BYTES (2 << 20) /* a fold keeps two arrays of FPS_MAX_PUSHES on it; untouched pages cost nothing */
+#define FPS_STACK_BYTES (1 << 20) /* untouched pages cost nothing */
 
 typedef struct {
     jmp_buf place;

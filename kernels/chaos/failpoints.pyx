@@ -21,12 +21,12 @@ cdef extern from "base/failpoints.h" nogil:
     const char **fps_mutant_names
     const char **fps_mutant_texts
 
-    ctypedef struct fps_hook_table:
+    ctypedef struct fps_failpoint_table:
         int64_t accesses
         int64_t stores
         int64_t die_at
         int64_t mutant
-    fps_hook_table fps_hooks
+    fps_failpoint_table fps_failpoints
 
 # Name to what is wrong.
 MUTANTS = {fps_mutant_names[index].decode(): fps_mutant_texts[index].decode() for index in range(FPS_N_MUTANTS)}
@@ -34,19 +34,19 @@ MUTANTS = {fps_mutant_names[index].decode(): fps_mutant_texts[index].decode() fo
 
 def stores():
     """Stores to shared memory so far, by this process."""
-    return fps_hooks.stores
+    return fps_failpoints.stores
 
 
 def accesses():
     """Stores and loads so far, by this process."""
-    return fps_hooks.accesses
+    return fps_failpoints.accesses
 
 
 def die_at(int64_t store):
     """Die by SIGKILL just before the store-th store from now on, counted from 1; 0: never."""
     if store < 0:
         raise ValueError(f"expected a store of at least 1, or 0 for never, found {store}")
-    fps_hooks.die_at = fps_hooks.stores + store if store else 0
+    fps_failpoints.die_at = fps_failpoints.stores + store if store else 0
 
 
 def switch_on(str mutant):
@@ -54,4 +54,4 @@ def switch_on(str mutant):
     names = list(MUTANTS)
     if mutant is not None and mutant not in MUTANTS:
         raise ValueError(f"expected one of {', '.join(names)}, found {mutant!r}")
-    fps_hooks.mutant = -1 if mutant is None else names.index(mutant)
+    fps_failpoints.mutant = -1 if mutant is None else names.index(mutant)

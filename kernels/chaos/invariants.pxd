@@ -16,20 +16,20 @@ cdef enum:
 cdef struct watched_t:
     uint64_t commit
     uint64_t record_state               # the state buffer of the last commit
-    int64_t cursor[8]
-    int64_t granted[8]
-    int32_t generation[8]
-    int64_t head[8]
-    int64_t seat_granted[8]
-    int64_t folded[8]                   # pushes, null pushes among them
-    int64_t nulls[8]
-    int64_t dropped[8]
+    int64_t cursor[MAX_WORKERS]
+    int64_t granted[MAX_WORKERS]
+    int32_t generation[MAX_WORKERS]
+    int64_t head[MAX_WORKERS]
+    int64_t told_granted[MAX_WORKERS]
+    int64_t folded[MAX_WORKERS]                   # pushes, null pushes among them
+    int64_t nulls[MAX_WORKERS]
+    int64_t dropped[MAX_WORKERS]
     int64_t rule_steps
-    char is_folded[8][32]
-    float state[256]                    # the rule's plane
-    float weights[64][256]              # by version
+    char is_folded[MAX_WORKERS][MAX_STEPS]
+    float state[SHARD_FLOATS]                    # the rule's plane
+    float weights[REMEMBERED][SHARD_FLOATS]              # by version
 
-cdef class Witness:
+cdef class InvariantChecker:
     cdef Arena arena
     cdef int32_t n_workers
     cdef int32_t n_shards
@@ -41,9 +41,9 @@ cdef class Witness:
     cdef int64_t bound                  # of clocks at a grant, or -1
     cdef int64_t flips
     cdef watched_t *shards
-    cdef char kinds[8][32]
-    cdef int64_t posted[8]              # descriptors, as their workers know
-    cdef int64_t promised[8]            # descriptors of whom a turn was told
+    cdef char kinds[MAX_WORKERS][MAX_STEPS]
+    cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
+    cdef int64_t promised[MAX_WORKERS]            # descriptors of whom a shard lock was told
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil
@@ -53,7 +53,7 @@ cdef class Witness:
 
     cdef void _begin(self)
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil
-    cdef void _watch_seats(self, uint32_t shard, const scheduler_t *state) noexcept nogil
+    cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil
     cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil
     cdef int64_t _watch_weights(self, uint32_t shard, const scheduler_t *state, uint64_t before, uint64_t after) noexcept nogil

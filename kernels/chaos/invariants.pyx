@@ -1,4 +1,4 @@
-"""The witness of a simulated job: watches every event, and says what must be true of it and is not.
+"""The invariant checker of a simulated job: watches every event, and says what must be true of it and is not.
 
 It knows nothing of how the protocol works, only what it promises, and looks at what is published: commit words, records,
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
@@ -13,17 +13,20 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
+from fastps.kernels.scheduling.state cimport state_slowest_clock, state_workers, scheduler_t, worker_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_LEAVE,
+    FPS_NULL,
     FPS_PENDING,
+    FPS_PUSH,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
     fps_record,
-    fps_turn_owner,
+    fps_lane_shard,
+    fps_lock_owner,
 )
-from fastps.kernels.protocol.ring cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_seat
-from fastps.kernels.scheduling.state cimport roster_slowest_clock, roster_workers, scheduler_t, worker_t
 
 cdef enum:
     SHARD_BYTES = SHARD_FLOATS * sizeof(float)
@@ -33,7 +36,7 @@ cdef inline bint _differs(double found, double expected) noexcept nogil:
     return not fabs(found - expected) < 1e-3  # a NaN differs
 
 
-cdef class Witness:
+cdef class InvariantChecker:
     """Watches `arena`, in which `n_workers` workers push `n_steps` steps each.
 
     Args:
@@ -66,9 +69,9 @@ cdef class Witness:
     cdef void _begin(self):
         cdef int32_t shard, index
         for shard in range(self.n_shards):
-            self.shards[shard].commit = self.arena.domain(shard).commit
+            self.shards[shard].commit = self.arena.shard_header(shard).commit
             for index in range(self.n_workers):
-                self.shards[shard].granted[index] = self.shards[shard].seat_granted[index] = 1
+                self.shards[shard].granted[index] = self.shards[shard].told_granted[index] = 1
 
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil:
         """Write the first violation down, with three numbers."""
@@ -83,42 +86,43 @@ cdef class Witness:
     cdef void look(self, int32_t runs) noexcept nogil:
         """Look at what the event before this one published; `runs`: the worker that ran."""
         cdef int32_t shard, index
-        cdef uint64_t commit, turn
+        cdef uint64_t commit, lock
         cdef scheduler_t *state
         for shard in range(self.n_shards):
-            commit = self.arena.domain(shard).commit
+            commit = self.arena.shard_header(shard).commit
             if commit != self.shards[shard].commit:
                 self._watch_flip(shard, commit, runs)
             state = self.arena.scheduler(shard, fps_commit_record(commit))
-            self._watch_seats(shard, state)
-            turn = self.arena.domain(shard).turn
-            if fps_turn_owner(turn) == 0 and not turn & FPS_PENDING:
+            self._watch_lane_shards(shard, state)
+            lock = self.arena.shard_header(shard).lock
+            if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
-                    if roster_workers(state)[index].consumed < self.promised[index]:
-                        self.fail(b"stranded: a push of worker %ld is left behind by a turn that is free (shard %ld, step %ld)",
-                                  index, shard, roster_workers(state)[index].consumed)
+                    if state_workers(state)[index].consumed < self.promised[index]:
+                        self.fail(b"stranded: a push of worker %ld is left behind by a shard lock that is free (shard %ld, step
+                        %ld)",
+                                  index, shard, state_workers(state)[index].consumed)
 
-    cdef void _watch_seats(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
+    cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
         """Heads and grants never go back, and never say what is not committed."""
         cdef int32_t index
-        cdef const fps_seat *seat
+        cdef const fps_lane_shard *lane_shard
         cdef const worker_t *worker
         cdef watched_t *known = &self.shards[shard]
         for index in range(self.n_workers):
-            seat = self.arena.seat(index, shard)
-            worker = &roster_workers(state)[index]
-            if <int64_t> seat.head > worker.cursor or <int64_t> seat.head < known.head[index]:
+            lane_shard = self.arena.lane_shard(index, shard)
+            worker = &state_workers(state)[index]
+            if <int64_t> lane_shard.head > worker.cursor or <int64_t> lane_shard.head < known.head[index]:
                 self.fail(b"head: worker %ld was told that descriptors below %ld are done with, committed are %ld",
-                          index, seat.head, worker.cursor)
+                          index, lane_shard.head, worker.cursor)
             if worker.generation != known.generation[index]:
                 known.generation[index] = worker.generation  # another owner has joined, at the slowest's step
                 known.granted[index] = worker.granted
-                known.seat_granted[index] = 0
-            if seat.generation == worker.generation and (
-                    seat.granted > worker.granted or seat.granted < known.seat_granted[index]):
-                self.fail(b"grant: worker %ld was told %ld steps, committed are %ld", index, seat.granted, worker.granted)
-            known.head[index] = seat.head
-            known.seat_granted[index] = seat.granted if seat.generation == worker.generation else 0
+                known.told_granted[index] = 0
+            if lane_shard.generation == worker.generation and (
+                    lane_shard.granted > worker.granted or lane_shard.granted < known.told_granted[index]):
+                self.fail(b"grant: worker %ld was told %ld steps, committed are %ld", index, lane_shard.granted, worker.granted)
+            known.head[index] = lane_shard.head
+            known.told_granted[index] = lane_shard.granted if lane_shard.generation == worker.generation else 0
 
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil:
         """Whether `weights` are those of the version (or of a version that is too old to be remembered)."""
@@ -132,18 +136,18 @@ cdef class Witness:
         cdef watched_t *known = &self.shards[shard]
         cdef uint64_t before = known.commit
         cdef int64_t versions = <int64_t> fps_commit_version(commit) - <int64_t> fps_commit_version(before)
-        cdef fps_record *record = &self.arena.domain(shard).records[fps_commit_record(commit)]
+        cdef fps_record *record = &self.arena.shard_header(shard).records[fps_commit_record(commit)]
         cdef scheduler_t *state = self.arena.scheduler(shard, fps_commit_record(commit))
         cdef int64_t passed = 0, expected, n
         known.commit = commit
-        if fps_turn_owner(self.arena.domain(shard).turn) != <uint64_t> runs + 1:
-            self.fail(b"flip: worker %ld flipped shard %ld in the turn of worker %ld", runs, shard,
-                      <int64_t> fps_turn_owner(self.arena.domain(shard).turn) - 1)
+        if fps_lock_owner(self.arena.shard_header(shard).lock) != <uint64_t> runs + 1:
+            self.fail(b"flip: worker %ld flipped shard %ld in the shard lock of worker %ld", runs, shard,
+                      <int64_t> fps_lock_owner(self.arena.shard_header(shard).lock) - 1)
         if versions == 0 and fps_commit_record(commit) == fps_commit_record(before):
             if fps_commit_buffer(commit) != fps_commit_buffer(before):
                 self.fail(b"flip: version %ld of shard %ld changed its buffer to %ld", fps_commit_version(commit), shard,
                           fps_commit_buffer(commit))
-            return  # a turn was broken
+            return  # a shard lock was broken
         self.flips += 1
         if record.version != fps_commit_version(commit) or record.weights_buffer != fps_commit_buffer(commit) \
                 or <uint64_t> state.version != fps_commit_version(commit):
@@ -184,9 +188,9 @@ cdef class Witness:
                     self.fail(b"folded: worker %ld's step %ld changed shard %ld, and was not pushed", index, step, shard)
                 elif known.is_folded[index][step]:
                     self.fail(b"folded twice: step %ld of worker %ld, in shard %ld", step, index, shard)
-                elif not known.cursor[index] <= step < roster_workers(state)[index].cursor:
+                elif not known.cursor[index] <= step < state_workers(state)[index].cursor:
                     self.fail(b"folded: step %ld of worker %ld is not below the cursor %ld", step, index,
-                              roster_workers(state)[index].cursor)
+                              state_workers(state)[index].cursor)
                 elif _differs(old[index * MAX_STEPS + step] - new[index * MAX_STEPS + step], expected):
                     self.fail(b"torn gradient: step %ld of worker %ld moved its weight by %ld millionths", step, index,
                               <int64_t> (1e6 * (old[index * MAX_STEPS + step] - new[index * MAX_STEPS + step])))
@@ -202,7 +206,7 @@ cdef class Witness:
         cdef int32_t index
         cdef int64_t position
         for index in range(self.n_workers):
-            worker = &roster_workers(state)[index]
+            worker = &state_workers(state)[index]
             if not known.cursor[index] <= worker.cursor <= worker.consumed <= self.posted[index]:
                 self.fail(b"cursor: worker %ld's went from %ld to %ld", index, known.cursor[index], worker.cursor)
                 continue
@@ -251,17 +255,17 @@ cdef class Witness:
         cdef int32_t index
         cdef bint joins = False
         for index in range(self.n_workers):
-            joins = joins or roster_workers(state)[index].generation != known.generation[index]
+            joins = joins or state_workers(state)[index].generation != known.generation[index]
         for index in range(self.n_workers):
-            worker = &roster_workers(state)[index]
+            worker = &state_workers(state)[index]
             if worker.generation != known.generation[index]:
                 continue
             if worker.granted < known.granted[index]:
                 self.fail(b"grant: worker %ld's went back from %ld to %ld", index, known.granted[index], worker.granted)
             elif worker.granted > known.granted[index] and self.bound >= 0 and worker.live and not joins \
-                    and worker.granted - 1 - roster_slowest_clock(state) > self.bound:
+                    and worker.granted - 1 - state_slowest_clock(state) > self.bound:
                 self.fail(b"bound: worker %ld was granted step %ld, the slowest is at %ld", index, worker.granted,
-                          roster_slowest_clock(state))
+                          state_slowest_clock(state))
             known.granted[index] = worker.granted
 
     # -- the end -----------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ cdef class Witness:
         """Everyone has ended. Nothing is held, and the ledger is even: what the arena counts, too.
 
         `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to, or died
-        while they saw to it; they may hold a turn for ever, what they posted last may lie there, and the dead may still be
+        while they saw to it; they may hold a shard lock for ever, what they posted last may lie there, and the dead may still be
         counted.
         """
         cdef int32_t shard, index
@@ -281,22 +285,22 @@ cdef class Witness:
         for shard in range(self.n_shards):
             known = &self.shards[shard]
             state = self.arena.scheduler(shard, fps_commit_record(known.commit))
-            owner = fps_turn_owner(self.arena.domain(shard).turn)
+            owner = fps_lock_owner(self.arena.shard_header(shard).lock)
             if owner != 0 and not (unnoticed >> (owner - 1)) & 1:
-                self.fail(b"turn: worker %ld holds the turn of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
+                self.fail(b"turn: worker %ld holds the shard lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
             for index in range(self.n_workers):
                 if (unnoticed >> index) & 1:
                     continue
                 if known.cursor[index] != self.posted[index] \
-                        or <int64_t> self.arena.seat(index, shard).head != known.cursor[index]:
+                        or <int64_t> self.arena.lane_shard(index, shard).head != known.cursor[index]:
                     self.fail(b"ledger: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
                               known.cursor[index])
                 # Of a null push nobody can see whether it was folded or dropped, only that it was one of them.
                 uncertain = known.nulls[index] if self.may_drop else 0
-                folded = self.arena.seat(index, shard).folded
+                folded = self.arena.lane_shard(index, shard).folded
                 if not known.folded[index] - uncertain <= folded <= known.folded[index] \
-                        or folded + self.arena.seat(index, shard).dropped != known.folded[index] + known.dropped[index]:
+                        or folded + self.arena.lane_shard(index, shard).dropped != known.folded[index] + known.dropped[index]:
                     self.fail(b"ledger: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
                               known.folded[index])
-                if roster_workers(state)[index].live and not (dead >> index) & 1:
+                if state_workers(state)[index].live and not (dead >> index) & 1:
                     self.fail(b"roster: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.chaos.invariants cimport Witness
+from fastps.kernels.chaos.invariants cimport MAX_WORKERS, InvariantChecker
 
 cdef extern from "chaos/coroutine.h" nogil:
     ctypedef struct fps_coroutine:
@@ -45,17 +45,17 @@ cdef struct process_t:
     uint32_t weight         # how often it is chosen
     int64_t died_ns
     bint noticed            # by a survivor
-    bint settled            # somebody saw it, broke its turns and buried it
+    bint settled            # somebody saw it, broke its turns and marked_dead it
     uint32_t generation     # how many had this place before
 
 ctypedef void (*what_a_process_does)(int index) noexcept nogil
 
 cdef class Machine:
-    cdef fps_coroutine coroutines[8]
-    cdef process_t processes[8]
+    cdef fps_coroutine coroutines[MAX_WORKERS]
+    cdef process_t processes[MAX_WORKERS]
     cdef int32_t n_processes
     cdef Arena arena
-    cdef Witness witness
+    cdef InvariantChecker checker
     cdef what_a_process_does born   # before it runs: its private memory is made
     cdef what_a_process_does live   # all that it does, from its beginning
     cdef int32_t runs           # the process that runs, or -1
@@ -65,7 +65,7 @@ cdef class Machine:
     cdef int64_t calm_events    # events since the last fault
     cdef int64_t calm_ns        # when that was over
     cdef int64_t worst_detection_ns
-    cdef int64_t faults[6]
+    cdef int64_t faults[N_FAULTS]
     # What the seed decides.
     cdef uint64_t random
     cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults

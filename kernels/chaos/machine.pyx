@@ -2,29 +2,19 @@
 
 Each process is a coroutine. At every access to shared memory (hooks.h) chance may let another one run, stop this one for a
 while, or let it die: a dead process is never resumed, but another may take its place. Time is simulated, too: it goes on with
-every access, and jumps when everybody sleeps; each process may have a clock that is wrong. One seed, one history. The witness
-looks at every event (witness.pyx).
+every access, and jumps when everybody sleeps; each process may have a clock that is wrong. One seed, one history. The invariant
+checker looks at every event (checker.pyx).
 
 What it refuses to know: what a process does (chaos_workers.pyx), and what a job is (chaos.pyx). Of the arena it reads only what
-makes a death worth having: who holds a turn or helps.
+makes a death worth having: who holds a shard lock or helps.
 """
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.shm.arena_h cimport fps_member_generation, fps_member_state, fps_turn_owner
-from fastps.kernels.protocol.ring cimport FPS_LANE_FREE
-from fastps.kernels.chaos.invariants cimport MAX_WORKERS
-
-cdef extern from "base/atomics.h" nogil:
-    ctypedef struct fps_hook_table:
-        void (*at_access)() noexcept nogil
-        void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
-        void (*wake)(const uint32_t *event) noexcept nogil
-        void (*wait_a_little "yield")() noexcept nogil
-        int64_t shared_least
-    fps_hook_table fps_hooks
+from fastps.kernels.base.failpoints cimport fps_failpoints
+from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_member_generation, fps_member_state, fps_lock_owner
 
 cdef enum:
     MOST_RESTART_NS = 200_000_000
@@ -63,7 +53,7 @@ cdef void _life_of_machine(int index) noexcept nogil:
 cdef class Machine:
     """Runs the processes of one job after the other; keeps the coroutines' stacks in between.
 
-    Who makes a job sets `arena`, `witness`, `born`, `live` and what the seed decides; then `begin` and `play`.
+    Who makes a job sets `arena`, `checker`, `born`, `live` and what the seed decides; then `begin` and `play`.
     """
 
     def __cinit__(self):
@@ -108,17 +98,17 @@ cdef class Machine:
         """Run until nobody is left or something is wrong. `shared_least`: the shortest fold that is shared, in floats moved."""
         global _machine
         _machine = <PyObject *> self
-        fps_hooks.at_access = _access_of_machine
-        fps_hooks.sleep = _sleep_of_machine
-        fps_hooks.wake = _wake_of_machine
-        fps_hooks.wait_a_little = _yield_of_machine
-        fps_hooks.shared_least = shared_least
+        fps_failpoints.at_access = _access_of_machine
+        fps_failpoints.sleep = _sleep_of_machine
+        fps_failpoints.wake = _wake_of_machine
+        fps_failpoints.wait_a_little = _yield_of_machine
+        fps_failpoints.shared_least = shared_least
         with nogil:
             self._run()
-        fps_hooks.at_access = NULL
-        fps_hooks.sleep = NULL
-        fps_hooks.wake = NULL
-        fps_hooks.wait_a_little = NULL
+        fps_failpoints.at_access = NULL
+        fps_failpoints.sleep = NULL
+        fps_failpoints.wake = NULL
+        fps_failpoints.wait_a_little = NULL
         _machine = NULL
 
     # -- what processes ask for --------------------------------------------------------------------
@@ -164,12 +154,12 @@ cdef class Machine:
         self.events += 1
         self.calm_events += 1
         self.now_ns += draw & (EVENT_NS - 1)
-        self.witness.look(self.runs)
-        if self.witness.message[0]:
+        self.checker.look(self.runs)
+        if self.checker.message[0]:
             self.over = True
             self._switch()
         if self.calm_events > CALM_EVENTS or self.now_ns - self.calm_ns > <int64_t> CALM_NS:
-            self.witness.fail(b"deadlock: no end after %ld events and %ld ns without a fault; worker %ld runs",
+            self.checker.fail(b"deadlock: no end after %ld events and %ld ns without a fault; worker %ld runs",
                               self.calm_events, self.now_ns - self.calm_ns, self.runs)
             self.over = True
             self._switch()
@@ -197,10 +187,10 @@ cdef class Machine:
             self._switch()
 
     cdef bint _is_busy(self) noexcept nogil:
-        """Whether the process that runs holds a turn or helps with a fold."""
+        """Whether the process that runs holds a shard lock or helps with a fold."""
         cdef uint32_t shard
         for shard in range(self.arena.header.n_shards):
-            if fps_turn_owner(self.arena.domain(shard).turn) == <uint64_t> self.runs + 1:
+            if fps_lock_owner(self.arena.shard_header(shard).lock) == <uint64_t> self.runs + 1:
                 return True
         return self.arena.lane(self.runs).helping != 0
 
@@ -254,7 +244,7 @@ cdef class Machine:
             self.runs = next_one
             fps_coroutine_resume(&self.coroutines[next_one])
             if self.processes[next_one].state == ENDED:
-                self.witness.look(next_one)
+                self.checker.look(next_one)
         self.runs = -1
 
     cdef int32_t _choose(self) noexcept nogil:

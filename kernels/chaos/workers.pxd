@@ -4,30 +4,25 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.chaos.machine cimport Machine
-from fastps.kernels.chaos.invariants cimport Witness
+from fastps.kernels.chaos.machine cimport MOST_LIVES, Machine
+from fastps.kernels.chaos.invariants cimport MAX_WATCHED_SHARDS, MAX_WORKERS, InvariantChecker
 
 # A worker's private memory.
 cdef struct life_t:
     uint32_t generation         # how many had this lane before
-    uint32_t buried[8]          # of each lane, the owners whom this process knows to be dead
+    uint32_t marked_dead[MAX_WORKERS]          # of each lane, the owners whom this process knows to be dead
     int64_t looked_ns
-    int64_t steps               # as the scheduler counts them
     int64_t pushes
-    uint64_t posts
-    uint32_t slot
-    uint64_t slot_free_at[8]
-    uint64_t versions[2]
-    int64_t buffers[2]
+    int64_t buffers[MAX_WATCHED_SHARDS]
 
 cdef class Workers:
     cdef Machine machine
     cdef Arena arena
-    cdef Witness witness
+    cdef InvariantChecker checker
     cdef list lanes
-    cdef PyObject *_all_lanes[8][4]     # the same, by lane and generation
-    cdef PyObject *_lanes[8]            # of the present owners
-    cdef life_t lives[8]
+    cdef PyObject *_all_lanes[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
+    cdef PyObject *_lanes[MAX_WORKERS]            # of the present owners
+    cdef life_t lives[MAX_WORKERS]
     cdef int32_t n_workers
     cdef int32_t n_shards
     # What the seed decides.
@@ -47,10 +42,13 @@ cdef class Workers:
     cdef void _check_reads(self, int32_t index) noexcept nogil
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
-    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil
+    cdef void _wait_for_room(self, int32_t index) noexcept nogil
+    cdef void _advance(self, int32_t index) noexcept nogil
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
-    cdef void _try_turn(self, int32_t index) noexcept nogil
+    cdef void _combine(self, int32_t index) noexcept nogil
+    cdef void _settle(self, int32_t index, int outcome) noexcept nogil
     cdef void _look_now_and_then(self, int32_t index) noexcept nogil
     cdef void _look_around(self, int32_t index) noexcept nogil
     cdef bint _others_are_done(self, int32_t index) noexcept nogil

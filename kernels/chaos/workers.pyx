@@ -1,21 +1,23 @@
-"""The workers of a simulated job: each one's life, around the real lane, turn, holder and shared fold.
+"""The workers of a simulated job: each one's life, around the real lane, turn, combiner and shared fold.
 
 What a worker does around the compiled protocol is fastps/store/worker.py's loop with turn_taker.py's waits, written again
-without Python: wait for the grant, pull, write the slot, post, try the turn, look at the peers, leave. What it refuses to be: a
-second protocol; or to know when it is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
+without Python: wait for the grant, pull, write the slot, post, try the shard lock, look at the peers, leave. What it refuses to
+be: a second protocol; or to know when it is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
 """
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version, fps_member_state
+from fastps.kernels.base.atomics cimport fps_grant_acquire, fps_pin_exchange, fps_state_acquire, fps_tail_acquire
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport Machine
-from fastps.kernels.protocol.commit cimport TURN_AWAITING, TURN_LOST
-from fastps.kernels.update.fold cimport fps_hyper
-from fastps.kernels.protocol.combiner cimport Holder
-from fastps.kernels.protocol.ring cimport (
+from fastps.kernels.protocol.combiner cimport Combiner
+from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_FENCED
+from fastps.kernels.protocol.worker_lane cimport PUSH_FULL, WorkerLane
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_FREE,
     FPS_LANE_JOINING,
     FPS_LANE_LEAVING,
@@ -24,16 +26,11 @@ from fastps.kernels.protocol.ring cimport (
     FPS_LEAVE,
     FPS_NULL,
     FPS_PUSH,
+    fps_commit_buffer,
+    fps_commit_version,
+    fps_member_state,
 )
-from fastps.kernels.protocol.lane cimport Lane
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, Witness
-
-cdef extern from "base/atomics.h" nogil:
-    int64_t fps_grant_acquire(const int64_t *granted)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    uint64_t fps_tail_acquire(const uint64_t *tail)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    void fps_plain_store()
+from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
     # fastps/job/limits.py's, in simulated time.
@@ -42,7 +39,7 @@ cdef enum:
     IDLE_NS = 5_000_000         # between two looks of who waits for the others' end
     JOIN_NS = 500_000           # and of who waits to join
     ROUNDS_AWAKE = 3            # of a wait that begins without sleep
-    LOOKS_AWAKE = 4             # in each
+    POLLS_AWAKE = 4             # in each
     OVERDUE_NS = 200_000
     GARBAGE = 1000              # what a slot holds while it is written
 
@@ -64,10 +61,11 @@ cdef class Workers:
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null.
     """
 
-    def __cinit__(self, Machine machine not None, Arena arena not None, Witness witness not None, list lanes not None, *,
+    def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None, list lanes not None,
+    *,
                   int steps, int spins, bint at_once, bint is_partial, uint32_t null_share):
         cdef int index, generation
-        self.machine, self.arena, self.witness, self.lanes = machine, arena, witness, lanes
+        self.machine, self.arena, self.checker, self.lanes = machine, arena, witness, lanes
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
         self.null_share = null_share
@@ -79,7 +77,7 @@ cdef class Workers:
         """Let all of them live, until they have ended or something is wrong."""
         global _workers
         _workers = <PyObject *> self
-        self.machine.arena, self.machine.witness = self.arena, self.witness
+        self.machine.arena, self.machine.checker = self.arena, self.checker
         self.machine.born = _born
         self.machine.live = _live
         self.machine.begin(self.n_workers, skew_ns)
@@ -93,7 +91,7 @@ cdef class Workers:
         memset(me, 0, sizeof(life_t))
         me.generation = self.machine.processes[index].generation
         for other in range(self.n_workers):
-            me.buried[other] = self.machine.processes[other].generation  # of the present owner it will be told
+            me.marked_dead[other] = self.machine.processes[other].generation  # of the present owner it will be told
         me.looked_ns = self.machine.clock(index)
         self._lanes[index] = self._all_lanes[index][me.generation]
 
@@ -106,28 +104,29 @@ cdef class Workers:
         cdef int32_t shard
         generation = self.arena._claim(index, index, True)
         if generation != me.generation:
-            self.witness.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
+            self.checker.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
         for shard in range(self.n_shards):
-            (<Holder> (<Lane> self._lanes[index])._holders[shard]).generation = me.generation
-        me.posts = (<Lane> self._lanes[index]).words.tail
+            (<Combiner> (<WorkerLane> self._lanes[index])._combiners[shard]).generation = me.generation
+        (<WorkerLane> self._lanes[index])._begin()
+        (<WorkerLane> self._lanes[index]).loss = 0
         if generation > 0:
             self._join(index)
-        me.steps = fps_grant_acquire(&self.arena.seat(index, 0).granted) - 1
+        (<WorkerLane> self._lanes[index]).steps = fps_grant_acquire(&self.arena.lane_shard(index, 0).granted) - 1
         self._pull(index, True)
         while me.pushes < self.n_steps:
             self._compute(index)
             kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
             self._push(index, kind)
-            self._wait(index, 0 if self.at_once else me.steps + 1, me.slot_free_at[me.slot], 1 if self.is_partial else 0)
+            self._advance(index)
             self._pull(index, False)
         self._leave(index)
 
     cdef void _join(self, int32_t index) noexcept nogil:
         """Wait until every shard counts this worker."""
         cdef life_t *me = &self.lives[index]
-        (<Lane> self._lanes[index])._break_turns(index, me.generation - 1, self.machine.clock(index))
+        (<WorkerLane> self._lanes[index])._recover_locks(index, me.generation - 1, self.machine.clock(index))
         while not self.arena._has_joined(index):
-            self._try_turn(index)
+            self._combine(index)
             self._look_around(index)
             self.machine.pause(JOIN_NS)
         self.arena._move(index, FPS_LANE_JOINING, FPS_LANE_LIVE)
@@ -143,79 +142,82 @@ cdef class Workers:
 
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
-        cdef uint64_t commit
+        cdef uint64_t commit, before
         cdef int32_t shard
         for shard in range(self.n_shards):
-            if self.is_partial and not is_first and self.arena.seat(index, shard).granted < me.steps + 1:
+            if (self.is_partial and not is_first
+                    and self.arena.lane_shard(index, shard).granted < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
-            commit = (<Lane> self._lanes[index])._pull(shard)
-            if fps_commit_version(commit) < me.versions[shard]:
-                self.witness.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit),
-                                  me.versions[shard])
-            me.versions[shard] = fps_commit_version(commit)
+            before = (<WorkerLane> self._lanes[index]).versions[shard]
+            commit = (<WorkerLane> self._lanes[index])._pull(shard)
+            if fps_commit_version(commit) < before:
+                self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
 
     cdef void _check_reads(self, int32_t index) noexcept nogil:
         """What is pinned is whole, and stays as it was published."""
-        cdef life_t *me = &self.lives[index]
+        cdef uint64_t version
         cdef int32_t shard
         for shard in range(self.n_shards):
-            if not self.witness.is_content(shard, me.versions[shard], self.witness._range(shard, me.buffers[shard])):
-                self.witness.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index,
-                                  me.versions[shard], shard)
+            version = (<WorkerLane> self._lanes[index]).versions[shard]
+            if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].buffers[shard])):
+                self.checker.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index, version,
+                                  shard)
 
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
         """The descriptor's own gradient, over whatever was there; who reads too early sees garbage."""
-        cdef life_t *me = &self.lives[index]
-        cdef char *slot = self.arena.slot(index, me.slot)
+        cdef char *slot = self.arena.slot(index, (<WorkerLane> self._lanes[index]).slot)
         cdef fps_hyper *hyper = <fps_hyper *> slot
         cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
         cdef int32_t i, shard
-        fps_plain_store()
+        FPS_FAILPOINT()
         for i in range(self.n_shards * SHARD_FLOATS):
             gradient[i] = GARBAGE
         hyper.learning_rate = GARBAGE
-        fps_plain_store()
+        FPS_FAILPOINT()
         memset(gradient, 0, self.n_shards * SHARD_FLOATS * sizeof(float))
-        fps_plain_store()
+        FPS_FAILPOINT()
         for shard in range(self.n_shards):
             gradient[shard * SHARD_FLOATS + index * MAX_STEPS + position] = 1.0
-        fps_plain_store()
+        FPS_FAILPOINT()
         hyper.learning_rate = 1.0
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
         (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.n_shards) - 1
-        (<Lane> self._lanes[index])._set_versions(me.slot)
 
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
+        cdef int outcome
         if kind == FPS_PUSH:
-            self._write_slot(index, me.posts)
-        self._post(index, kind)
-        me.steps += 1
-        me.pushes += 1
-        if kind == FPS_PUSH:
-            me.slot_free_at[me.slot] = me.posts
-            me.slot = (me.slot + 1) % self.arena.header.n_slots
-        self._try_turn(index)
+            self._write_slot(index, (<WorkerLane> self._lanes[index]).posts)
+        self._promise(index, kind)
+        while True:
+            outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)
+            if outcome != PUSH_FULL:
+                break
+            self._wait_for_room(index)
+        self.lives[index].pushes += 1
+        self._settle(index, outcome)
         self._look_now_and_then(index)
 
-    cdef void _post(self, int32_t index, uint32_t kind) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef uint64_t read_version = 0
-        cdef int32_t shard
-        for shard in range(self.n_shards):
-            read_version = max(read_version, me.versions[shard])
-        self.witness.kinds[index][me.posts] = kind
-        self.witness.posted[index] = me.posts + 1
-        while True:
-            if (<Lane> self._lanes[index])._post(
-                    kind, me.steps, me.slot, read_version, self.machine.clock(index), 1.0, 0.0, 1):
-                break
-            self._wait(index, 0, me.posts + 1 - self.arena.header.ring_size, 0)
-        me.posts += 1
+    cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil:
+        """Tell the invariant checker which descriptor comes next."""
+        cdef uint64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        self.checker.kinds[index][posted] = kind
+        self.checker.posted[index] = posted + 1
+
+    cdef void _wait_for_room(self, int32_t index) noexcept nogil:
+        self._wait(index, 0, (<WorkerLane> self._lanes[index]).words.tail + 1 - self.arena.header.ring_size, 0)
+
+    cdef void _advance(self, int32_t index) noexcept nogil:
+        """Begin the next step, once it may begin."""
+        cdef int64_t granted = 0 if self.at_once else (<WorkerLane> self._lanes[index]).steps + 1
+        if (<WorkerLane> self._lanes[index])._advance(self.machine.clock(index), self.at_once):
+            return
+        self._wait(index, granted, (<WorkerLane> self._lanes[index]).free_at[(<WorkerLane> self._lanes[index]).slot],
+                   1 if self.is_partial else 0)
+        (<WorkerLane> self._lanes[index])._advance_late(self.machine.clock(index))
 
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
         cdef int64_t due_ns, slice_ns
@@ -224,38 +226,38 @@ cdef class Workers:
         if self.spins == 0 and self.machine.draw() & 1 and self._wait_awake(index, granted, done, shards):
             return
         while True:
-            due_ns = (<Lane> self._lanes[index])._due_ns()
+            due_ns = (<WorkerLane> self._lanes[index])._due_ns()
             slice_ns = SLICE_NS
             if due_ns >= 0:
                 due_ns -= self.machine.clock(index)
                 slice_ns = min(slice_ns, due_ns if due_ns > 0 else <int64_t> OVERDUE_NS)
-            if (<Lane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
+            if (<WorkerLane> self._lanes[index])._wait(granted, done, self.spins, slice_ns, shards):
                 return
-            self._try_turn(index)
+            self._combine(index)
             self._look_now_and_then(index)
 
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
         """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
         cdef int _round
         for _round in range(ROUNDS_AWAKE):
-            if (<Lane> self._lanes[index])._wait_awake(granted, done, LOOKS_AWAKE, shards):
+            if (<WorkerLane> self._lanes[index])._wait_awake(granted, done, POLLS_AWAKE, shards):
                 return True
-            self._try_turn(index)
+            self._combine(index)
         return False
 
-    cdef void _try_turn(self, int32_t index) noexcept nogil:
-        cdef life_t *me = &self.lives[index]
-        cdef int64_t posted = me.posts
-        cdef int outcome
-        while True:
-            outcome = (<Lane> self._lanes[index])._try_turns(self.machine.clock(index))
-            if outcome != TURN_AWAITING:
-                break
+    cdef void _combine(self, int32_t index) noexcept nogil:
+        self._settle(index, (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index)))
+
+    cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
+        """See the turns through whose outcome this is: what was posted before them is decided then."""
+        cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        while outcome == COMBINE_AWAITING:
             self._look_now_and_then(index)
-        if outcome < 0 or outcome == TURN_LOST:
-            self.witness.fail(b"turn: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
-                              (<Lane> self._lanes[index]).bad_lane)
-        self.witness.promised[index] = posted
+            outcome = (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index))
+        if outcome < 0 or outcome == COMBINE_FENCED:
+            self.checker.fail(b"turn: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
+                              (<WorkerLane> self._lanes[index]).bad_lane)
+        self.checker.promised[index] = posted
 
     # -- the others --------------------------------------------------------------------------------
 
@@ -264,45 +266,49 @@ cdef class Workers:
             self._look_around(index)
 
     cdef void _look_around(self, int32_t index) noexcept nogil:
-        """Break the turns of the dead whom this process has not seen yet, and bury them: fastps/membership/membership.py."""
+        """Break the turns of the dead whom this process has not seen yet, and mark_dead them: fastps/membership/membership.py."""
         cdef life_t *me = &self.lives[index]
         cdef int32_t dead
         cdef uint32_t generation
         me.looked_ns = self.machine.clock(index)
-        (<Lane> self._lanes[index])._break_stale_turns(me.looked_ns)
+        (<WorkerLane> self._lanes[index])._recover_stale_locks(me.looked_ns)
         for dead in range(self.n_workers):
-            while dead != index and me.buried[dead] < self.machine.deaths(dead):
-                generation = me.buried[dead]
+            while dead != index and me.marked_dead[dead] < self.machine.deaths(dead):
+                generation = me.marked_dead[dead]
                 if generation == self.machine.processes[dead].generation:
                     self.machine.notice(dead)
-                (<Lane> self._lanes[index])._break_turns(dead, generation, self.machine.clock(index))
-                self.arena._bury(dead, generation)
+                (<WorkerLane> self._lanes[index])._recover_locks(dead, generation, self.machine.clock(index))
+                self.arena._mark_dead(dead, generation)
                 if generation == self.machine.processes[dead].generation:
                     self.machine.processes[dead].settled = True
-                me.buried[dead] = generation + 1
-                self._try_turn(index)
+                me.marked_dead[dead] = generation + 1
+                self._combine(index)
 
     cdef bint _others_are_done(self, int32_t index) noexcept nogil:
         cdef int32_t other
-        self._try_turn(index)
+        self._combine(index)
         for other in range(self.n_workers):
             if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
                     FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
                 return False
-            if (<Lane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
+            if (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
                 return False
         return True
 
     cdef void _leave(self, int32_t index) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef int32_t shard
-        self._post(index, FPS_LEAVE)
+        self._promise(index, FPS_LEAVE)
+        while not (<WorkerLane> self._lanes[index])._post(
+                FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
+                self.machine.clock(index), 1.0, 0.0, 0):
+            self._wait_for_room(index)
         self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
-        self._try_turn(index)
+        self._combine(index)
         while not self._others_are_done(index):
             self._look_now_and_then(index)
             self.machine.pause(IDLE_NS)
         self._pull(index, True)
         for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.seat(index, shard).pin, 0)
+            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
         self.arena._end(index, me.generation, FPS_LANE_LEFT)

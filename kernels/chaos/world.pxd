@@ -5,14 +5,14 @@ from libc.stdint cimport int32_t, int64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.chaos.machine cimport Machine
 from fastps.kernels.chaos.workers cimport Workers
-from fastps.kernels.chaos.invariants cimport Witness
+from fastps.kernels.chaos.invariants cimport InvariantChecker
 
 cdef class World:
     cdef object memory
     cdef int64_t memory_bytes
     cdef Arena arena
     cdef Machine machine
-    cdef Witness witness
+    cdef InvariantChecker checker
     cdef Workers workers
 
     cdef void _end(self, int32_t n_workers) noexcept

@@ -1,10 +1,10 @@
-"""A simulated world: several workers in one thread, who run the real lane, turn, holder and shared fold on a real arena.
+"""A simulated world: several workers in one thread, who run the real lane, turn, combiner and shared fold on a real arena.
 
 One seed, one history: it decides who runs when, who is stopped, who dies and what everybody's clock says. Here a job is made,
 played, and told what became of it.
 
 What it refuses to know: how processes are stopped and killed (chaos_machine.pyx), what a worker does (chaos_workers.pyx), and
-what must be true of it (witness.pyx).
+what must be true of it (checker.pyx).
 """
 
 import mmap
@@ -30,8 +30,8 @@ from fastps.kernels.chaos.machine cimport (
 )
 from fastps.kernels.chaos.workers cimport Workers
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
-from fastps.kernels.protocol.lane cimport Lane
-from fastps.kernels.chaos.invariants cimport SHARD_FLOATS, Witness
+from fastps.kernels.protocol.worker_lane cimport WorkerLane
+from fastps.kernels.chaos.invariants cimport SHARD_FLOATS, InvariantChecker
 
 cdef enum:
     RING_SIZE = 8
@@ -52,20 +52,20 @@ cdef class World:
 
         Args:
             workers, steps, shards, slots: measures; `adagrad`: a rule with state, else SGD.
-            is_sum, is_mean, may_drop, bound: what the witness must know of the policy.
+            is_sum, is_mean, may_drop, bound: what the invariant checker must know of the policy.
             partial: a step waits for one shard only. at_once: a worker goes on without waiting for anything.
             helpers: how many waiting workers may be woken for a fold; 0: folds are not shared. shared_least: the shortest fold
                 that is, in floats moved.
             spins: looks before a worker sleeps.
             switch: chance of another worker's turn at an access. crash, stall, wake: chances of such a fault at an access.
-            busy_factor: by how much likelier crashes and stalls are for who holds a turn or helps with a fold.
+            busy_factor: by how much likelier crashes and stalls are for who holds a shard lock or helps with a fold.
             null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
             policy: the scheduler's values.
         """
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
         lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy)
-        self.witness = Witness(
+        self.checker = InvariantChecker(
             self.arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
         machine.switch_share = <uint32_t> (switch * (1 << 16))
         machine.crash_share = <uint32_t> (crash * (1 << 24))
@@ -73,7 +73,7 @@ cdef class World:
         machine.wake_share = <uint32_t> (wake * (1 << 24))
         machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
         machine.busy_factor = busy_factor
-        self.workers = Workers(machine, self.arena, self.witness, lanes, steps=steps, spins=spins, at_once=at_once,
+        self.workers = Workers(machine, self.arena, self.checker, lanes, steps=steps, spins=spins, at_once=at_once,
                                is_partial=partial, null_share=<uint32_t> (null * (1 << 16)))
         self.workers.play(skew_ns, shared_least)
         self._end(workers)
@@ -92,29 +92,29 @@ cdef class World:
         format_memory(self.memory, header, [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)],
                       shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
         self.arena = Arena(self.memory)
-        lanes = [[Lane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]
+        lanes = [[WorkerLane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]
         for owners in lanes:
             for lane in owners:
                 lane.share_folds(helpers)
         return lanes
 
     cdef void _end(self, int32_t n_workers) noexcept:
-        """Tell the witness who is dead, and of whom nobody saw it and lived to see to it."""
+        """Tell the invariant checker who is dead, and of whom nobody saw it and lived to see to it."""
         cdef int32_t index
         cdef uint32_t dead = 0, unnoticed = 0
         for index in range(n_workers):
             if self.machine.processes[index].state == DEAD:
                 dead |= (<uint32_t> 1) << index
-                self.witness.posted[index] = self.arena.lane(index).tail  # not what it was about to post
+                self.checker.posted[index] = self.arena.lane(index).tail  # not what it was about to post
                 if not self.machine.processes[index].settled:
                     unnoticed |= (<uint32_t> 1) << index
-        if self.witness.message[0] == 0:
-            self.witness.end(dead, unnoticed)
+        if self.checker.message[0] == 0:
+            self.checker.end(dead, unnoticed)
 
     def _outcome(self):
         return {
             "events": self.machine.events,
-            "flips": self.witness.flips,
+            "flips": self.checker.flips,
             "seconds": (self.machine.now_ns - BEGINNING_NS) / 1e9,
             "crashes": self.machine.faults[FAULT_CRASH],
             "stalls": self.machine.faults[FAULT_STALL],
@@ -123,5 +123,5 @@ cdef class World:
             "slow_processes": self.machine.faults[FAULT_SLOW],
             "restarts": self.machine.faults[FAULT_RESTART],
             "detection_s": self.machine.worst_detection_ns / 1e9,
-            "violation": (<bytes> self.witness.message).decode() or None,
+            "violation": (<bytes> self.checker.message).decode() or None,
         }

@@ -1,10 +1,10 @@
-# The pushes of one commit, for who decides on them (holder.pyx) and who commits them (commit.pyx).
+# The pushes of one commit, for who decides on them (combiner.pyx) and who commits them (commit.pyx).
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_domain, fps_folded_push
+from fastps.kernels.shm.arena_h cimport fps_shard_header, fps_folded_push
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
@@ -12,7 +12,7 @@ from fastps.kernels.protocol.shared_fold cimport SharedFold
 @cython.final
 cdef class Batch:
     cdef Arena arena
-    cdef fps_domain *domain
+    cdef fps_shard_header *shard_header
     cdef uint32_t shard
     cdef SharedFold fold        # whose order the pushes are written into
     cdef int bad_lane           # of the last push that could not be taken
@@ -28,13 +28,14 @@ cdef class Batch:
     cdef bint gather(self, scheduler_t *state) noexcept nogil
     cdef void drop(self, const scheduler_t *state, uint32_t lane, uint64_t position) noexcept nogil
     cdef bint reject(self, scheduler_t *state) noexcept nogil
-    cdef void order(self, const policy_t *policy) noexcept nogil
+    cdef void write_item(self, const policy_t *policy, uint32_t weights_in, uint32_t weights_out, uint32_t state_in,
+                         uint32_t state_out) noexcept nogil
     cdef void count_arrival(self, int32_t earlier, int64_t after_ns) noexcept nogil
     cdef void forget_update(self) noexcept nogil
 
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _end_update(self, const scheduler_t *state) noexcept nogil
-    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
+    cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
                           int64_t staleness) noexcept nogil
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil

@@ -1,7 +1,7 @@
 """The pushes of one commit: taken from the lanes into the order of the fold, counted, and left out again where they spoil it.
 
-The scheduler has said what becomes of a push (holder.pyx asked it); here its slot and its scales are written down for the fold,
-its lane's cursor goes on, and what an observer may know of it (staleness, gaps, arrivals, its fate) is counted.
+The scheduler has said what becomes of a push (combiner.pyx asked it); here its slot and its scales are written down for the
+fold, its lane's cursor goes on, and what an observer may know of it (staleness, gaps, arrivals, its push_outcome) is counted.
 
 What it refuses to know: why a push is folded (scheduler.pyx), who folds it (shared_fold.pyx), which buffers are read and
 written, and when all of it becomes true (commit.pyx).
@@ -11,18 +11,10 @@ cimport cython
 from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_FATE_DROPPED,
-    FPS_FATE_FOLDED,
-    FPS_STALENESS_BUCKETS,
-    fps_fate,
-    fps_folded_push,
-    fps_statistics,
-    fps_time_bucket,
-)
-from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
-from fastps.kernels.protocol.ring cimport FPS_LEAVE, FPS_NULL, fps_descriptor, fps_seat, lane_descriptor
+from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport (
     FOLD_EACH,
     FOLD_IN_ORDER,
@@ -33,32 +25,43 @@ from fastps.kernels.scheduling.state cimport (
     SCALE_SQUARE_ROOT,
     SCALE_STALENESS,
     policy_t,
-    roster_folds,
-    roster_touch,
-    roster_workers,
+    state_folds,
+    state_mark_dirty,
+    state_workers,
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.protocol.shared_fold cimport SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    void fps_counter_set(int64_t *counter, int64_t value)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_plain_store()
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_OUTCOME_DROPPED,
+    FPS_OUTCOME_FOLDED,
+    FPS_LEAVE,
+    FPS_NULL,
+    FPS_STALENESS_BUCKETS,
+    fps_descriptor,
+    fps_push_outcome,
+    fps_folded_push,
+    fps_lane_shard,
+    fps_statistics,
+    fps_time_bucket,
+)
+from fastps.kernels.update.fold cimport FPS_FOLD_EACH, FPS_FOLD_SUM, FPS_MAX_PUSHES
 
 
 cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
-    """Add to a counter that only the holder writes."""
+    """Add to a counter that only the combiner writes."""
     fps_counter_set(counter, fps_counter_get(counter) + more)
 
 
 @cython.final
 cdef class Batch:
-    """What the next commit of shard `shard` folds, written into the order of `fold`. Only who holds the turn may use it."""
+    """What the next commit of shard `shard` folds, written into the order of `fold`. Only who holds the shard lock may use
+    it.
+    """
 
     def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None):
         self.arena = arena
-        self.domain = arena.domain(shard)
+        self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
 
@@ -81,14 +84,14 @@ cdef class Batch:
         cdef int32_t i, lane
         cdef worker_t *worker
         for i in range(state.n_folds):
-            lane = roster_folds(state)[i]
-            worker = &roster_workers(state)[lane]
+            lane = state_folds(state)[i]
+            worker = &state_workers(state)[lane]
             if not self.take_single(state, lane, worker.cursor, state.version - state.n_folds + i):
                 return False
             worker.cursor += 1
             if worker.said_leave:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
-            roster_touch(state, lane)
+            state_mark_dirty(state, lane)
         return True
 
     cdef bint gather(self, scheduler_t *state) noexcept nogil:
@@ -101,7 +104,7 @@ cdef class Batch:
         cdef uint32_t lane
         cdef int64_t position, end
         for lane in range(self.arena.header.n_lanes):
-            worker = &roster_workers(state)[lane]
+            worker = &state_workers(state)[lane]
             end = worker.cursor + worker.relayed if state.policy.groups else worker.consumed
             if worker.cursor == end:
                 continue
@@ -116,13 +119,13 @@ cdef class Batch:
             worker.relayed = 0
             if not worker.live and worker.said_leave and worker.cursor + 1 == worker.consumed:
                 worker.cursor = worker.consumed  # what is left of a leaver is its LEAVE
-            roster_touch(state, lane)
+            state_mark_dirty(state, lane)
         self._end_update(state)
         return True
 
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
         """Add the push to the batch, and count its staleness: versions published between its read and `version`."""
-        cdef worker_t *worker = &roster_workers(state)[lane]
+        cdef worker_t *worker = &state_workers(state)[lane]
         cdef const fps_descriptor *descriptor = lane_descriptor(
             self.arena.lane(lane), self.arena.header.ring_size, position)
         cdef uint32_t slot = descriptor.slot
@@ -141,7 +144,7 @@ cdef class Batch:
         self.staleness_of_update += staleness
         self.pushes_of_update += 1
         _count(&self.arena.statistics(self.shard).staleness[min(max(staleness, 0), <int64_t> FPS_STALENESS_BUCKETS - 1)], 1)
-        self._write_fate(state, lane, position, FPS_FATE_FOLDED, version + 1, staleness)
+        self._write_outcome(state, lane, position, FPS_OUTCOME_FOLDED, version + 1, staleness)
         if descriptor.kind == FPS_NULL:
             return True
         if state.policy.scale == SCALE_STALENESS and staleness > 1:
@@ -150,7 +153,7 @@ cdef class Batch:
         elif state.policy.scale == SCALE_BATCH and worker.base_batch > 0:
             # R2SP, Algorithm 1, worker, line 5.
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
-        self.fold.put(self.n_pushes, lane, descriptor, scale, rate_scale)
+        self.fold.item.put(self.n_pushes, lane, descriptor, scale, rate_scale)
         self.samples += descriptor.samples
         self.n_pushes += 1
         return True
@@ -159,7 +162,7 @@ cdef class Batch:
 
     cdef void drop(self, const scheduler_t *state, uint32_t lane, uint64_t position) noexcept nogil:
         """A push that came too late for its version: it is not taken."""
-        self._write_fate(state, lane, position, FPS_FATE_DROPPED, state.version, 0)
+        self._write_outcome(state, lane, position, FPS_OUTCOME_DROPPED, state.version, 0)
 
     cdef bint reject(self, scheduler_t *state) noexcept nogil:
         """Take out the pushes that the fold would have spoiled the weights with, whole.
@@ -170,38 +173,37 @@ cdef class Batch:
         cdef uint32_t index, kept = 0, largest = 0
         cdef int32_t parameter
         cdef float most = -1, size
+        cdef fps_folded_push push
         for index in range(self.n_pushes):
-            if self.fold.work.pushes[index].lane >= self.arena.header.n_lanes:
-                return False
             size = self.fold.largest(index, &parameter)
             if size > most:
                 most = size
                 largest = index
         for index in range(self.n_pushes):
+            push = self.fold.item.push(index)
+            if push.lane >= self.arena.header.n_lanes:
+                return False
             size = self.fold.largest(index, &parameter)
             if size == INFINITY or (most < INFINITY and index == largest):
-                self._count_rejection(&self.fold.work.pushes[index], parameter)
-                roster_workers(state)[self.fold.work.pushes[index].lane].folded -= 1
-                roster_workers(state)[self.fold.work.pushes[index].lane].dropped += 1
+                self._count_rejection(&push, parameter)
+                state_workers(state)[push.lane].folded -= 1
+                state_workers(state)[push.lane].dropped += 1
+                self.samples -= push.samples
             else:
-                self.fold.work.pushes[kept] = self.fold.work.pushes[index]
+                self.fold.item.move(kept, &push)
                 kept += 1
         self.n_pushes = kept
-        self.samples = 0
-        for index in range(kept):
-            self.samples += self.fold.work.pushes[index].samples
         return True
 
     # -- what the fold is told ---------------------------------------------------------------------
 
-    cdef void order(self, const policy_t *policy) noexcept nogil:
-        """Write down how the pushes are folded: as a sum or one by one, and by what they are multiplied."""
+    cdef void write_item(self, const policy_t *policy, uint32_t weights_in, uint32_t weights_out, uint32_t state_in,
+                         uint32_t state_out) noexcept nogil:
+        """Write how the pushes are folded (as a sum or one by one, and by what they are multiplied), and into which buffers."""
         cdef bint is_mean = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
-        fps_plain_store()
-        self.fold.work.mode = FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH
-        self.fold.work.n_pushes = self.n_pushes
-        self.fold.work.scale = 1.0 / self.n_pushes if is_mean else 1.0
-        self.fold.work.rate_scale = self._rate_scale(policy)
+        self.fold.item.write(
+            FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH, self.n_pushes,
+            1.0 / self.n_pushes if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out, state_in, state_out)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
         """What the learning rate of a sum is multiplied by."""
@@ -223,37 +225,37 @@ cdef class Batch:
     cdef void _end_update(self, const scheduler_t *state) noexcept nogil:
         """Count one version: its <sigma>, and the gaps between the updates that are its pushes."""
         cdef fps_statistics *counted = self.arena.statistics(self.shard)
-        cdef int64_t gap_ns = state.folded_ns - self.domain.last_update_ns
+        cdef int64_t gap_ns = state.folded_ns - self.shard_header.last_update_ns
         if self.pushes_of_update == 0:
             return
-        if self.domain.last_update_ns > 0:
+        if self.shard_header.last_update_ns > 0:
             _count(&counted.gaps[fps_time_bucket(gap_ns)], 1)
         if self.pushes_of_update > 1:
             _count(&counted.gaps[0], self.pushes_of_update - 1)
         _count(&counted.updates, 1)
         _count(&counted.average_staleness_sum, 1000 * self.staleness_of_update // self.pushes_of_update)
-        fps_plain_store()
-        self.domain.last_update_ns = state.folded_ns
+        FPS_FAILPOINT()
+        self.shard_header.last_update_ns = state.folded_ns
         self.forget_update()
 
     cdef void forget_update(self) noexcept nogil:
         """Count from the next push on."""
         self.pushes_of_update = self.staleness_of_update = 0
 
-    cdef void _write_fate(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
+    cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
                           int64_t staleness) noexcept nogil:
         """Write down what becomes of a push, if the job is recorded; true once this commit is."""
-        cdef fps_fate *fate
-        if not fps_counter_get(&self.domain.recorded):
+        cdef fps_push_outcome *push_outcome
+        if not fps_counter_get(&self.shard_header.recorded):
             return
-        fate = self.arena.fate(lane, self.shard, position)
-        fps_plain_store()
-        fate.position, fate.version, fate.decided_ns = position + 1, version, state.now_ns
-        fate.staleness, fate.kind = <int32_t> staleness, kind
+        push_outcome = self.arena.push_outcome(lane, self.shard, position)
+        FPS_FAILPOINT()
+        push_outcome.position, push_outcome.version, push_outcome.decided_ns = position + 1, version, state.now_ns
+        push_outcome.staleness, push_outcome.kind = <int32_t> staleness, kind
 
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil:
-        cdef fps_seat *seat = self.arena.seat(push.lane, self.shard)
-        fps_counter_set(&seat.rejected_step, <int64_t> push.step)
-        fps_counter_set(&seat.rejected_parameter, parameter)
-        _count(&seat.rejected, 1)
-        _count(&self.domain.rejections, 1)
+        cdef fps_lane_shard *lane_shard = self.arena.lane_shard(push.lane, self.shard)
+        fps_counter_set(&lane_shard.rejected_step, <int64_t> push.step)
+        fps_counter_set(&lane_shard.rejected_parameter, parameter)
+        _count(&lane_shard.rejected, 1)
+        _count(&self.shard_header.rejections, 1)

@@ -1,47 +1,46 @@
-# The turn of one shard as one lane takes it, for the lane's worker (turn.pyx).
+# The shard lock of one shard as one lane takes it, for the lane's worker (turn.pyx).
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_domain
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
-from fastps.kernels.protocol.ring cimport fps_descriptor
-from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_shard_header
 
-cdef class Holder:
+cdef class Combiner:
     cdef Arena arena
-    cdef fps_domain *domain
+    cdef fps_shard_header *shard_header
     cdef uint32_t lane
     cdef uint32_t shard
-    cdef int bad_lane           # of the last TURN_BAD_DESCRIPTOR
-    cdef uint64_t turn          # the turn word while this lane holds it
-    cdef int64_t now_ns         # when the turn was tried: which timers are due
+    cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
+    cdef uint64_t lock          # the lock word while this lane holds it
+    cdef int64_t now_ns         # when the shard lock was tried: which timers are due
     cdef SharedFold fold
     cdef Batch batch
     cdef Commit commit
     cdef bint hands_over        # a server folds, or the shard's own device, and not this lane: it lets go without draining
-    cdef uint32_t generation    # of this lane's owner: a turn is its owner's, not its lane's
-    cdef int awaiting           # what is waited for while TURN_AWAITING
-    # Scratch of a turn, allocated once.
+    cdef uint32_t generation    # of this lane's owner: a shard lock is its owner's, not its lane's
+    cdef int awaiting           # what is waited for while COMBINE_AWAITING
+    # Scratch of a shard lock, allocated once.
     cdef uint64_t *tails
     cdef uint64_t *heads        # as they were before the commit
     cdef uint32_t *members
 
-    cdef int try_turn(self, int64_t now_ns) noexcept nogil
+    cdef int try_combine(self, int64_t now_ns) noexcept nogil
     cdef bint take(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
     cdef bint is_idle(self) noexcept nogil
     cdef bint is_offered(self) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
-    cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
+    cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
-    cdef void nudge_all(self) noexcept nogil
+    cdef void wake_all(self) noexcept nogil
 
     cdef int _offer(self, int outcome) noexcept nogil
     cdef bint _let_go(self, uint64_t flag) noexcept nogil
-    cdef void _nudge(self) noexcept nogil
+    cdef void _wake_next(self) noexcept nogil
     cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil
     cdef uint64_t _undecided(self, uint32_t index) noexcept nogil
     cdef uint64_t _head(self, uint32_t index) noexcept nogil
@@ -50,7 +49,7 @@ cdef class Holder:
     cdef int _drain(self) noexcept nogil
     cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
-    cdef void _look(self) noexcept nogil
+    cdef void _read_lanes(self) noexcept nogil
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
     cdef int _next_change(self, scheduler_t *state) noexcept nogil

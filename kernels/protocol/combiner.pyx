@@ -1,7 +1,7 @@
-"""The turn of one shard: take it, drain all lanes, give the scheduler what is posted, commit, let go; break a dead one's.
+"""The shard lock of one shard: take it, drain all lanes, give the scheduler what is posted, commit, let go; break a dead one's.
 
-Flat combining: whoever posted tries the turn; if another has it, that one is told by the PENDING flag and drains again before
-it lets go, so no push is stranded although nobody waits.
+Flat combining: whoever posted tries the shard lock; if another has it, that one is told by the PENDING flag and drains again
+before it lets go, so no push is stranded although nobody waits.
 
 What it refuses to know: what is written down of a push (batch.pyx), how a commit becomes true (commit.pyx), processes
 (fastps/membership/membership.py proves an owner dead and has its turn broken), clocks (times come in descriptors and as
@@ -11,50 +11,34 @@ arguments), files, and Python objects on the way of a push.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport (
-    FPS_PENDING,
-    fps_member_generation,
-    fps_member_state,
-    fps_turn_epoch,
-    fps_turn_generation,
-    fps_turn_owner,
-    fps_turn_pack,
+from fastps.kernels.base.atomics cimport (
+    fps_event_add,
+    fps_event_wake,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_sleeping_load,
+    fps_state_acquire,
+    fps_tail_acquire,
+    fps_lock_clear_pending,
+    fps_lock_release,
+    fps_lock_load,
+    fps_lock_set_pending,
+    fps_lock_take,
 )
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_BREAK_AT_ONCE, FPS_MUTANT_FORGET_CURSOR, fps_mutant
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport (
-    TURN_AWAITING,
-    TURN_BAD_DESCRIPTOR,
-    TURN_BAD_STATE,
-    TURN_BUSY,
-    TURN_DONE,
-    TURN_LOST,
+    COMBINE_AWAITING,
+    COMBINE_BAD_DESCRIPTOR,
+    COMBINE_BAD_STATE,
+    COMBINE_BUSY,
+    COMBINE_DONE,
+    COMBINE_FENCED,
     Commit,
 )
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
-from fastps.kernels.protocol.ring cimport (
-    FPS_LANE_DEAD,
-    FPS_LANE_JOINING,
-    FPS_LANE_LIVE,
-    FPS_LEAVE,
-    FPS_MAX_BATCH,
-    FPS_PUSH,
-    fps_descriptor,
-    fps_head_acquire,
-    fps_lane,
-    fps_tail_acquire,
-    lane_descriptor,
-)
-from fastps.kernels.scheduling.state cimport (
-    FOLD_ALL,
-    FOLD_QUORUM,
-    NEVER_NS,
-    roster_touch,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
-from fastps.kernels.scheduling.scheduler cimport (
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.scheduling.decisions cimport (
     ACTION_DROP,
     ACTION_FOLD,
     ACTION_FOLD_ALL,
@@ -67,44 +51,55 @@ from fastps.kernels.scheduling.scheduler cimport (
     scheduler_leave,
     scheduler_push,
 )
-from fastps.kernels.protocol.shared_fold cimport SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    uint64_t fps_turn_load(const uint64_t *turn)
-    int fps_turn_take(uint64_t *turn, uint64_t seen, uint64_t mine)
-    int fps_turn_give(uint64_t *turn, uint64_t mine, uint64_t given)
-    uint64_t fps_turn_set_pending(uint64_t *turn, uint64_t flag)
-    void fps_turn_clear_pending(uint64_t *turn, uint64_t flag)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    int64_t fps_grant_acquire(const int64_t *granted)
-    void fps_event_add(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_event_wake(uint32_t *event)
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_BREAK_AT_ONCE
-        FPS_MUTANT_FORGET_CURSOR
+from fastps.kernels.scheduling.state cimport (
+    FOLD_ALL,
+    FOLD_QUORUM,
+    NEVER_NS,
+    state_mark_dirty,
+    state_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_DEAD,
+    FPS_LANE_JOINING,
+    FPS_LANE_LIVE,
+    FPS_LEAVE,
+    FPS_MAX_BATCH,
+    FPS_PENDING,
+    FPS_PUSH,
+    fps_descriptor,
+    fps_lane,
+    fps_member_generation,
+    fps_member_state,
+    fps_lock_epoch,
+    fps_lock_generation,
+    fps_lock_owner,
+    fps_lock_pack,
+)
+from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 
 cdef enum:
-    MAX_ROUNDS = 16  # drains before a holder hands the turn over: nobody does the others' work for ever
+    MAX_ROUNDS = 16  # drains before a combiner hands the shard lock over: nobody does the others' work for ever
     _NOTHING = 100   # no event; beyond the scheduler's actions
     _ENOUGH = 101    # this lane has folded for long, and another waits that can go on
-    # What a holder that is TURN_AWAITING waits for.
+    # What a combiner that is COMBINE_AWAITING waits for.
     _NOBODY = 0
     _FOLD = 1         # helpers of its own fold
-    _BROKEN_FOLD = 2  # helpers of the fold whose holder died
+    _BROKEN_FOLD = 2  # helpers of the fold whose combiner died
     _RUN = 200       # no outcome yet
 
 
-cdef class Holder:
-    """Lane `lane` as it takes the turn of shard `shard`. Only one thread may use it."""
+cdef class Combiner:
+    """Lane `lane` as it takes the shard lock of shard `shard`. Only one thread may use it."""
 
     def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
         cdef uint32_t lanes = arena.header.n_lanes
         self.arena = arena
         self.lane = lane
         self.shard = shard
-        self.domain = arena.domain(shard)
+        self.shard_header = arena.shard_header(shard)
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
         self.batch = Batch(arena, shard, self.fold)
@@ -123,20 +118,20 @@ cdef class Holder:
 
     # -- taking and letting go ---------------------------------------------------------------------
 
-    cdef int try_turn(self, int64_t now_ns) noexcept nogil:
-        """Take the turn if it is free, and run it."""
+    cdef int try_combine(self, int64_t now_ns) noexcept nogil:
+        """Take the shard lock if it is free, and run it."""
         if self.awaiting != _NOBODY:
             return self.resume(now_ns)
         self.now_ns = now_ns
-        return self.run() if self.take() else TURN_BUSY
+        return self.run() if self.take() else COMBINE_BUSY
 
     cdef int resume(self, int64_t now_ns) noexcept nogil:
-        """Go on with a turn that was TURN_AWAITING; DONE if there is none."""
+        """Go on with a shard lock that was COMBINE_AWAITING; DONE if there is none."""
         cdef int awaited = self.awaiting
         if awaited == _NOBODY:
-            return TURN_DONE
+            return COMBINE_DONE
         if self.fold.is_helped():
-            return TURN_AWAITING
+            return COMBINE_AWAITING
         self.now_ns = now_ns
         self.awaiting = _NOBODY
         if awaited == _FOLD:
@@ -145,84 +140,86 @@ cdef class Holder:
         return self.run()
 
     cdef bint take(self) noexcept nogil:
-        cdef uint64_t *word = &self.domain.turn
-        cdef uint64_t seen = fps_turn_load(word)
+        cdef uint64_t *word = &self.shard_header.lock
+        cdef uint64_t seen = fps_lock_load(word)
         while True:
-            if fps_turn_owner(seen) == 0:
-                self.turn = fps_turn_pack(fps_turn_epoch(seen), self.generation, self.lane + 1)
-                if fps_turn_take(word, seen, self.turn):
+            if fps_lock_owner(seen) == 0:
+                self.lock = fps_lock_pack(fps_lock_epoch(seen), self.generation, self.lane + 1)
+                if fps_lock_take(word, seen, self.lock):
                     return True
-                seen = fps_turn_load(word)
+                seen = fps_lock_load(word)
                 continue
-            # The holder may have looked at this lane already: the flag keeps it from letting go before it looks again.
-            seen = fps_turn_set_pending(word, FPS_PENDING)
-            if fps_turn_owner(seen) != 0:
+            # The combiner may have looked at this lane already: the flag keeps it from letting go before it looks again.
+            seen = fps_lock_set_pending(word, FPS_PENDING)
+            if fps_lock_owner(seen) != 0:
                 return False
-            seen = fps_turn_load(word)
+            seen = fps_lock_load(word)
 
     cdef bint is_idle(self) noexcept nogil:
-        """Whether this lane leaves the turn to others, and has none to end."""
+        """Whether this lane leaves the shard lock to others, and has none to end."""
         return self.hands_over and self.awaiting == _NOBODY
 
     cdef bint is_offered(self) noexcept nogil:
-        """Whether the turn is free although more is pending, and this lane may run it."""
-        cdef uint64_t seen = fps_turn_load(&self.domain.turn)
-        return seen & FPS_PENDING and fps_turn_owner(seen) == 0 and not self.hands_over
+        """Whether the shard lock is free although more is pending, and this lane may run it."""
+        cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
+        return seen & FPS_PENDING and fps_lock_owner(seen) == 0 and not self.hands_over
 
     cdef int run(self, int outcome=_RUN) noexcept nogil:
         """Drain until nothing is pending, then let go; after MAX_ROUNDS, or a long fold, hand over to whoever comes next.
 
-        `outcome`: of the commit that the turn begins with, if it was under way.
+        `outcome`: of the commit that the shard lock begins with, if it was under way.
         """
-        cdef uint64_t *word = &self.domain.turn
-        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
+        cdef uint64_t *word = &self.shard_header.lock
+        cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
         cdef int rounds = 0
         if self.hands_over:
             return self._hand_over()
         self.commit.is_checked = False
         while True:
-            if outcome in (_RUN, TURN_DONE):
+            if outcome in (_RUN, COMBINE_DONE):
                 outcome = self._drain()
-            if outcome == TURN_AWAITING:
+            if outcome == COMBINE_AWAITING:
                 self.awaiting = _FOLD
-            if outcome in (TURN_LOST, TURN_AWAITING):
+            if outcome in (COMBINE_FENCED, COMBINE_AWAITING):
                 return outcome
             if outcome == _ENOUGH:
-                return self._offer(TURN_DONE)
+                return self._offer(COMBINE_DONE)
             if outcome < 0:
                 self.commit.repair()
-            if fps_turn_give(word, self.turn, given):
+            if fps_lock_release(word, self.lock, given):
                 self.commit.wake()
                 return outcome
             rounds += 1
             if outcome < 0 or rounds == MAX_ROUNDS:
                 return self._offer(outcome)
             self.commit.wake()
-            fps_turn_clear_pending(word, FPS_PENDING)
-            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
-                return TURN_LOST
+            fps_lock_clear_pending(word, FPS_PENDING)
+            if fps_lock_load(word) & ~FPS_PENDING != self.lock:
+                return COMBINE_FENCED
             outcome = _RUN
 
     cdef int _offer(self, int outcome) noexcept nogil:
-        """Let go of the turn although more is pending, and tell one who waits; if nobody does, the next push takes it."""
+        """Let go of the shard lock although more is pending, and tell one who waits; if nobody does, the next push takes it."""
         if not self._let_go(FPS_PENDING):
-            return TURN_LOST
-        self._nudge()
+            return COMBINE_FENCED
+        self._wake_next()
         self.commit.wake()
         return outcome
 
     cdef bint _let_go(self, uint64_t flag) noexcept nogil:
-        """Write the turn as free, with `flag` or the PENDING that another has set; False if it is this lane's no more."""
-        cdef uint64_t *word = &self.domain.turn
-        cdef uint64_t given = fps_turn_pack(fps_turn_epoch(self.turn), 0, 0)
-        while not (fps_turn_give(word, self.turn, given | flag)
-                   or fps_turn_give(word, self.turn | FPS_PENDING, given | FPS_PENDING)):
-            if fps_turn_load(word) & ~FPS_PENDING != self.turn:
+        """Write the shard lock as free, with `flag` or the PENDING that another has set; False if it is this lane's no more."""
+        cdef uint64_t *word = &self.shard_header.lock
+        cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
+        while not (fps_lock_release(word, self.lock, given | flag)
+                   or fps_lock_release(word, self.lock | FPS_PENDING, given | FPS_PENDING)):
+            if fps_lock_load(word) & ~FPS_PENDING != self.lock:
                 return False
         return True
 
-    cdef void _nudge(self) noexcept nogil:
-        """Move the event of the next lane that waits, for it looks at the turn before it sleeps; wake it if it does already."""
+    cdef void _wake_next(self) noexcept nogil:
+        """Move the event of the next lane that waits, for it looks at the shard lock before it sleeps; wake it if it does
+        already.
+        """
         cdef uint32_t step, index
         cdef fps_lane *lane
         for step in range(1, self.arena.header.n_lanes):
@@ -250,12 +247,12 @@ cdef class Holder:
         return fps_tail_acquire(&self.arena.lane(index).tail) - self._head(index)
 
     cdef uint64_t _head(self, uint32_t index) noexcept nogil:
-        return fps_head_acquire(&self.arena.seat(index, self.shard).head)
+        return fps_head_acquire(&self.arena.lane_shard(index, self.shard).head)
 
     cdef bint _is_wanted(self) noexcept nogil:
-        """Whether the turn should change hands after this commit: its fold was long, and a lane that waited for it has more.
+        """Whether the shard lock should change hands after this commit: its fold was long, and a lane that waited for it has more.
 
-        A holder that went on would stay for as long as the others push, and not push itself.
+        A combiner that went on would stay for as long as the others push, and not push itself.
         """
         cdef uint32_t index
         if self.fold.chunks < 2 or self.fold.on_device or self.arena.header.n_servers:
@@ -268,13 +265,13 @@ cdef class Holder:
         return False
 
     cdef int _hand_over(self) noexcept nogil:
-        """Let go of a turn that this lane cannot run, for those who can."""
+        """Let go of a shard lock that this lane cannot run, for those who can."""
         if not self._let_go(0):
-            return TURN_LOST
-        self.nudge_all()
-        return TURN_BUSY
+            return COMBINE_FENCED
+        self.wake_all()
+        return COMBINE_BUSY
 
-    cdef void nudge_all(self) noexcept nogil:
+    cdef void wake_all(self) noexcept nogil:
         """Move every other lane's event and wake who sleeps: one of them can fold what is pending."""
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
@@ -288,7 +285,7 @@ cdef class Holder:
         cdef int outcome
         while True:
             outcome = self._commit_once()
-            if outcome != TURN_BUSY:
+            if outcome != COMBINE_BUSY:
                 return outcome
             if self._is_wanted():
                 return _ENOUGH
@@ -296,13 +293,13 @@ cdef class Holder:
     # -- one commit --------------------------------------------------------------------------------
 
     cdef int _commit_once(self) noexcept nogil:
-        """One commit: up to a batch of events, in order of their times. Returns TURN_BUSY if there may be more, else _DONE."""
+        """One commit: up to a batch of events, in order of their times. Returns COMBINE_BUSY if there may be more, else _DONE."""
         cdef scheduler_t *state = self.commit.begin()
         cdef int action
         cdef bint any_event = False
         if state == NULL:
-            return TURN_BAD_STATE
-        self._look()
+            return COMBINE_BAD_STATE
+        self._read_lanes()
         self.batch.begin()
         while self.batch.n_pushes < FPS_MAX_BATCH:
             action = self._next_event(state)
@@ -321,17 +318,17 @@ cdef class Holder:
                 if self.batch.n_pushes + self.arena.header.n_lanes > FPS_MAX_PUSHES:
                     break
         if not any_event:
-            return TURN_DONE
+            return COMBINE_DONE
         if scheduler_close(state) == ACTION_FOLD_ALL and not self.batch.gather(state):
             return self._bad_push()
         action = self.commit.fold_and_flip(state)
-        return TURN_BUSY if action == TURN_DONE else action
+        return COMBINE_BUSY if action == COMBINE_DONE else action
 
     cdef int _bad_push(self) noexcept nogil:
         self.bad_lane = self.batch.bad_lane
-        return TURN_BAD_DESCRIPTOR
+        return COMBINE_BAD_DESCRIPTOR
 
-    cdef void _look(self) noexcept nogil:
+    cdef void _read_lanes(self) noexcept nogil:
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
             # The state first: the tail of one who is proved dead is then its last.
@@ -341,7 +338,7 @@ cdef class Holder:
 
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
         """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""
-        cdef worker_t *workers = roster_workers(state)
+        cdef worker_t *workers = state_workers(state)
         cdef fps_descriptor *descriptor
         cdef fps_descriptor *earliest = NULL
         cdef uint32_t index
@@ -357,7 +354,7 @@ cdef class Holder:
         """Give the scheduler its earliest event. Returns its action, _NOTHING or a negative outcome."""
         cdef uint32_t lane = 0
         cdef fps_descriptor *earliest = self._earliest(state, &lane)
-        cdef worker_t *worker = &roster_workers(state)[lane]
+        cdef worker_t *worker = &state_workers(state)[lane]
         cdef int64_t due_ns = scheduler_due(state)
         cdef int action
         if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
@@ -368,9 +365,9 @@ cdef class Holder:
                 or (worker.waiting and earliest.kind != FPS_LEAVE and not state.policy.repeats)
                 or self.tails[lane] - worker.cursor > self.arena.header.ring_size):
             self.bad_lane = lane
-            return TURN_BAD_DESCRIPTOR
+            return COMBINE_BAD_DESCRIPTOR
         worker.consumed += 1
-        roster_touch(state, lane)
+        state_mark_dirty(state, lane)
         if earliest.kind == FPS_LEAVE:
             action = scheduler_leave(state, lane, earliest.post_ns)
             worker.said_leave = 1
@@ -392,7 +389,7 @@ cdef class Holder:
     cdef int _next_change(self, scheduler_t *state) noexcept nogil:
         """Who died is counted no more, and who joins is counted, once all that was posted is decided. As _next_event.
 
-        Both follow from the lane's state word and from what is committed, so they are said once, whoever holds the turn.
+        Both follow from the lane's state word and from what is committed, so they are said once, whoever holds the shard lock.
         """
         cdef uint32_t lane, member
         cdef worker_t *worker
@@ -400,7 +397,7 @@ cdef class Holder:
             member = fps_member_state(self.members[lane])
             if member != FPS_LANE_DEAD and member != FPS_LANE_JOINING:
                 continue
-            worker = &roster_workers(state)[lane]
+            worker = &state_workers(state)[lane]
             if worker.live and (member == FPS_LANE_DEAD
                                 or worker.generation != <int32_t> fps_member_generation(self.members[lane])):
                 return scheduler_leave(state, lane, self.now_ns)
@@ -414,9 +411,9 @@ cdef class Holder:
 
     cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
         """The clock at which the first shard has let a lane's owner join, which is its clock in all of them; -1: it has not."""
-        if fps_grant_acquire(&self.arena.seat(lane, 0).generation) != fps_member_generation(self.members[lane]):
+        if fps_grant_acquire(&self.arena.lane_shard(lane, 0).generation) != fps_member_generation(self.members[lane]):
             return -1
-        return fps_grant_acquire(&self.arena.seat(lane, 0).granted) - 1
+        return fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted) - 1
 
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
         """Give the scheduler a push, and count when it came within its version."""
@@ -430,25 +427,25 @@ cdef class Holder:
 
     # -- turns of the dead, and writing by hand ----------------------------------------------------
 
-    cdef int break_turn(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
-        """First the turn, then the commit word's epoch: from then on a flip of the late owner fails.
+    cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
+        """First the shard lock, then the commit word's epoch: from then on a flip of the late owner fails.
 
         Those who help with its fold are waited for: they write the buffers that the next fold will write.
         """
-        cdef uint64_t seen = fps_turn_load(&self.domain.turn)
+        cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
         cdef uint64_t present
         self.now_ns = now_ns
         while True:
             # An owner before the present one has died, too: the next joins after that only.
             present = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state)) & 0xffff
-            if fps_turn_owner(seen) != dead_lane + 1 or (
-                    fps_turn_generation(seen) != generation & 0xffff and fps_turn_generation(seen) == present):
-                return TURN_BUSY
-            self.turn = fps_turn_pack(fps_turn_epoch(seen) + 1, self.generation, self.lane + 1)
-            if fps_turn_take(&self.domain.turn, seen, self.turn):
+            if fps_lock_owner(seen) != dead_lane + 1 or (
+                    fps_lock_generation(seen) != generation & 0xffff and fps_lock_generation(seen) == present):
+                return COMBINE_BUSY
+            self.lock = fps_lock_pack(fps_lock_epoch(seen) + 1, self.generation, self.lane + 1)
+            if fps_lock_take(&self.shard_header.lock, seen, self.lock):
                 break
-            seen = fps_turn_load(&self.domain.turn)
-        self.commit.change_epoch(fps_turn_epoch(self.turn))
+            seen = fps_lock_load(&self.shard_header.lock)
+        self.commit.change_epoch(fps_lock_epoch(self.lock))
         self.fold.close()
         if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
             self.commit.repair()
@@ -457,9 +454,9 @@ cdef class Holder:
         return self.resume(now_ns)
 
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
-        """While holding: publish the spare buffers as they are (the version stays), or not; then run the turn as usual."""
-        cdef int outcome = TURN_DONE
+        """While holding: publish the spare buffers as they are (the version stays), or not; then run the shard lock as usual."""
+        cdef int outcome = COMBINE_DONE
         self.now_ns = now_ns
         if publish:
             outcome = self.commit.publish_spare()
-        return outcome if outcome == TURN_LOST else self.run(outcome)
+        return outcome if outcome == COMBINE_FENCED else self.run(outcome)

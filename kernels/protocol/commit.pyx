@@ -1,19 +1,56 @@
 """One commit of a shard: fold into buffers that nobody reads, write the record, flip the commit word, and what follows from it.
 
 One flip of the commit word makes everything of a commit true: weights, rule state, cursors, the scheduler's state. Whoever dies
-before it leaves nothing that anyone reads; the words that follow from it (heads, grants, the deadline) the next holder derives
-again.
+before it leaves nothing that anyone reads; the words that follow from it (heads, grants, the deadline) the next combiner
+derives again.
 
-What it refuses to know: the turn (holder.pyx has it while this runs), which pushes are in the commit and why (batch.pyx and
-scheduler.pyx), arithmetic (fold.pyx).
+What it refuses to know: the shard lock (combiner.pyx has it while this runs), which pushes are in the commit and why (batch.pyx
+and scheduler.pyx), arithmetic (fold.pyx).
 """
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
+from fastps.kernels.base.atomics cimport (
+    fps_commit_flip,
+    fps_commit_load,
+    fps_counter_set,
+    fps_event_add,
+    fps_event_wake,
+    fps_grant_release,
+    fps_head_release,
+    fps_pin_load,
+    fps_reader_load,
+    fps_sleeping_load,
+    fps_state_acquire,
+)
+from fastps.kernels.base.failpoints cimport (
+    FPS_MUTANT_ACKNOWLEDGE_FIRST,
+    FPS_MUTANT_FLIP_FIRST,
+    FPS_MUTANT_FORGET_HEADS,
+    fps_mutant,
+    FPS_FAILPOINT,
+)
+from fastps.kernels.protocol.batch cimport Batch
+from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
+from fastps.kernels.scheduling.policy cimport policy_check
+from fastps.kernels.scheduling.decisions cimport scheduler_due
+from fastps.kernels.scheduling.state cimport (
+    NEVER_NS,
+    state_begin,
+    state_catch_up,
+    state_copy,
+    state_dirty,
+    state_workers,
+    scheduler_t,
+    worker_t,
+)
+from fastps.kernels.scheduling.state_check cimport state_can_be_followed, state_can_be_walked, state_remember
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_DEAD,
+    FPS_MAX_BUFFERS,
     FPS_STATE_BUFFERS,
     fps_commit_buffer,
     fps_commit_epoch,
@@ -24,46 +61,13 @@ from fastps.kernels.shm.arena_h cimport (
     fps_reader_state,
     fps_reader_weights,
     fps_record,
+    fps_lane_shard,
 )
-from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.ring cimport FPS_LANE_DEAD, fps_head_release, fps_seat
-from fastps.kernels.scheduling.policy cimport policy_check
-from fastps.kernels.scheduling.state cimport (
-    NEVER_NS,
-    roster_begin,
-    roster_catch_up,
-    roster_copy,
-    roster_touched,
-    roster_workers,
-    scheduler_t,
-    worker_t,
-)
-from fastps.kernels.scheduling.state_check cimport roster_can_be_followed, roster_can_be_walked, roster_remember
-from fastps.kernels.scheduling.scheduler cimport scheduler_due
-from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
-
-cdef extern from "base/atomics.h" nogil:
-    int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
-    uint64_t fps_commit_load(const uint64_t *commit)
-    uint64_t fps_pin_load(const uint64_t *pin)
-    uint64_t fps_reader_load(const uint64_t *reader)
-    uint32_t fps_state_acquire(const uint32_t *state)
-    void fps_grant_release(int64_t *granted, int64_t steps)
-    void fps_event_add(uint32_t *event)
-    uint32_t fps_sleeping_load(const uint32_t *sleeping)
-    void fps_event_wake(uint32_t *event)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    void fps_plain_store()
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_ACKNOWLEDGE_FIRST
-        FPS_MUTANT_FLIP_FIRST
-        FPS_MUTANT_FORGET_HEADS
 
 
 cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
     """Set the bit of a pinned buffer; a pin out of range is no buffer of ours."""
-    if 0 < pin <= 128:
+    if 0 < pin <= FPS_MAX_BUFFERS:
         pinned[(pin - 1) // 64] |= (<uint64_t> 1) << ((pin - 1) % 64)
 
 
@@ -73,11 +77,11 @@ cdef class Commit:
 
     def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None, Batch batch not None):
         self.arena = arena
-        self.domain = arena.domain(shard)
+        self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
         self.batch = batch
-        roster_remember(&self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain.commit))),
+        state_remember(&self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.shard_header.commit))),
                         arena.header.n_lanes)
         policy_check(&self.expected.policy, arena.header.n_lanes)
         self.to_wake = <uint32_t *> calloc(arena.header.n_lanes, sizeof(uint32_t))
@@ -92,99 +96,90 @@ cdef class Commit:
     cdef scheduler_t *begin(self) noexcept nogil:
         """The scheduler's inactive copy, brought up to date: what is decided on it is true once this commit is.
 
-        NULL where what is committed is damaged: looked at once a turn.
+        NULL where what is committed is damaged: looked at once a shard lock.
         """
-        self.seen = fps_commit_load(&self.domain.commit)
+        self.seen = fps_commit_load(&self.shard_header.commit)
         return self._prepare()
 
     cdef scheduler_t *_prepare(self) noexcept nogil:
         cdef scheduler_t *state = self._inactive()
         cdef const scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(self.seen))
-        if not self.is_checked and not roster_can_be_followed(active, &self.expected):
+        if not self.is_checked and not state_can_be_followed(active, &self.expected):
             return NULL
-        roster_catch_up(state, active)
-        if not self.is_checked and not roster_can_be_walked(state, self.arena.header.ring_size):
+        state_catch_up(state, active)
+        if not self.is_checked and not state_can_be_walked(state, self.arena.header.ring_size):
             return NULL
         self.is_checked = True
-        roster_begin(state)
+        state_begin(state)
         return state
 
     cdef bint _is_sound(self, const scheduler_t *state) noexcept nogil:
-        return roster_can_be_followed(state, &self.expected) and roster_can_be_walked(state, self.arena.header.ring_size)
+        return state_can_be_followed(state, &self.expected) and state_can_be_walked(state, self.arena.header.ring_size)
 
     cdef scheduler_t *_inactive(self) noexcept nogil:
         return self.arena.scheduler(self.shard, 1 - fps_commit_record(self.seen))
 
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil:
         """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
-        cdef uint32_t state_in = self.domain.records[fps_commit_record(self.seen)].state_buffer
+        cdef uint32_t state_in = self.shard_header.records[fps_commit_record(self.seen)].state_buffer
         if self.batch.n_pushes == 0:
             self.spare_buffer = fps_commit_buffer(self.seen)
             return self._write_record(state, state_in)
         self.spare_buffer = self._free_buffer()
         if self.spare_buffer < 0:
-            return TURN_NO_BUFFER
+            return COMBINE_NO_BUFFER
         self.spare_state = self._free_state()
-        self._order(state, state_in)
+        self.batch.write_item(&state.policy, fps_commit_buffer(self.seen), self.spare_buffer, state_in, self.spare_state)
         if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
             self._publish(state)
         return self._end_fold(self.fold.run())
 
     cdef int finish(self) noexcept nogil:
-        """Go on with a commit whose fold was TURN_AWAITING, and what it decided was left for others to write over."""
+        """Go on with a commit whose fold was COMBINE_AWAITING, and what it decided was left for others to write over."""
         if not self._is_sound(self._inactive()):
-            return TURN_BAD_STATE
+            return COMBINE_BAD_STATE
         return self._end_fold(self.fold.finish())
 
     cdef int _end_fold(self, int outcome) noexcept nogil:
         """Commit what was folded, unless it was refused or is still waited for."""
         if outcome == FOLD_AWAITING:
-            return TURN_AWAITING
+            return COMBINE_AWAITING
         if outcome == FOLD_UNSOUND:
             if not self.batch.reject(self._inactive()):
-                return TURN_BAD_FOLD
+                return COMBINE_BAD_FOLD
             # The others are folded again.
             return self.fold_and_flip(self._inactive())
         if outcome != FOLD_DONE:
-            return TURN_BAD_FOLD
+            return COMBINE_BAD_FOLD
         return self._write_record(self._inactive(), self.spare_state)
-
-    cdef void _order(self, const scheduler_t *state, uint32_t state_in) noexcept nogil:
-        """What is to be folded, and into which buffers."""
-        self.batch.order(&state.policy)
-        fps_plain_store()
-        self.fold.work.weights_in = fps_commit_buffer(self.seen)
-        self.fold.work.weights_out = self.spare_buffer
-        self.fold.work.state_in = state_in
-        self.fold.work.state_out = self.spare_state
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""
         cdef uint64_t record = 1 - fps_commit_record(self.seen)
-        cdef fps_record *after = &self.domain.records[record]
+        cdef fps_record *after = &self.shard_header.records[record]
         if fps_mutant(FPS_MUTANT_FLIP_FIRST):
             self._flip(state, record)
-            self.seen = fps_commit_load(&self.domain.commit)
-        fps_plain_store()
+            self.seen = fps_commit_load(&self.shard_header.commit)
+        FPS_FAILPOINT()
         after.version = state.version
-        fps_plain_store()
+        FPS_FAILPOINT()
         after.weights_buffer = self.spare_buffer
-        fps_plain_store()
+        FPS_FAILPOINT()
         after.state_buffer = state_buffer
         return self._flip(state, record)
 
     cdef int _flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
         cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), self.spare_buffer, record)
-        if not fps_commit_flip(&self.domain.commit, self.seen, commit):
-            return TURN_LOST
+        if not fps_commit_flip(&self.shard_header.commit, self.seen, commit):
+            return COMBINE_FENCED
         self._publish(state)
-        return TURN_DONE
+        return COMBINE_DONE
 
     # -- buffers that nobody reads -----------------------------------------------------------------
 
     cdef int64_t find_spare(self) noexcept nogil:
         """A weights buffer that nobody reads, or -1, and the state buffer `spare_state`, for who writes them by hand."""
-        self.seen = fps_commit_load(&self.domain.commit)
+        self.seen = fps_commit_load(&self.shard_header.commit)
         self.spare_buffer = self._free_buffer()
         self.spare_state = self._free_state()
         return self.spare_buffer
@@ -194,7 +189,7 @@ cdef class Commit:
         cdef scheduler_t *state
         self.is_checked = False
         state = self._prepare()
-        return self._write_record(state, self.spare_state) if state != NULL else TURN_BAD_STATE
+        return self._write_record(state, self.spare_state) if state != NULL else COMBINE_BAD_STATE
 
     cdef int64_t _free_buffer(self) noexcept nogil:
         """The lowest buffer that is neither active nor pinned, or -1.
@@ -205,14 +200,14 @@ cdef class Commit:
         cdef uint64_t pinned[2]
         cdef uint32_t index
         pinned[0] = pinned[1] = 0
-        _mark(pinned, fps_reader_weights(fps_reader_load(&self.domain.reader)))
+        _mark(pinned, fps_reader_weights(fps_reader_load(&self.shard_header.reader)))
         for index in range(self.arena.header.n_lanes):
             # A dead worker's pin counts no more; the next owner pins what is published after its state changed.
             if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
                 continue
             # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
-            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).next))
-            _mark(pinned, fps_pin_load(&self.arena.seat(index, self.shard).pin))
+            _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).next))
+            _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).pin))
         for index in range(self.arena.header.n_buffers):
             if index == fps_commit_buffer(self.seen):
                 continue
@@ -222,8 +217,8 @@ cdef class Commit:
 
     cdef uint32_t _free_state(self) noexcept nogil:
         """The lowest state buffer that is neither active nor being copied; there is always one."""
-        cdef uint32_t active = self.domain.records[fps_commit_record(self.seen)].state_buffer
-        cdef uint64_t read = fps_reader_state(fps_reader_load(&self.domain.reader))
+        cdef uint32_t active = self.shard_header.records[fps_commit_record(self.seen)].state_buffer
+        cdef uint64_t read = fps_reader_state(fps_reader_load(&self.shard_header.reader))
         cdef uint32_t index
         for index in range(FPS_STATE_BUFFERS - 1):
             if index != active and index + 1 != read:
@@ -236,32 +231,32 @@ cdef class Commit:
         """Write the words that follow from the commit for everyone whom it touched."""
         cdef int32_t i
         cdef int64_t due_ns = scheduler_due(state)
-        for i in range(state.n_touched_workers):
-            self._publish_seat(state, roster_touched(state)[i])
-        if due_ns != self.domain.due_ns:
-            fps_counter_set(&self.domain.due_ns, due_ns)
+        for i in range(state.n_dirty_workers):
+            self._publish_lane_shard(state, state_dirty(state)[i])
+        if due_ns != self.shard_header.due_ns:
+            fps_counter_set(&self.shard_header.due_ns, due_ns)
             if due_ns != NEVER_NS and state.first_waiting >= 0:
-                # Whoever sleeps must wake in time for the new deadline; one of them is enough to take the turn then.
-                self._rouse(state.first_waiting)
+                # Whoever sleeps must wake in time for the new deadline; one of them is enough to take the shard lock then.
+                self._queue_wake(state.first_waiting)
 
-    cdef void _publish_seat(self, scheduler_t *state, uint32_t index) noexcept nogil:
-        cdef worker_t *worker = &roster_workers(state)[index]
-        cdef fps_seat *seat = self.arena.seat(index, self.shard)
-        fps_counter_set(&seat.folded, worker.folded)
-        fps_counter_set(&seat.dropped, worker.dropped)
-        fps_counter_set(&seat.staleness_sum, worker.staleness_sum)
-        fps_counter_set(&seat.staleness_max, worker.staleness_max)
-        if (seat.head == <uint64_t> worker.cursor and seat.granted == worker.granted
-                and seat.generation == worker.generation):
+    cdef void _publish_lane_shard(self, scheduler_t *state, uint32_t index) noexcept nogil:
+        cdef worker_t *worker = &state_workers(state)[index]
+        cdef fps_lane_shard *lane_shard = self.arena.lane_shard(index, self.shard)
+        fps_counter_set(&lane_shard.folded, worker.folded)
+        fps_counter_set(&lane_shard.dropped, worker.dropped)
+        fps_counter_set(&lane_shard.staleness_sum, worker.staleness_sum)
+        fps_counter_set(&lane_shard.staleness_max, worker.staleness_max)
+        if (lane_shard.head == <uint64_t> worker.cursor and lane_shard.granted == worker.granted
+                and lane_shard.generation == worker.generation):
             return
-        fps_counter_set(&seat.batch, worker.batch)
-        fps_head_release(&seat.head, worker.cursor)
-        fps_grant_release(&seat.granted, worker.granted)
-        fps_grant_release(&seat.generation, worker.generation)
-        self._rouse(index)
+        fps_counter_set(&lane_shard.batch, worker.batch)
+        fps_head_release(&lane_shard.head, worker.cursor)
+        fps_grant_release(&lane_shard.granted, worker.granted)
+        fps_grant_release(&lane_shard.generation, worker.generation)
+        self._queue_wake(index)
 
-    cdef void _rouse(self, uint32_t index) noexcept nogil:
-        """Move the lane's event, and wake its worker once the turn is given back."""
+    cdef void _queue_wake(self, uint32_t index) noexcept nogil:
+        """Move the lane's event, and wake its worker once the shard lock is given back."""
         cdef uint32_t i
         fps_event_add(&self.arena.lane(index).event)
         if not fps_sleeping_load(&self.arena.lane(index).sleeping):
@@ -273,7 +268,9 @@ cdef class Commit:
         self.n_to_wake += 1
 
     cdef void wake(self) noexcept nogil:
-        """Wake whom the commits concern, after letting go: a system call inside the turn would make everyone wait for it."""
+        """Wake whom the commits concern, after letting go: a system call inside the shard lock would make everyone wait for
+        it.
+        """
         cdef uint32_t i
         for i in range(self.n_to_wake):
             fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
@@ -282,28 +279,28 @@ cdef class Commit:
     # -- after one that was not finished -----------------------------------------------------------
 
     cdef void change_epoch(self, uint64_t epoch) noexcept nogil:
-        """Write the epoch of the turn into the commit word: from then on a flip by who had the turn before fails."""
+        """Write the epoch of the shard lock into the commit word: from then on a flip by who had the shard lock before fails."""
         cdef uint64_t commit
         while True:
-            commit = fps_commit_load(&self.domain.commit)
-            if fps_commit_flip(&self.domain.commit, commit, fps_commit_pack(
+            commit = fps_commit_load(&self.shard_header.commit)
+            if fps_commit_flip(&self.shard_header.commit, commit, fps_commit_pack(
                     fps_commit_version(commit), epoch, fps_commit_buffer(commit), fps_commit_record(commit))):
                 return
 
     cdef void repair(self) noexcept nogil:
         """Make the inactive copy whole again after an unfinished commit, and every derived word true."""
-        cdef uint64_t commit = fps_commit_load(&self.domain.commit)
+        cdef uint64_t commit = fps_commit_load(&self.shard_header.commit)
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
         self.batch.forget_update()
         if not self._is_sound(active):
             return  # nothing follows from what is damaged; the next commit says so
-        fps_plain_store()
+        FPS_FAILPOINT()
         inactive.n_workers = active.n_workers
-        roster_copy(inactive, active)
-        fps_counter_set(&self.domain.due_ns, scheduler_due(active))
+        state_copy(inactive, active)
+        fps_counter_set(&self.shard_header.due_ns, scheduler_due(active))
         if fps_mutant(FPS_MUTANT_FORGET_HEADS):
             return
         for index in range(self.arena.header.n_lanes):
-            self._publish_seat(active, index)
+            self._publish_lane_shard(active, index)

@@ -5,26 +5,25 @@ A pull copies nothing. What it refuses to know: what is in the buffers, and who 
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from fastps.kernels.base.atomics cimport fps_commit_load, fps_pin_exchange
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_RECHECK, fps_mutant
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
-
-cdef extern from "base/atomics.h" nogil:
-    uint64_t fps_commit_load(const uint64_t *commit)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_FORGET_RECHECK
 
 
 cdef class Reader:
     """The pins of one attached lane, which `index` is in `arena`."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
-        if index >= arena.header.n_lanes + arena.header.n_servers:
-            raise IndexError(f"expected a lane of 0 to {arena.header.n_lanes + arena.header.n_servers - 1}, found {index}")
+        arena._check_lane(index)
         self.arena = arena
         self.index = index
         self.n_shards = arena.header.n_shards
+
+    cdef int _check_shard(self, uint32_t shard) except -1:
+        if shard >= self.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        return 0
 
     def pull(self, uint32_t shard=0):
         """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
@@ -32,8 +31,7 @@ cdef class Reader:
         -1 where the commit word names a buffer that the arena has not: it is damaged.
         """
         cdef uint64_t commit
-        if shard >= self.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        self._check_shard(shard)
         with nogil:
             commit = self._pull(shard)
         return self._buffer_of(commit)
@@ -56,7 +54,7 @@ cdef class Reader:
         return <int64_t> buffer if buffer < self.arena.header.n_buffers else -1
 
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
-        cdef uint64_t commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).pin)
+        cdef uint64_t commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).pin)
         self.versions[shard] = fps_commit_version(commit)
         return commit
 
@@ -76,21 +74,20 @@ cdef class Reader:
         May be called by another thread than the one that pulls, as long as `take_prefetched` is not called at the same time.
         """
         cdef uint64_t commit
-        if shard >= self.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
+        self._check_shard(shard)
         with nogil:
-            commit = self._pin(&self.arena.domain(shard).commit, &self.arena.seat(self.index, shard).next)
+            commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
         return self._buffer_of(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
         """Make what `prefetch` returned the weights that are read: a swap of pins."""
-        if shard >= self.n_shards:
-            raise IndexError(f"expected a shard of 0 to {self.n_shards - 1}, found {shard}")
-        fps_pin_exchange(&self.arena.seat(self.index, shard).pin, buffer + 1)
+        self._check_shard(shard)
+        fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
         self.versions[shard] = version
 
     def shard_version(self, uint32_t shard):
         """The version of a shard's weights that were pulled last."""
+        self._check_shard(shard)
         return self.versions[shard]
 
     @property
@@ -109,5 +106,5 @@ cdef class Reader:
         """End the reads of whatever buffers were pulled."""
         cdef uint32_t shard
         for shard in range(self.n_shards):
-            fps_pin_exchange(&self.arena.seat(self.index, shard).pin, 0)
-            fps_pin_exchange(&self.arena.seat(self.index, shard).next, 0)
+            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, 0)
+            fps_pin_exchange(&self.arena.lane_shard(self.index, shard).next, 0)

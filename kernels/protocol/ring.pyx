@@ -9,10 +9,13 @@ several producers, or one that blocks; waiting is the store's business.
 
 from libc.string cimport memset
 
+from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_release, fps_pause, fps_tail_acquire
+from fastps.kernels.shm.arena_h cimport fps_lane_shard
+
 cdef enum:
     LANE_BYTES = sizeof(fps_lane)
     DESCRIPTOR_BYTES = sizeof(fps_descriptor)
-    SEAT_BYTES = sizeof(fps_seat)
+    LANE_SHARD_BYTES = sizeof(fps_lane_shard)
 
 
 cdef inline uint64_t _mixed(uint64_t value) noexcept nogil:
@@ -35,7 +38,7 @@ cdef class Ring:
     """
 
     cdef fps_lane *lane
-    cdef fps_seat *seat
+    cdef fps_lane_shard *lane_shard
     cdef uint32_t size
     cdef unsigned char[::1] memory
 
@@ -47,12 +50,12 @@ cdef class Ring:
         self.memory = memory
         self.size = size
         self.lane = <fps_lane *> &memory[0]
-        self.seat = <fps_seat *> (&memory[0] + LANE_BYTES + size * DESCRIPTOR_BYTES)
+        self.lane_shard = <fps_lane_shard *> (&memory[0] + LANE_BYTES + size * DESCRIPTOR_BYTES)
 
     @staticmethod
     def bytes_for(uint32_t size):
         """Bytes of memory that a ring of `size` descriptors needs."""
-        return LANE_BYTES + size * DESCRIPTOR_BYTES + SEAT_BYTES
+        return LANE_BYTES + size * DESCRIPTOR_BYTES + LANE_SHARD_BYTES
 
     def post(self, uint64_t step, uint32_t slot):
         """Post one descriptor; False when the ring is full."""
@@ -60,26 +63,26 @@ cdef class Ring:
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.step = step
         descriptor.slot = slot
-        return lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor) == 0
+        return lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor) == 0
 
     def take(self):
         """The oldest descriptor as (step, slot), or None when the ring is empty."""
-        cdef uint64_t head = self.seat.head
+        cdef uint64_t head = self.lane_shard.head
         cdef fps_descriptor *descriptor
         if head == fps_tail_acquire(&self.lane.tail):
             return None
         descriptor = lane_descriptor(self.lane, self.size, head)
         taken = (descriptor.step, descriptor.slot)
-        fps_head_release(&self.seat.head, head + 1)
+        fps_head_release(&self.lane_shard.head, head + 1)
         return taken
 
     def __len__(self):
-        return fps_tail_acquire(&self.lane.tail) - fps_head_acquire(&self.seat.head)
+        return fps_tail_acquire(&self.lane.tail) - fps_head_acquire(&self.lane_shard.head)
 
-    def produce(self, uint64_t count, uint64_t seed, int64_t patience=2_000_000_000):
+    def produce(self, uint64_t count, uint64_t seed, int64_t max_polls=2_000_000_000):
         """Post `count` descriptors whose contents follow from `seed` and their position; returns how often the ring was full.
 
-        Raises TimeoutError after `patience` fruitless tries in a row.
+        Raises TimeoutError after `max_polls` fruitless tries in a row.
         """
         cdef fps_descriptor descriptor
         cdef uint64_t i, full = 0
@@ -91,27 +94,27 @@ cdef class Ring:
             descriptor.slot = <uint32_t> _mixed(seed ^ i)
             tries = 0
             with nogil:
-                while lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor) != 0:
+                while lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor) != 0:
                     full += tries == 0
                     tries += 1
-                    if tries > patience:
+                    if tries > max_polls:
                         break
                     fps_pause()
-            if tries > patience:
+            if tries > max_polls:
                 raise TimeoutError(f"the ring stayed full at descriptor {i}")
         return full
 
-    def consume(self, uint64_t count, uint64_t seed, int64_t patience=2_000_000_000):
+    def consume(self, uint64_t count, uint64_t seed, int64_t max_polls=2_000_000_000):
         """Take `count` descriptors and compare each with what `produce` must have posted; returns how often it was empty.
 
-        Raises AssertionError at the first that differs, TimeoutError after `patience` fruitless tries in a row.
+        Raises AssertionError at the first that differs, TimeoutError after `max_polls` fruitless tries in a row.
         """
         cdef fps_descriptor *descriptor
         cdef uint64_t i = 0, head, tail, empty = 0, wrong = 0
         cdef int64_t tries = 0
         with nogil:
-            head = self.seat.head
-            while i < count and tries <= patience:
+            head = self.lane_shard.head
+            while i < count and tries <= max_polls:
                 tail = fps_tail_acquire(&self.lane.tail)
                 if head == tail:
                     empty += tries == 0
@@ -126,18 +129,18 @@ cdef class Ring:
                     break
                 head += 1
                 i += 1
-                fps_head_release(&self.seat.head, head)
+                fps_head_release(&self.lane_shard.head, head)
         if wrong:
             raise AssertionError(f"descriptor {i}: expected step {i}, found step {descriptor.step} (seed {seed})")
-        if tries > patience:
+        if tries > max_polls:
             raise TimeoutError(f"the ring stayed empty at descriptor {i}")
         return empty
 
-    def echo(self, Ring back not None, bint first, uint64_t count, int64_t patience=2_000_000_000):
+    def echo(self, Ring back not None, bint first, uint64_t count, int64_t max_polls=2_000_000_000):
         """Descriptors to and fro: the `first` process posts here and waits for the answer in `back`; the other answers.
 
         The two rings are each other's way back; each counts its own tail, so that calls may follow each other. Raises
-        AssertionError for a wrong descriptor, TimeoutError after `patience` fruitless looks in a row.
+        AssertionError for a wrong descriptor, TimeoutError after `max_polls` fruitless looks in a row.
         """
         cdef uint64_t i, begin = self.lane.tail
         cdef int outcome = 0
@@ -145,7 +148,7 @@ cdef class Ring:
             for i in range(begin, begin + count):
                 if first:
                     self._send(i)
-                outcome = back._receive(i, patience)
+                outcome = back._receive(i, max_polls)
                 if outcome != 0:
                     break
                 if not first:
@@ -161,20 +164,20 @@ cdef class Ring:
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.step = step
         descriptor.read_version = _mixed(step)
-        lane_post(self.lane, self.size, fps_head_acquire(&self.seat.head), &descriptor)
+        lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor)
 
-    cdef int _receive(self, uint64_t step, int64_t patience) noexcept nogil:
-        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `patience` looks."""
-        cdef uint64_t head = self.seat.head
+    cdef int _receive(self, uint64_t step, int64_t max_polls) noexcept nogil:
+        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `max_polls` looks."""
+        cdef uint64_t head = self.lane_shard.head
         cdef fps_descriptor *descriptor
         cdef int64_t tries = 0
         while fps_tail_acquire(&self.lane.tail) == head:
             tries += 1
-            if tries > patience:
+            if tries > max_polls:
                 return -1
             fps_pause()
         descriptor = lane_descriptor(self.lane, self.size, head)
         if descriptor.step != step or descriptor.read_version != _mixed(step):
             return 1
-        fps_head_release(&self.seat.head, head + 1)
+        fps_head_release(&self.lane_shard.head, head + 1)
         return 0

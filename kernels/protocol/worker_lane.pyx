@@ -7,15 +7,11 @@ fastps/store/worker.py's. Refuses to know clocks (times are arguments), and to w
 from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
-from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.protocol.ring cimport FPS_NULL, FPS_PUSH
 from fastps.kernels.protocol.lane cimport Lane
-
-cdef enum:
-    # None of the outcomes of a turn.
-    PUSH_FULL = 64
-    PUSH_EARLY = 65
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
 FULL = PUSH_FULL    # the ring has no room for another descriptor; nothing was done
 EARLY = PUSH_EARLY  # the push before still `awaits` its grant; nothing was done
@@ -35,30 +31,23 @@ cdef class WorkerLane(Lane):
         samples, stale_blocks, loss: as the owner tells them.
     """
 
-    cdef public int64_t steps
-    cdef public int64_t earlier_steps
-    cdef readonly uint64_t posts
-    cdef readonly uint32_t slot
-    cdef readonly bint awaits
-    cdef public int64_t granted_ns
-    cdef public int64_t wait_ns
-    cdef public int64_t compute_ns
-    cdef public int64_t samples
-    cdef public int64_t stale_blocks
-    cdef public double loss
-    cdef uint32_t n_slots
-    cdef uint64_t *free_at      # of each slot: descriptors that must be done with before it may be written again
-
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.n_slots = arena.header.n_slots
         self.free_at = <uint64_t *> calloc(self.n_slots, sizeof(uint64_t))
         if self.free_at == NULL:
             raise MemoryError(f"no memory for the state of {self.n_slots} slots")
-        self.posts = self.posted()
         self.loss = NAN
+        self._begin()
 
     def __dealloc__(self):
         free(self.free_at)
+
+    cdef void _begin(self) noexcept nogil:
+        """Begin with nothing pushed, behind what the lane's earlier owners posted."""
+        memset(self.free_at, 0, self.n_slots * sizeof(uint64_t))
+        self.posts = self.words.tail
+        self.slot = 0
+        self.awaits = False
 
     @property
     def slot_free_at(self):
@@ -66,9 +55,9 @@ cdef class WorkerLane(Lane):
         return self.free_at[self.slot]
 
     def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
-        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's turn.
+        """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's lock.
 
-        Returns what `try_turn` does, FULL or EARLY. Releases the GIL.
+        Returns what `try_combine` does, FULL or EARLY. Releases the GIL.
         """
         cdef int outcome
         with nogil:
@@ -84,10 +73,10 @@ cdef class WorkerLane(Lane):
         if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
             return PUSH_FULL
         self._count_push(now_ns, samples, null)
-        return self._try_turns(now_ns)
+        return self._try_combine(now_ns)
 
     def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
-        """All of `push` but to post and to try the turn: (step, slot, version read) of what the caller will `post`."""
+        """All of `push` but to post and to try the shard lock: (step, slot, version read) of what the caller will `post`."""
         begun = self.steps, self.slot, self._newest()
         if not null:
             self._set_versions(self.slot)
@@ -106,20 +95,29 @@ cdef class WorkerLane(Lane):
 
     def advance(self, int64_t now_ns, bint at_once):
         """Begin the next step if it may begin now: it is granted (or, `at_once`, needs no grant), and its slot is free."""
+        return self._advance(now_ns, at_once)
+
+    cdef bint _advance(self, int64_t now_ns, bint at_once) noexcept nogil:
         self.granted_ns = now_ns
         if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
             return False
         self.awaits = False
-        self.publish()
+        self._publish()
         return True
 
     def advance_late(self, int64_t now_ns):
         """Begin the next step after a wait for it."""
+        self._advance_late(now_ns)
+
+    cdef void _advance_late(self, int64_t now_ns) noexcept nogil:
         self.wait_ns += now_ns - self.granted_ns
         self.granted_ns = now_ns
         self.awaits = False
-        self.publish()
+        self._publish()
 
-    cpdef void publish(self) noexcept:
+    def publish(self):
         """Let others see the tally."""
+        self._publish()
+
+    cdef void _publish(self) noexcept nogil:
         self._count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)

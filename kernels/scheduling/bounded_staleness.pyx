@@ -10,16 +10,16 @@ from fastps.kernels.scheduling.state cimport (
     RELEASE_NEXT_PUSH,
     WAITS_FOR_ALL,
     policy_t,
-    roster_fastest_clock,
-    roster_grant,
-    roster_grant_waiting,
-    roster_grant_within,
-    roster_slowest,
-    roster_slowest_clock,
-    roster_stop_waiting,
-    roster_wait,
-    roster_wait_in_bucket,
-    roster_workers,
+    state_fastest_clock,
+    state_grant,
+    state_grant_waiting,
+    state_grant_within,
+    state_slowest,
+    state_slowest_clock,
+    state_stop_waiting,
+    state_wait,
+    state_wait_in_bucket,
+    state_workers,
     scheduler_t,
     worker_t,
 )
@@ -31,8 +31,8 @@ cdef int64_t _controller(const scheduler_t *state, int32_t worker) noexcept nogi
     Line 8 asks for the pair (k, r) that minimizes |Sim_slowest[k] - Sim_p[r]|; for each r only the two k beside the crossing
     can be it, so r_max + 1 divisions do instead of (r_max + 1)^2 comparisons. Ties: the smallest r.
     """
-    cdef worker_t *p = &roster_workers(state)[worker]
-    cdef worker_t *slowest = &roster_workers(state)[roster_slowest(state)]
+    cdef worker_t *p = &state_workers(state)[worker]
+    cdef worker_t *slowest = &state_workers(state)[state_slowest(state)]
     cdef int64_t reach = state.policy.high - state.policy.low  # r_max
     cdef int64_t r, k, target, distance, interval_p, interval_slowest
     cdef int64_t best = -1, best_distance = 0
@@ -65,25 +65,25 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
     As printed, line 14 sends OK without taking from the credit that line 12 gave, so r* = 3 lets the worker begin four steps.
     """
     cdef const policy_t *policy = &state.policy
-    cdef worker_t *p = &roster_workers(state)[worker]
-    cdef int64_t gap = p.clock - roster_slowest_clock(state)
+    cdef worker_t *p = &state_workers(state)[worker]
+    cdef int64_t gap = p.clock - state_slowest_clock(state)
     cdef bint within = not policy.hard_bound or gap <= policy.high
     if p.credit > 0:
         if within:
             p.credit -= 1
-            roster_grant(state, worker)
+            state_grant(state, worker)
         else:
             _wait(state, worker, gap)
         return
     if gap <= policy.low:
-        roster_grant(state, worker)
+        state_grant(state, worker)
         return
-    if policy.high > policy.low and p.clock == roster_fastest_clock(state):
+    if policy.high > policy.low and p.clock == state_fastest_clock(state):
         p.credit = _controller(state, worker)
         if policy.hard_bound:
             p.credit = min(p.credit, max(<int64_t> 0, policy.high - gap))
         if p.credit > 0:
-            roster_grant(state, worker)
+            state_grant(state, worker)
             return
     _wait(state, worker, gap)
 
@@ -97,9 +97,9 @@ cdef inline int64_t _reach(const policy_t *policy) noexcept nogil:
 
 cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept nogil:
     if gap <= _reach(&state.policy):
-        roster_wait(state, worker)
+        state_wait(state, worker)
     else:
-        roster_wait_in_bucket(state, worker)
+        state_wait_in_bucket(state, worker)
 
 
 cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
@@ -110,11 +110,11 @@ cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
     to wait is not released by its own push.
     """
     cdef int64_t reach = _reach(&state.policy)
-    cdef bint keeps_pusher = pusher >= 0 and roster_workers(state)[pusher].waiting == WAITS_FOR_ALL
+    cdef bint keeps_pusher = pusher >= 0 and state_workers(state)[pusher].waiting == WAITS_FOR_ALL
     if keeps_pusher:
-        roster_stop_waiting(state, pusher)
-    roster_grant_waiting(state)
+        state_stop_waiting(state, pusher)
+    state_grant_waiting(state)
     if keeps_pusher:
-        roster_wait(state, pusher)
+        state_wait(state, pusher)
     if reach < INT64_MAX:
-        roster_grant_within(state, roster_slowest_clock(state) + reach)
+        state_grant_within(state, state_slowest_clock(state) + reach)

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.scheduling.state cimport FOLD_IN_ORDER, NEVER_NS, roster_workers, scheduler_t, worker_t
+from fastps.kernels.scheduling.state cimport FOLD_IN_ORDER, NEVER_NS, state_workers, scheduler_t, worker_t
 
 cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil
@@ -14,7 +14,7 @@ cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) no
 
 cdef inline bint round_robin_is_ready(const scheduler_t *state, int32_t worker) noexcept nogil:
     """It has asked to go on, and where pushes are folded in order, its own is folded."""
-    cdef const worker_t *w = &roster_workers(state)[worker]
+    cdef const worker_t *w = &state_workers(state)[worker]
     return w.waiting and (state.policy.fold != FOLD_IN_ORDER or w.kept == 0)
 
 

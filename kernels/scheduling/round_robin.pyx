@@ -14,12 +14,12 @@ from libc.string cimport memcpy
 from fastps.kernels.scheduling.state cimport (
     NO_BATCH,
     prefetch,
-    roster_add,
-    roster_equal_times,
-    roster_grant,
-    roster_iterations,
-    roster_touch,
-    roster_workers,
+    state_add,
+    state_equal_times,
+    state_grant,
+    state_iterations,
+    state_mark_dirty,
+    state_workers,
     scheduler_t,
     worker_t,
 )
@@ -32,20 +32,20 @@ cdef enum:
 
 cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil:
     """Begin to fetch what a push of `worker` will read here."""
-    cdef const worker_t *w = &roster_workers(state)[worker]
+    cdef const worker_t *w = &state_workers(state)[worker]
     prefetch(&w.cursor)
     prefetch(&w.relayed)
-    prefetch(tournament_match(roster_iterations(state), worker))
+    prefetch(tournament_match(state_iterations(state), worker))
     if state.policy.tune_batches:
         prefetch(&w.fit_n)
-        prefetch(tournament_match(roster_equal_times(state), worker))
+        prefetch(tournament_match(state_equal_times(state), worker))
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:
     """A push has come: learn from the time since its worker's grant. The first step has no grant to count from."""
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     cdef int64_t took_ns = state.now_ns - w.granted_ns
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
     if w.history == 0:
         w.base_batch = samples
         return
@@ -54,7 +54,7 @@ cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t sample
     else:
         w.measured = 1
         w.iteration_ns = took_ns
-    tournament_set(roster_iterations(state), worker, w.iteration_ns)
+    tournament_set(state_iterations(state), worker, w.iteration_ns)
     round_robin_space(state)
     if state.policy.tune_batches:
         _learn(state, worker, <double> samples, <double> took_ns)
@@ -62,7 +62,7 @@ cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t sample
 
 cdef void round_robin_space(scheduler_t *state) noexcept nogil:
     """The gap r T / N, when T or N may have changed."""
-    cdef int64_t slowest_ns = roster_iterations(state).most
+    cdef int64_t slowest_ns = state_iterations(state).most
     if slowest_ns != state.gap_slowest_ns or state.n_live != state.gap_n_live:
         state.gap_slowest_ns = slowest_ns
         state.gap_n_live = state.n_live
@@ -77,10 +77,10 @@ cdef void round_robin_grant(scheduler_t *state) noexcept nogil:
         if not round_robin_is_ready(state, worker) or state.now_ns < round_robin_next_ns(state):
             return
         if state.policy.tune_batches:
-            roster_workers(state)[worker].batch = _tuned_batch(state, worker)
-        roster_grant(state, worker)
+            state_workers(state)[worker].batch = _tuned_batch(state, worker)
+        state_grant(state, worker)
         state.last_grant_ns = state.now_ns
-        state.grant_next = roster_workers(state)[worker].next_live
+        state.grant_next = state_workers(state)[worker].next_live
 
 
 cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
@@ -90,7 +90,7 @@ cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) no
     its push is the next to be folded.
     """
     cdef bint is_only = round_robin_is_ready(state, state.fold_next)
-    roster_add(state, worker, clock, roster_workers(state)[state.grant_next].previous_live)
+    state_add(state, worker, clock, state_workers(state)[state.grant_next].previous_live)
     if is_only:
         state.fold_next = worker
 
@@ -114,7 +114,7 @@ cdef void _learn(scheduler_t *state, int32_t worker, double samples, double took
 
     The tournament compares whole numbers: doubles of at least 0 are in the order of their bits.
     """
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     cdef double equal_ns
     cdef int64_t bits
     w.fit_n += 1
@@ -126,15 +126,15 @@ cdef void _learn(scheduler_t *state, int32_t worker, double samples, double took
         _fit_line(w)
         equal_ns = max(<double> 0, w.line_constant + w.line_slope * <double> w.base_batch)
         memcpy(&bits, &equal_ns, sizeof(bits))
-        tournament_set(roster_equal_times(state), worker, bits)
+        tournament_set(state_equal_times(state), worker, bits)
 
 
 cdef int64_t _tuned_batch(const scheduler_t *state, int32_t worker) noexcept nogil:
     """The batch with which the worker takes as long as the slowest does with its first batch (section IV)."""
-    cdef const worker_t *w = &roster_workers(state)[worker]
+    cdef const worker_t *w = &state_workers(state)[worker]
     cdef double target_ns, batch
     if w.base_batch == NO_BATCH or w.fit_batch <= 0 or w.line_slope <= 0:
         return w.base_batch
-    memcpy(&target_ns, &roster_equal_times(state).most, sizeof(target_ns))
+    memcpy(&target_ns, &state_equal_times(state).most, sizeof(target_ns))
     batch = min((target_ns - w.line_constant) / w.line_slope, <double> (MOST_GROWTH * w.base_batch))
     return max(w.base_batch, <int64_t> batch)

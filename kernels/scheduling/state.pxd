@@ -1,7 +1,8 @@
-# The scheduler's state as plain C structs without pointers, for the scheduler, the store's holder and the simulator.
+# The scheduler's state as plain C structs without pointers, for the scheduler, the store's combiner and the simulator.
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.scheduling.tournament cimport tournament_begin, tournament_t
 
 cdef enum:
@@ -58,7 +59,7 @@ cdef struct policy_t:
 
 # Four cache lines, in the order of use: a push under most policies touches the first alone.
 cdef struct worker_t:
-    int64_t touched_at      # commit in which this struct last changed
+    int64_t dirty_at      # commit in which this struct last changed
     int64_t clock           # pushes received (t_p of DSSP's Algorithm 1)
     int64_t granted         # steps it may have begun
     int64_t granted_at      # commit in which it was last granted
@@ -100,7 +101,7 @@ cdef struct worker_t:
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.
 cdef struct link_t:
-    int64_t touched_at
+    int64_t dirty_at
     int32_t bucket          # the bucket of its clock
     int32_t next            # the bucket's workers in order of arrival
     int32_t previous
@@ -110,7 +111,7 @@ cdef struct link_t:
 
 # All workers of one clock. Buckets form a list in order of their clocks, so that the slowest and the fastest are at its ends.
 cdef struct bucket_t:
-    int64_t touched_at
+    int64_t dirty_at
     int64_t clock
     int32_t first
     int32_t last
@@ -151,98 +152,95 @@ cdef struct scheduler_t:
     int32_t first_waiting
     int32_t last_waiting
     int32_t n_waiting       # length of that list
-    int32_t n_touched_workers
-    int32_t n_touched_links
-    int32_t n_touched_buckets
+    int32_t n_dirty_workers
+    int32_t n_dirty_links
+    int32_t n_dirty_buckets
 
-cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil
-cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil
-cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
-cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil
-cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil
+cdef int64_t state_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil
+cdef int64_t state_size(int64_t n_workers) noexcept nogil
+cdef void state_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil
+cdef void state_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil
+cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil
 
-cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil
-cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_grant(scheduler_t *state, int32_t worker) noexcept nogil
-cdef void roster_grant_waiting(scheduler_t *state) noexcept nogil
-cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
+cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil
+cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_grant(scheduler_t *state, int32_t worker) noexcept nogil
+cdef void state_grant_waiting(scheduler_t *state) noexcept nogil
+cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil
 
 # -- where what lies, in line, for every decision asks for it many times ------------------------------
 
 cdef extern from * nogil:
     void prefetch "__builtin_prefetch"(const void *address)
 
-cdef extern from "base/failpoints.h" nogil:
-    void fps_plain_store()
 
-
-cdef inline worker_t *roster_workers(const scheduler_t *state) noexcept nogil:
+cdef inline worker_t *state_workers(const scheduler_t *state) noexcept nogil:
     return <worker_t *> (<char *> state + ((sizeof(scheduler_t) + 63) & ~63))
 
 
-cdef inline link_t *roster_links(const scheduler_t *state) noexcept nogil:
+cdef inline link_t *state_links(const scheduler_t *state) noexcept nogil:
     return <link_t *> (<char *> state + state.links_offset)
 
 
-cdef inline bucket_t *roster_buckets(const scheduler_t *state) noexcept nogil:
+cdef inline bucket_t *state_buckets(const scheduler_t *state) noexcept nogil:
     return <bucket_t *> (<char *> state + state.buckets_offset)
 
 
-cdef inline tournament_t *roster_iterations(const scheduler_t *state) noexcept nogil:
+cdef inline tournament_t *state_iterations(const scheduler_t *state) noexcept nogil:
     """GRANT_ROUND_ROBIN: iteration_ns of every live worker."""
     return <tournament_t *> (<char *> state + state.iterations_offset)
 
 
-cdef inline tournament_t *roster_equal_times(const scheduler_t *state) noexcept nogil:
+cdef inline tournament_t *state_equal_times(const scheduler_t *state) noexcept nogil:
     """GRANT_ROUND_ROBIN with tune_batches: the time that every live worker takes for its first batch."""
     return <tournament_t *> (<char *> state + state.equal_times_offset)
 
 
-cdef inline int32_t *roster_touched(const scheduler_t *state) noexcept nogil:
+cdef inline int32_t *state_dirty(const scheduler_t *state) noexcept nogil:
     """Workers that changed in this commit."""
     return <int32_t *> (<char *> state + state.lists_offset)
 
 
-cdef inline int32_t *roster_folds(const scheduler_t *state) noexcept nogil:
+cdef inline int32_t *state_folds(const scheduler_t *state) noexcept nogil:
     """The list that goes with ACTION_FOLD_LIST. An answer, not state: it is not copied."""
-    return roster_touched(state) + state.n_workers
+    return state_dirty(state) + state.n_workers
 
 
-cdef inline void roster_begin(scheduler_t *state) noexcept nogil:
+cdef inline void state_begin(scheduler_t *state) noexcept nogil:
     """Begin the changes of a new commit: nothing is touched yet."""
-    fps_plain_store()
+    FPS_FAILPOINT()
     state.sequence += 1
-    state.n_touched_workers = 0
-    state.n_touched_links = 0
-    state.n_touched_buckets = 0
+    state.n_dirty_workers = 0
+    state.n_dirty_links = 0
+    state.n_dirty_buckets = 0
     if state.policy.grant == GRANT_ROUND_ROBIN:
-        tournament_begin(roster_iterations(state))
-        tournament_begin(roster_equal_times(state))
+        tournament_begin(state_iterations(state))
+        tournament_begin(state_equal_times(state))
 
 
-cdef inline void roster_touch(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
-    if w.touched_at != state.sequence:
-        fps_plain_store()
-        w.touched_at = state.sequence
-        roster_touched(state)[state.n_touched_workers] = worker
-        state.n_touched_workers += 1
+cdef inline void state_mark_dirty(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef worker_t *w = &state_workers(state)[worker]
+    if w.dirty_at != state.sequence:
+        FPS_FAILPOINT()
+        w.dirty_at = state.sequence
+        state_dirty(state)[state.n_dirty_workers] = worker
+        state.n_dirty_workers += 1
 
 
-cdef inline int32_t roster_slowest(const scheduler_t *state) noexcept nogil:
+cdef inline int32_t state_slowest(const scheduler_t *state) noexcept nogil:
     """Fewest pushes, and of those the one that arrived there first; -1 when nobody is live."""
-    return roster_buckets(state)[state.first_bucket].first if state.first_bucket >= 0 else -1
+    return state_buckets(state)[state.first_bucket].first if state.first_bucket >= 0 else -1
 
 
-cdef inline int64_t roster_slowest_clock(const scheduler_t *state) noexcept nogil:
+cdef inline int64_t state_slowest_clock(const scheduler_t *state) noexcept nogil:
     """The fewest pushes of any live worker."""
-    return roster_buckets(state)[state.first_bucket].clock
+    return state_buckets(state)[state.first_bucket].clock
 
 
-cdef inline int64_t roster_fastest_clock(const scheduler_t *state) noexcept nogil:
+cdef inline int64_t state_fastest_clock(const scheduler_t *state) noexcept nogil:
     """The most pushes of any live worker."""
-    return roster_buckets(state)[state.last_bucket].clock
+    return state_buckets(state)[state.last_bucket].clock

@@ -13,15 +13,8 @@ What it refuses to know: why somebody waits or is granted (scheduler.pyx decides
 from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from fastps.kernels.scheduling.tournament cimport (
-    tournament_bytes,
-    tournament_catch_up,
-    tournament_initialise,
-    tournament_set,
-)
-
-cdef extern from "base/atomics.h" nogil:
-    void FPS_ASSERT(bint condition)
+from fastps.kernels.base.atomics cimport FPS_ASSERT
+from fastps.kernels.scheduling.tournament cimport tournament_bytes, tournament_catch_up, tournament_initialise, tournament_set
 
 
 # -- layout: the struct, worker_t[n], link_t[n], bucket_t[n + 1], two tournaments, and lists of int32:
@@ -31,7 +24,7 @@ cdef inline int64_t _padded(int64_t size) noexcept nogil:
     return (size + 63) & ~<int64_t>63
 
 
-cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
+cdef int64_t state_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
     """Write where what lies, and return the size of all."""
     state.links_offset = _padded(sizeof(scheduler_t)) + n_workers * <int64_t> sizeof(worker_t)
     state.buckets_offset = state.links_offset + _padded(n_workers * sizeof(link_t))
@@ -41,95 +34,95 @@ cdef int64_t roster_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogi
     return state.lists_offset + _padded((4 * n_workers + 1) * sizeof(int32_t))
 
 
-cdef int64_t roster_bytes(int64_t n_workers) noexcept nogil:
+cdef int64_t state_size(int64_t n_workers) noexcept nogil:
     cdef scheduler_t state
-    return roster_lay_out(&state, n_workers)
+    return state_lay_out(&state, n_workers)
 
 
-cdef inline int32_t *_touched_links(const scheduler_t *state) noexcept nogil:
-    return roster_touched(state) + 2 * state.n_workers
+cdef inline int32_t *_dirty_links(const scheduler_t *state) noexcept nogil:
+    return state_dirty(state) + 2 * state.n_workers
 
 
-cdef inline int32_t *_touched_buckets(const scheduler_t *state) noexcept nogil:
-    return roster_touched(state) + 3 * state.n_workers
+cdef inline int32_t *_dirty_buckets(const scheduler_t *state) noexcept nogil:
+    return state_dirty(state) + 3 * state.n_workers
 
 
 # -- copies: what changed is written down, so that the other copy can follow without reading everything
 
-cdef inline void _touch_link(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef link_t *link = &roster_links(state)[worker]
-    if link.touched_at != state.sequence:
-        fps_plain_store()
-        link.touched_at = state.sequence
-        _touched_links(state)[state.n_touched_links] = worker
-        state.n_touched_links += 1
+cdef inline void _mark_link_dirty(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef link_t *link = &state_links(state)[worker]
+    if link.dirty_at != state.sequence:
+        FPS_FAILPOINT()
+        link.dirty_at = state.sequence
+        _dirty_links(state)[state.n_dirty_links] = worker
+        state.n_dirty_links += 1
 
 
-cdef inline void _touch_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
-    cdef bucket_t *b = &roster_buckets(state)[bucket]
-    if b.touched_at != state.sequence:
-        fps_plain_store()
-        b.touched_at = state.sequence
-        _touched_buckets(state)[state.n_touched_buckets] = bucket
-        state.n_touched_buckets += 1
+cdef inline void _mark_bucket_dirty(scheduler_t *state, int32_t bucket) noexcept nogil:
+    cdef bucket_t *b = &state_buckets(state)[bucket]
+    if b.dirty_at != state.sequence:
+        FPS_FAILPOINT()
+        b.dirty_at = state.sequence
+        _dirty_buckets(state)[state.n_dirty_buckets] = bucket
+        state.n_dirty_buckets += 1
 
 
-cdef void roster_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
-    """Everything: after a holder died, or gave up, the inactive copy may hold anything."""
-    fps_plain_store()
-    memcpy(target, source, roster_bytes(source.n_workers))
+cdef void state_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
+    """Everything: after a combiner died, or gave up, the inactive copy may hold anything."""
+    FPS_FAILPOINT()
+    memcpy(target, source, state_size(source.n_workers))
 
 
-cdef void roster_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil:
+cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcept nogil:
     """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
     cdef int32_t i, index
-    FPS_ASSERT(target.sequence <= source.sequence + 1)  # one more where a holder began and found nothing to do
-    fps_plain_store()
+    FPS_ASSERT(target.sequence <= source.sequence + 1)  # one more where a combiner began and found nothing to do
+    FPS_FAILPOINT()
     memcpy(target, source, sizeof(scheduler_t))
-    for i in range(source.n_touched_workers):
-        index = roster_touched(source)[i]
-        fps_plain_store()
-        roster_workers(target)[index] = roster_workers(source)[index]
-    for i in range(source.n_touched_links):
-        index = _touched_links(source)[i]
-        fps_plain_store()
-        roster_links(target)[index] = roster_links(source)[index]
-    for i in range(source.n_touched_buckets):
-        index = _touched_buckets(source)[i]
-        fps_plain_store()
-        roster_buckets(target)[index] = roster_buckets(source)[index]
+    for i in range(source.n_dirty_workers):
+        index = state_dirty(source)[i]
+        FPS_FAILPOINT()
+        state_workers(target)[index] = state_workers(source)[index]
+    for i in range(source.n_dirty_links):
+        index = _dirty_links(source)[i]
+        FPS_FAILPOINT()
+        state_links(target)[index] = state_links(source)[index]
+    for i in range(source.n_dirty_buckets):
+        index = _dirty_buckets(source)[i]
+        FPS_FAILPOINT()
+        state_buckets(target)[index] = state_buckets(source)[index]
     if source.policy.grant == GRANT_ROUND_ROBIN:
-        tournament_catch_up(roster_iterations(target), roster_iterations(source))
-        tournament_catch_up(roster_equal_times(target), roster_equal_times(source))
+        tournament_catch_up(state_iterations(target), state_iterations(source))
+        tournament_catch_up(state_equal_times(target), state_equal_times(source))
 
 
-cdef void roster_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil:
+cdef void state_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil:
     """All workers live, at clock 0, and granted their first step."""
     cdef int32_t i
-    memset(state, 0, roster_bytes(n_workers))
-    roster_lay_out(state, n_workers)
+    memset(state, 0, state_size(n_workers))
+    state_lay_out(state, n_workers)
     state.n_workers = n_workers
     state.n_live = n_workers
     state.policy = policy[0]
     state.sequence = 1
     state.frontier = state.first_waiting = state.last_waiting = -1
     state.quorum_due_ns = state.last_grant_ns = NEVER_NS
-    tournament_initialise(roster_iterations(state), n_workers)
-    tournament_initialise(roster_equal_times(state), n_workers)
+    tournament_initialise(state_iterations(state), n_workers)
+    tournament_initialise(state_equal_times(state), n_workers)
     for i in range(n_workers + 1):
-        roster_buckets(state)[i].next = i + 1 if i < n_workers else -1
-        roster_buckets(state)[i].first = roster_buckets(state)[i].last = -1
-        roster_buckets(state)[i].first_waiting = roster_buckets(state)[i].last_waiting = -1
+        state_buckets(state)[i].next = i + 1 if i < n_workers else -1
+        state_buckets(state)[i].first = state_buckets(state)[i].last = -1
+        state_buckets(state)[i].first_waiting = state_buckets(state)[i].last_waiting = -1
     state.free_bucket = 1
     state.first_bucket = state.last_bucket = 0
-    roster_buckets(state)[0].next = roster_buckets(state)[0].previous = -1
+    state_buckets(state)[0].next = state_buckets(state)[0].previous = -1
     for i in range(n_workers):
         _initialise_worker(state, i)
         _append(state, 0, i)
 
 
 cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     cdef int64_t groups = state.policy.groups
     w.live = 1
     w.granted = 1
@@ -137,82 +130,82 @@ cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
     w.next_live = worker + 1 if worker + 1 < state.n_workers else 0
     w.previous_live = worker - 1 if worker > 0 else state.n_workers - 1
     w.leaf_first = -1
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
     if groups:
         # Leaves hold workers in runs of equal length, as far as the numbers allow.
         w.leader = <int32_t> ((worker * groups // state.n_workers * state.n_workers + groups - 1) // groups)
-        roster_workers(state)[w.leader].leaf_live += 1
-        roster_workers(state)[w.leader].leaf_end = worker + 1
+        state_workers(state)[w.leader].leaf_live += 1
+        state_workers(state)[w.leader].leaf_end = worker + 1
 
 
 # -- buckets ---------------------------------------------------------------------------------------
 
 cdef inline void _append(scheduler_t *state, int32_t bucket, int32_t worker) noexcept nogil:
     """Hang the worker behind all others of its clock: order of arrival."""
-    cdef bucket_t *b = &roster_buckets(state)[bucket]
-    cdef link_t *link = &roster_links(state)[worker]
+    cdef bucket_t *b = &state_buckets(state)[bucket]
+    cdef link_t *link = &state_links(state)[worker]
     link.bucket = bucket
     link.next = -1
     link.previous = b.last
     if b.last >= 0:
-        roster_links(state)[b.last].next = worker
-        _touch_link(state, b.last)
+        state_links(state)[b.last].next = worker
+        _mark_link_dirty(state, b.last)
     else:
         b.first = worker
     b.last = worker
-    _touch_link(state, worker)
-    _touch_bucket(state, bucket)
+    _mark_link_dirty(state, worker)
+    _mark_bucket_dirty(state, bucket)
 
 
 cdef inline void _take_out(scheduler_t *state, int32_t worker) noexcept nogil:
     """Take the worker out of its bucket, and the bucket out of the list when nobody is left in it."""
-    cdef link_t *link = &roster_links(state)[worker]
-    cdef bucket_t *b = &roster_buckets(state)[link.bucket]
+    cdef link_t *link = &state_links(state)[worker]
+    cdef bucket_t *b = &state_buckets(state)[link.bucket]
     if link.previous >= 0:
-        roster_links(state)[link.previous].next = link.next
-        _touch_link(state, link.previous)
+        state_links(state)[link.previous].next = link.next
+        _mark_link_dirty(state, link.previous)
     else:
         b.first = link.next
     if link.next >= 0:
-        roster_links(state)[link.next].previous = link.previous
-        _touch_link(state, link.next)
+        state_links(state)[link.next].previous = link.previous
+        _mark_link_dirty(state, link.next)
     else:
         b.last = link.previous
-    _touch_link(state, worker)
-    _touch_bucket(state, link.bucket)
+    _mark_link_dirty(state, worker)
+    _mark_bucket_dirty(state, link.bucket)
     if b.first < 0:
         _unlink_bucket(state, link.bucket)
 
 
-cdef void roster_remove(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
     """A live worker lives no more: out of its bucket, its leaf, the order, and what is the greatest of the live."""
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     _take_out(state, worker)
     w.live = 0
     state.n_live -= 1
-    roster_workers(state)[w.previous_live].next_live = w.next_live
-    roster_workers(state)[w.next_live].previous_live = w.previous_live
+    state_workers(state)[w.previous_live].next_live = w.next_live
+    state_workers(state)[w.next_live].previous_live = w.previous_live
     if state.fold_next == worker:
         state.fold_next = w.next_live
     if state.grant_next == worker:
         state.grant_next = w.next_live
-    roster_touch(state, worker)
-    roster_touch(state, w.previous_live)
-    roster_touch(state, w.next_live)
+    state_mark_dirty(state, worker)
+    state_mark_dirty(state, w.previous_live)
+    state_mark_dirty(state, w.next_live)
     if state.policy.groups:
-        roster_workers(state)[w.leader].leaf_live -= 1
-        roster_touch(state, w.leader)
+        state_workers(state)[w.leader].leaf_live -= 1
+        state_mark_dirty(state, w.leader)
     if state.policy.grant == GRANT_ROUND_ROBIN:
-        tournament_set(roster_iterations(state), worker, 0)
-        tournament_set(roster_equal_times(state), worker, 0)
+        tournament_set(state_iterations(state), worker, 0)
+        tournament_set(state_equal_times(state), worker, 0)
 
 
-cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil:
-    """A worker lives again, or for the first time, at this clock: the opposite of roster_remove. It waits for nothing.
+cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil:
+    """A worker lives again, or for the first time, at this clock: the opposite of state_remove. It waits for nothing.
 
     `before`: the live worker that it follows in the order of all; -1: the one with the next lower number.
     """
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     _append(state, _bucket_of(state, clock), worker)
     w.live = 1
     w.clock = clock
@@ -221,35 +214,35 @@ cdef void roster_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t 
     else:
         if before < 0:
             before = worker - 1 if worker > 0 else state.n_workers - 1
-            while before == worker or not roster_workers(state)[before].live:
+            while before == worker or not state_workers(state)[before].live:
                 before = before - 1 if before > 0 else state.n_workers - 1
         w.previous_live = before
-        w.next_live = roster_workers(state)[before].next_live
-        roster_workers(state)[before].next_live = worker
-        roster_workers(state)[w.next_live].previous_live = worker
-        roster_touch(state, before)
-        roster_touch(state, w.next_live)
+        w.next_live = state_workers(state)[before].next_live
+        state_workers(state)[before].next_live = worker
+        state_workers(state)[w.next_live].previous_live = worker
+        state_mark_dirty(state, before)
+        state_mark_dirty(state, w.next_live)
     state.n_live += 1
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
     if state.policy.groups:
-        roster_workers(state)[w.leader].leaf_live += 1
-        roster_touch(state, w.leader)
+        state_workers(state)[w.leader].leaf_live += 1
+        state_mark_dirty(state, w.leader)
 
 
 cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
     """The bucket of any clock; made, at its place in the order, if it is not there."""
     cdef int32_t following = state.first_bucket, before = -1, index
     cdef bucket_t *made
-    while following >= 0 and roster_buckets(state)[following].clock < clock:
+    while following >= 0 and state_buckets(state)[following].clock < clock:
         before = following
-        following = roster_buckets(state)[following].next
-    if following >= 0 and roster_buckets(state)[following].clock == clock:
+        following = state_buckets(state)[following].next
+    if following >= 0 and state_buckets(state)[following].clock == clock:
         return following
     if before >= 0:
         return _bucket_after(state, before, clock)
     index = state.free_bucket
     FPS_ASSERT(index >= 0)
-    made = &roster_buckets(state)[index]
+    made = &state_buckets(state)[index]
     state.free_bucket = made.next
     made.clock = clock
     made.first = made.last = made.first_waiting = made.last_waiting = -1
@@ -257,27 +250,27 @@ cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
     made.previous = -1
     made.next = following
     if following >= 0:
-        roster_buckets(state)[following].previous = index
-        _touch_bucket(state, following)
+        state_buckets(state)[following].previous = index
+        _mark_bucket_dirty(state, following)
     else:
         state.last_bucket = index
     state.first_bucket = index
     # The slowest clock is lower than it was: buckets that the frontier has passed may get workers that wait in them again.
     state.frontier = -1
-    _touch_bucket(state, index)
+    _mark_bucket_dirty(state, index)
     return index
 
 
 cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nogil:
-    cdef bucket_t *b = &roster_buckets(state)[bucket]
+    cdef bucket_t *b = &state_buckets(state)[bucket]
     if b.previous >= 0:
-        roster_buckets(state)[b.previous].next = b.next
-        _touch_bucket(state, b.previous)
+        state_buckets(state)[b.previous].next = b.next
+        _mark_bucket_dirty(state, b.previous)
     else:
         state.first_bucket = b.next
     if b.next >= 0:
-        roster_buckets(state)[b.next].previous = b.previous
-        _touch_bucket(state, b.next)
+        state_buckets(state)[b.next].previous = b.previous
+        _mark_bucket_dirty(state, b.next)
     else:
         state.last_bucket = b.previous
     if state.frontier == bucket:
@@ -288,115 +281,115 @@ cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nog
 
 cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
     """The bucket of `clock`, which is more than `bucket`'s and at most its next's; made if it is not there."""
-    cdef bucket_t *b = &roster_buckets(state)[bucket]
+    cdef bucket_t *b = &state_buckets(state)[bucket]
     cdef bucket_t *made
     cdef int32_t index
-    if b.next >= 0 and roster_buckets(state)[b.next].clock == clock:
+    if b.next >= 0 and state_buckets(state)[b.next].clock == clock:
         return b.next
     index = state.free_bucket
     FPS_ASSERT(index >= 0)
-    made = &roster_buckets(state)[index]
+    made = &state_buckets(state)[index]
     state.free_bucket = made.next
     made.clock = clock
     made.first = made.last = made.first_waiting = made.last_waiting = -1
     made.next = b.next
     made.previous = bucket
     if b.next >= 0:
-        roster_buckets(state)[b.next].previous = index
-        _touch_bucket(state, b.next)
+        state_buckets(state)[b.next].previous = index
+        _mark_bucket_dirty(state, b.next)
     else:
         state.last_bucket = index
     b.next = index
-    _touch_bucket(state, bucket)
-    _touch_bucket(state, index)
+    _mark_bucket_dirty(state, bucket)
+    _mark_bucket_dirty(state, index)
     return index
 
 
-cdef void roster_advance(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef void state_advance(scheduler_t *state, int32_t worker) noexcept nogil:
     """Count one push of the worker: t_p <- t_p + 1 (Algorithm 1, line 1). It waits in no bucket."""
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     cdef int32_t target
     w.clock += 1
-    target = _bucket_after(state, roster_links(state)[worker].bucket, w.clock)
+    target = _bucket_after(state, state_links(state)[worker].bucket, w.clock)
     _take_out(state, worker)
     _append(state, target, worker)
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
 
 
 # -- waiting and grants ----------------------------------------------------------------------------
 
 cdef inline void _enqueue(
         scheduler_t *state, int32_t *first, int32_t *last, int32_t worker, int8_t waits) noexcept nogil:
-    cdef link_t *link = &roster_links(state)[worker]
+    cdef link_t *link = &state_links(state)[worker]
     link.next_waiting = -1
     link.previous_waiting = last[0]
     if last[0] >= 0:
-        roster_links(state)[last[0]].next_waiting = worker
-        _touch_link(state, last[0])
+        state_links(state)[last[0]].next_waiting = worker
+        _mark_link_dirty(state, last[0])
     else:
         first[0] = worker
     last[0] = worker
-    roster_workers(state)[worker].waiting = waits
-    _touch_link(state, worker)
-    roster_touch(state, worker)
+    state_workers(state)[worker].waiting = waits
+    _mark_link_dirty(state, worker)
+    state_mark_dirty(state, worker)
 
 
-cdef void roster_wait(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil:
     """Wait in the list of all."""
-    if not roster_workers(state)[worker].waiting:
+    if not state_workers(state)[worker].waiting:
         _enqueue(state, &state.first_waiting, &state.last_waiting, worker, WAITS_FOR_ALL)
         state.n_waiting += 1
 
 
-cdef void roster_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil:
     """Wait, behind the frontier, until the slowest clock brings it to the worker's bucket."""
-    cdef int32_t bucket = roster_links(state)[worker].bucket
-    cdef bucket_t *b = &roster_buckets(state)[bucket]
+    cdef int32_t bucket = state_links(state)[worker].bucket
+    cdef bucket_t *b = &state_buckets(state)[bucket]
     b.n_waiting += 1
     _enqueue(state, &b.first_waiting, &b.last_waiting, worker, WAITS_IN_BUCKET)
-    _touch_bucket(state, bucket)
+    _mark_bucket_dirty(state, bucket)
 
 
-cdef void roster_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
-    cdef link_t *link = &roster_links(state)[worker]
+cdef void state_stop_waiting(scheduler_t *state, int32_t worker) noexcept nogil:
+    cdef worker_t *w = &state_workers(state)[worker]
+    cdef link_t *link = &state_links(state)[worker]
     cdef int32_t *first = &state.first_waiting
     cdef int32_t *last = &state.last_waiting
     if not w.waiting:
         return
     if w.waiting == WAITS_IN_BUCKET:
-        first = &roster_buckets(state)[link.bucket].first_waiting
-        last = &roster_buckets(state)[link.bucket].last_waiting
-        roster_buckets(state)[link.bucket].n_waiting -= 1
-        _touch_bucket(state, link.bucket)
+        first = &state_buckets(state)[link.bucket].first_waiting
+        last = &state_buckets(state)[link.bucket].last_waiting
+        state_buckets(state)[link.bucket].n_waiting -= 1
+        _mark_bucket_dirty(state, link.bucket)
     else:
         state.n_waiting -= 1
     w.waiting = 0
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
     if link.previous_waiting >= 0:
-        roster_links(state)[link.previous_waiting].next_waiting = link.next_waiting
-        _touch_link(state, link.previous_waiting)
+        state_links(state)[link.previous_waiting].next_waiting = link.next_waiting
+        _mark_link_dirty(state, link.previous_waiting)
     else:
         first[0] = link.next_waiting
     if link.next_waiting >= 0:
-        roster_links(state)[link.next_waiting].previous_waiting = link.previous_waiting
-        _touch_link(state, link.next_waiting)
+        state_links(state)[link.next_waiting].previous_waiting = link.previous_waiting
+        _mark_link_dirty(state, link.next_waiting)
     else:
         last[0] = link.previous_waiting
 
 
 cdef inline void _grant(scheduler_t *state, int32_t worker) noexcept nogil:
-    cdef worker_t *w = &roster_workers(state)[worker]
+    cdef worker_t *w = &state_workers(state)[worker]
     w.granted = w.clock + 1
     w.granted_at = state.sequence
     if state.policy.grant == GRANT_ROUND_ROBIN:
         w.granted_ns = state.now_ns
-    roster_touch(state, worker)
+    state_mark_dirty(state, worker)
 
 
-cdef void roster_grant(scheduler_t *state, int32_t worker) noexcept nogil:
+cdef void state_grant(scheduler_t *state, int32_t worker) noexcept nogil:
     """Send OK: the worker may begin the step after those it has pushed."""
-    roster_stop_waiting(state, worker)
+    state_stop_waiting(state, worker)
     _grant(state, worker)
 
 
@@ -410,40 +403,40 @@ cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8
     cdef worker_t *w
     if n_waiting * <int64_t> MOSTLY < state.n_workers:
         while worker >= 0:
-            following = roster_links(state)[worker].next_waiting
+            following = state_links(state)[worker].next_waiting
             if following >= 0:
-                prefetch(&roster_links(state)[following])
-                prefetch(&roster_workers(state)[following])
-            roster_workers(state)[worker].waiting = 0
+                prefetch(&state_links(state)[following])
+                prefetch(&state_workers(state)[following])
+            state_workers(state)[worker].waiting = 0
             _grant(state, worker)
             worker = following
         return
     for worker in range(state.n_workers):
-        w = &roster_workers(state)[worker]
+        w = &state_workers(state)[worker]
         if w.waiting == waits and (clock < 0 or w.clock == clock):
             w.waiting = 0
             _grant(state, worker)
 
 
-cdef void roster_grant_waiting(scheduler_t *state) noexcept nogil:
+cdef void state_grant_waiting(scheduler_t *state) noexcept nogil:
     """Grant all who wait in the list of all."""
     _grant_list(state, state.first_waiting, state.n_waiting, WAITS_FOR_ALL, -1)
     state.first_waiting = state.last_waiting = -1
     state.n_waiting = 0
 
 
-cdef void roster_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
+cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
     """Move the frontier over all buckets up to this clock, and grant those who wait in them."""
     cdef int32_t bucket
     cdef bucket_t *b
     while True:
-        bucket = roster_buckets(state)[state.frontier].next if state.frontier >= 0 else state.first_bucket
-        if bucket < 0 or roster_buckets(state)[bucket].clock > clock:
+        bucket = state_buckets(state)[state.frontier].next if state.frontier >= 0 else state.first_bucket
+        if bucket < 0 or state_buckets(state)[bucket].clock > clock:
             return
         state.frontier = bucket
-        b = &roster_buckets(state)[bucket]
+        b = &state_buckets(state)[bucket]
         if b.n_waiting:
             _grant_list(state, b.first_waiting, b.n_waiting, WAITS_IN_BUCKET, b.clock)
             b.first_waiting = b.last_waiting = -1
             b.n_waiting = 0
-            _touch_bucket(state, bucket)
+            _mark_bucket_dirty(state, bucket)

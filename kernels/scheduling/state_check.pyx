@@ -1,7 +1,7 @@
 """Whether a roster that lies in shared memory can be walked: every index is in range, and every list ends.
 
 The roster (roster.pyx) trusts its links: an index out of range would be a store anywhere, a ring of links a loop without end.
-In the arena any process of the job may have written over it, so the holder of a turn (holder.pyx) asks here first, once a turn,
+In the arena any process of the job may have written over it, so the combiner (combiner.pyx) asks here first, once a shard lock,
 which reads all lanes anyway. What it refuses to be: a checksum, for numbers that only count are left alone; or a lock,
 for a process that writes while the state is being used is not found.
 """
@@ -17,13 +17,13 @@ from fastps.kernels.scheduling.state cimport (
     WAITS_IN_BUCKET,
     bucket_t,
     link_t,
-    roster_buckets,
-    roster_equal_times,
-    roster_iterations,
-    roster_lay_out,
-    roster_links,
-    roster_touched,
-    roster_workers,
+    state_buckets,
+    state_equal_times,
+    state_iterations,
+    state_lay_out,
+    state_links,
+    state_dirty,
+    state_workers,
     scheduler_t,
     worker_t,
 )
@@ -49,29 +49,29 @@ cdef inline size_t _fixed_bytes(const scheduler_t *state) noexcept nogil:
     return <const char *> &state.version - <const char *> state
 
 
-cdef void roster_remember(scheduler_t *expected, const scheduler_t *state, int32_t n_workers) noexcept nogil:
+cdef void state_remember(scheduler_t *expected, const scheduler_t *state, int32_t n_workers) noexcept nogil:
     """Keep a state's policy, which the caller then checks, and where everything lies by the number of workers."""
     memcpy(expected, state, _fixed_bytes(state))
     expected.n_workers = n_workers
-    roster_lay_out(expected, n_workers)
+    state_lay_out(expected, n_workers)
 
 
-cdef bint roster_can_be_followed(const scheduler_t *state, const scheduler_t *expected) noexcept nogil:
-    """Whether roster_copy and roster_catch_up of this state stay within it."""
+cdef bint state_can_be_followed(const scheduler_t *state, const scheduler_t *expected) noexcept nogil:
+    """Whether state_copy and state_catch_up of this state stay within it."""
     cdef int32_t n = expected.n_workers
     if memcmp(state, expected, _fixed_bytes(state)) != 0 or state.n_workers != n:
         return False
-    if not (_is_index(state.n_touched_workers, n + 1) and _is_index(state.n_touched_links, n + 1)
-            and _is_index(state.n_touched_buckets, n + 2)):
+    if not (_is_index(state.n_dirty_workers, n + 1) and _is_index(state.n_dirty_links, n + 1)
+            and _is_index(state.n_dirty_buckets, n + 2)):
         return False
     # Behind the list of touched workers lies that of folds, an answer; then links' and buckets'.
-    if not (_are_indices(roster_touched(state), state.n_touched_workers, n)
-            and _are_indices(roster_touched(state) + 2 * n, state.n_touched_links, n)
-            and _are_indices(roster_touched(state) + 3 * n, state.n_touched_buckets, n + 1)):
+    if not (_are_indices(state_dirty(state), state.n_dirty_workers, n)
+            and _are_indices(state_dirty(state) + 2 * n, state.n_dirty_links, n)
+            and _are_indices(state_dirty(state) + 3 * n, state.n_dirty_buckets, n + 1)):
         return False
     return state.policy.grant != GRANT_ROUND_ROBIN or (
-        tournament_can_be_followed(roster_iterations(state), n)
-        and tournament_can_be_followed(roster_equal_times(state), n))
+        tournament_can_be_followed(state_iterations(state), n)
+        and tournament_can_be_followed(state_equal_times(state), n))
 
 
 cdef bint _are_indices(const int32_t *numbers, int32_t count, int32_t end) noexcept nogil:
@@ -84,7 +84,7 @@ cdef bint _are_indices(const int32_t *numbers, int32_t count, int32_t end) noexc
 
 # -- what decisions walk -----------------------------------------------------------------------------
 
-cdef bint roster_can_be_walked(const scheduler_t *state, int64_t most_kept) noexcept nogil:
+cdef bint state_can_be_walked(const scheduler_t *state, int64_t most_kept) noexcept nogil:
     """Whether every decision on this state, which could be followed, ends and stays within it.
 
     most_kept: descriptors of a lane that the scheduler has seen and that are not done with, at most.
@@ -98,7 +98,7 @@ cdef bint roster_can_be_walked(const scheduler_t *state, int64_t most_kept) noex
 
 cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_t *waiting_for_all,
                              int64_t *waiting_in_buckets) noexcept nogil:
-    cdef const worker_t *workers = roster_workers(state)
+    cdef const worker_t *workers = state_workers(state)
     cdef const worker_t *w
     cdef int32_t worker, n = state.n_workers, live = 0, arrived = 0
     for worker in range(n):
@@ -127,7 +127,7 @@ cdef bint _are_workers_sound(const scheduler_t *state, int64_t most_kept, int64_
 
 cdef bint _is_leaf_sound(const scheduler_t *state, int32_t worker) noexcept nogil:
     """A worker's leader, and if it is one itself its leaf: a run of workers, and a list of some of them."""
-    cdef const worker_t *workers = roster_workers(state)
+    cdef const worker_t *workers = state_workers(state)
     cdef const worker_t *w = &workers[worker]
     cdef int32_t kept = w.leaf_first, count = 0
     if not _is_index(w.leader, state.n_workers) or not _is_index(w.leaf_end, state.n_workers + 1):
@@ -142,7 +142,7 @@ cdef bint _is_leaf_sound(const scheduler_t *state, int32_t worker) noexcept nogi
 
 cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept nogil:
     """The buckets in use, in order of their clocks, with who is in them; then the free ones. Together they are all."""
-    cdef const bucket_t *buckets = roster_buckets(state)
+    cdef const bucket_t *buckets = state_buckets(state)
     cdef const bucket_t *b
     cdef int32_t bucket = state.first_bucket, before = -1, n_buckets = state.n_workers + 1, used = 0, count = 0
     cdef int64_t live = 0, found
@@ -174,15 +174,15 @@ cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept
 
 cdef int32_t _count_members(const scheduler_t *state, int32_t bucket) noexcept nogil:
     """How many workers are in a bucket, or _NO_LIST."""
-    cdef const bucket_t *b = &roster_buckets(state)[bucket]
+    cdef const bucket_t *b = &state_buckets(state)[bucket]
     cdef const link_t *link
     cdef const worker_t *w
     cdef int32_t worker = b.first, before = -1, count = 0
     while worker != -1:
         if not _is_index(worker, state.n_workers) or count == state.n_workers:
             return _NO_LIST
-        link = &roster_links(state)[worker]
-        w = &roster_workers(state)[worker]
+        link = &state_links(state)[worker]
+        w = &state_workers(state)[worker]
         if link.bucket != bucket or link.previous != before or not w.live or w.clock != b.clock:
             return _NO_LIST
         count += 1
@@ -199,8 +199,8 @@ cdef int64_t _count_waiting(const scheduler_t *state, int32_t first, int32_t las
     while worker != -1:
         if not _is_index(worker, state.n_workers) or count == state.n_workers:
             return _NO_LIST
-        link = &roster_links(state)[worker]
-        if roster_workers(state)[worker].waiting != waits or link.previous_waiting != before:
+        link = &state_links(state)[worker]
+        if state_workers(state)[worker].waiting != waits or link.previous_waiting != before:
             return _NO_LIST
         count += 1
         before = worker

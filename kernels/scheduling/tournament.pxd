@@ -3,12 +3,12 @@
 from libc.stdint cimport int32_t, int64_t
 
 cdef enum:
-    TOURNAMENT_FAN = 7      # with touched_at, a match fills a cache line
+    TOURNAMENT_FAN = 7      # with dirty_at, a match fills a cache line
     TOURNAMENT_LEVELS = 12  # enough for any int32 number of entries
 
 # The entries of a match are numbers, or the winners of the matches below it.
 cdef struct match_t:
-    int64_t touched_at      # commit in which it last changed
+    int64_t dirty_at      # commit in which it last changed
     int64_t values[TOURNAMENT_FAN]
 
 cdef struct tournament_t:
@@ -16,7 +16,7 @@ cdef struct tournament_t:
     int64_t sequence        # commits so far
     int32_t n_matches
     int32_t n_levels
-    int32_t n_touched
+    int32_t n_dirty
     int32_t begins[TOURNAMENT_LEVELS]  # the first match of each level; level 0 holds the numbers
 
 cdef int64_t tournament_bytes(int64_t n_entries) noexcept nogil
@@ -43,4 +43,4 @@ cdef inline match_t *tournament_match(const tournament_t *tournament, int32_t en
 cdef inline void tournament_begin(tournament_t *tournament) noexcept nogil:
     """Begin the changes of a new commit: nothing is touched yet."""
     tournament.sequence += 1
-    tournament.n_touched = 0
+    tournament.n_dirty = 0

@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 
-cdef inline int32_t *_touched(const tournament_t *tournament) noexcept nogil:
+cdef inline int32_t *_dirty(const tournament_t *tournament) noexcept nogil:
     return <int32_t *> (tournament_matches(tournament) + tournament.n_matches)
 
 
@@ -59,10 +59,10 @@ cdef void tournament_set(tournament_t *tournament, int32_t entry, int64_t value)
         before = match.values[entry % TOURNAMENT_FAN]
         if before == value:
             return
-        if match.touched_at != tournament.sequence:
-            match.touched_at = tournament.sequence
-            _touched(tournament)[tournament.n_touched] = index
-            tournament.n_touched += 1
+        if match.dirty_at != tournament.sequence:
+            match.dirty_at = tournament.sequence
+            _dirty(tournament)[tournament.n_dirty] = index
+            tournament.n_dirty += 1
         match.values[entry % TOURNAMENT_FAN] = value
         entry = entry // TOURNAMENT_FAN
         winner = tournament.most
@@ -80,8 +80,8 @@ cdef void tournament_catch_up(tournament_t *target, const tournament_t *source) 
     """Bring `target`, which is one commit behind, up to `source`. Idempotent: values are copied, not added."""
     cdef int32_t i, index
     memcpy(target, source, sizeof(tournament_t))
-    for i in range(source.n_touched):
-        index = _touched(source)[i]
+    for i in range(source.n_dirty):
+        index = _dirty(source)[i]
         tournament_matches(target)[index] = tournament_matches(source)[index]
 
 
@@ -97,9 +97,9 @@ cdef bint tournament_can_be_followed(const tournament_t *source, int64_t n_entri
         n_matches += n_entries
         if n_entries <= 1:
             break
-    if source.n_levels != level or source.n_matches != n_matches or not 0 <= source.n_touched <= n_matches:
+    if source.n_levels != level or source.n_matches != n_matches or not 0 <= source.n_dirty <= n_matches:
         return False
-    for i in range(source.n_touched):
-        if not 0 <= _touched(source)[i] < n_matches:
+    for i in range(source.n_dirty):
+        if not 0 <= _dirty(source)[i] < n_matches:
             return False
     return True

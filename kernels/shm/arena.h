@@ -6,12 +6,13 @@
 #ifndef FPS_ARENA_H
 #define FPS_ARENA_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
 #define FPS_ABI 7
 #define FPS_LINE 64
-#define FPS_MAX_LANES 1024     /* lane + 1 must fit the turn word's 16 bits; scratch arrays are this long */
+#define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
 #define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
 #define FPS_MAX_SHARDS 64
@@ -19,6 +20,9 @@
 #define FPS_MESSAGE_BYTES 448
 #define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
 #define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all that are staler */
+_Static_assert(FPS_MAX_LANES + 2 <= 0xffff, "lane + 1, the server's lane included, fits 16 bits of the shard lock and reader words");
+_Static_assert(FPS_MAX_BUFFERS <= 0x7f, "a buffer fits 7 bits of the commit word, and buffer + 1 fits 8 of the reader word");
+_Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping word");
 
 /* Kinds of descriptor. */
 #define FPS_PUSH 0  /* a gradient in a slot */
@@ -26,8 +30,8 @@
 #define FPS_LEAVE 2 /* the worker leaves in good order; its lane's last descriptor */
 
 /* What became of a push in a shard. */
-#define FPS_FATE_FOLDED 0
-#define FPS_FATE_DROPPED 1 /* it came too late: counted, and left out */
+#define FPS_OUTCOME_FOLDED 0
+#define FPS_OUTCOME_DROPPED 1 /* it came too late: counted, and left out */
 
 /* States of a lane. */
 #define FPS_LANE_FREE 0
@@ -35,8 +39,8 @@
 #define FPS_LANE_LEFT 2
 #define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
 #define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still takes turns: its death matters */
-#define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's holder retires it */
-#define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's holder has let it join */
+#define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's combiner retires it */
+#define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's combiner has let it join */
 #define FPS_LANE_SERVING 7 /* the server's lane: it takes turns and never pushes */
 
 /* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
@@ -58,11 +62,11 @@ typedef struct {
 } fps_descriptor;
 _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
 
-/* A lane's control words; its ring of descriptors follows, then its seat in each shard, then a ring of fates for each shard. */
+/* A lane's control words; its ring of descriptors follows, then its lane_shard in each shard, then a ring of fates for each shard. */
 typedef struct {
     uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
     uint8_t pad_tail[56];
-    /* Line of the holders. */
+    /* Line of the combiners. */
     uint32_t event; /* [EVENT] futex word: moves whenever a head or a grant of one of its seats does */
     uint8_t pad_event[60];
     /* Line of the worker. */
@@ -84,7 +88,7 @@ _Static_assert(sizeof(fps_lane) % FPS_LINE == 0, "the ring behind it starts on a
 
 /* A lane's words in one shard. */
 typedef struct {
-    /* Line of the shard's holder. All of it is derived from committed state, so the next holder can write it again. */
+    /* Line of the shard's combiner. All of it is derived from committed state, so the next combiner can write it again. */
     uint64_t head;   /* [HEAD] descriptors that this shard is done with */
     int64_t granted; /* [GRANT] steps that the worker may have begun, as far as this shard is concerned */
     int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
@@ -94,14 +98,14 @@ typedef struct {
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
     uint8_t pad_pin[48];
-    /* Line of the holder, for whoever looks: pushes that were rejected since they were not finite, and the last of them. */
+    /* Line of the combiner, for whoever looks: pushes that were rejected since they were not finite, and the last of them. */
     int64_t rejected, rejected_step, rejected_parameter;
     uint8_t pad_rejected[40];
-} fps_seat;
-_Static_assert(sizeof(fps_seat) == 3 * FPS_LINE, "holder and worker write lines of their own");
+} fps_lane_shard;
+_Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
 
-/* What became of one push in one shard, for a job that is recorded. The holder writes it before the commit that makes it true,
- * and whoever takes over from a dead holder decides again and writes it again; so it is true for every push that the seat's head
+/* What became of one push in one shard, for a job that is recorded. The combiner writes it before the commit that makes it true,
+ * and whoever takes over from a dead combiner decides again and writes it again; so it is true for every push that the lane_shard's head
  * has passed. Its lane's worker reads it then, and posts into the same place of its ring only afterwards. */
 typedef struct {
     uint64_t position; /* of the descriptor in its lane, from 1; any other number: this push was not recorded */
@@ -109,8 +113,8 @@ typedef struct {
     int64_t decided_ns;
     int32_t staleness; /* of a folded push */
     uint32_t kind;     /* FPS_FATE_* */
-} fps_fate;
-_Static_assert(sizeof(fps_fate) == FPS_LINE / 2, "two fates are a line");
+} fps_push_outcome;
+_Static_assert(sizeof(fps_push_outcome) == FPS_LINE / 2, "two fates are a line");
 
 /* What one commit publishes beside the weights; two of them, the commit word says which one is true. */
 typedef struct {
@@ -120,10 +124,10 @@ typedef struct {
     uint8_t pad[48];
 } fps_record;
 
-/* The words of a shard, which is a commit domain: what one flip publishes. */
+/* The words of a shard, which is a commit shard_header: what one flip publishes. */
 typedef struct {
-    uint64_t turn; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
-    uint8_t pad_turn[56];
+    uint64_t lock; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
+    uint8_t pad_lock[56];
     uint64_t commit; /* [COMMIT] (version : 40 | epoch : 16 | weights buffer : 7 | record : 1) */
     uint8_t pad_commit[56];
     fps_record records[2];
@@ -140,8 +144,8 @@ typedef struct {
     uint8_t pad_reader[56];
     uint64_t drawn; /* of shard 0: samples that all workers have drawn from the shared order of them */
     uint8_t pad_drawn[56];
-} fps_domain;
-_Static_assert(sizeof(fps_domain) == 8 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+} fps_shard_header;
+_Static_assert(sizeof(fps_shard_header) == 8 * FPS_LINE, "turn, commit and the records are each on a line of their own");
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
@@ -152,14 +156,14 @@ typedef struct {
 
 #define FPS_MAX_CHUNKS 56
 
-/* A shard's fold in the making, for whoever helps: the holder writes it, helpers take chunks of it. Addresses differ between
+/* A shard's fold in the making, for whoever helps: the combiner writes it, helpers take chunks of it. Addresses differ between
  * processes, so everything is named by its number. */
 typedef struct {
     uint64_t ticket; /* [WORK] (chunks : 8 | one bit a chunk that nobody has claimed : 56); exhausted when no bit is left */
     uint8_t pad_ticket[56];
     uint64_t done; /* [CHUNK] one bit a chunk */
     uint8_t pad_done[56];
-    /* Written by the holder before the ticket, and not again until nobody helps. */
+    /* Written by the combiner before the ticket, and not again until nobody helps. */
     int64_t chunk_floats;
     double scale, rate_scale;
     int32_t mode, streaming;
@@ -185,7 +189,7 @@ static inline uint64_t fps_ticket_choose(uint64_t ticket, uint64_t own) {
     return left & own ? __builtin_ctzll(left & own) : 63 - __builtin_clzll(left);
 }
 
-/* What may be seen of a shard: counters that the holder adds to while it decides. Exact but for a holder's death. */
+/* What may be seen of a shard: counters that the combiner adds to while it decides. Exact but for a combiner's death. */
 typedef struct {
     int64_t gaps[FPS_GAP_BUCKETS]; /* time between two consecutive updates */
     int64_t staleness[FPS_STALENESS_BUCKETS];
@@ -206,49 +210,66 @@ static inline int64_t fps_bucket_time(int bucket) {
     return bucket < 8 ? bucket : (int64_t)(8 + (bucket & 7)) << (bucket / 8 - 1);
 }
 
-/* Written by the creator before anyone attaches, and never again. */
+/* Written by the creator before anyone attaches, and never again. Type, name, and what it is. */
+#define FPS_HEADER_WORDS(WORD)                                                                                           \
+    WORD(uint64_t, magic)                                                                                                \
+    WORD(uint32_t, abi)                                                                                                  \
+    WORD(uint32_t, n_lanes)                                                                                              \
+    WORD(uint32_t, n_buffers)                                                                                            \
+    WORD(uint32_t, n_slots) /* gradient slots of a lane */                                                               \
+    WORD(uint32_t, ring_size) /* descriptors of a lane's ring; a power of two */                                         \
+    WORD(uint32_t, n_groups) /* param_groups */                                                                          \
+    WORD(uint32_t, n_parameters)                                                                                         \
+    WORD(uint32_t, presence_words) /* 64-bit words of a push's presence bitmap */                                        \
+    WORD(uint32_t, rule) /* FPS_RULE_* of fold.h */                                                                      \
+    WORD(uint32_t, state_planes) /* buffers' worth of floats that the rule keeps, the weights' moving average too */      \
+    WORD(uint32_t, n_shards)                                                                                             \
+    WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
+    WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
+    WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
+    WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
+    WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
+    WORD(uint64_t, shard_headers_offset) /* fps_shard_header[n_shards] */                                                            \
+    WORD(uint64_t, statistics_offset)                                                                                    \
+    WORD(uint64_t, statistics_bytes) /* n_shards of them */                                                              \
+    WORD(uint64_t, work_offset)                                                                                          \
+    WORD(uint64_t, work_bytes) /* n_shards of them */                                                                    \
+    WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
+    WORD(uint64_t, lanes_offset)                                                                                         \
+    WORD(uint64_t, lane_bytes)                                                                                           \
+    WORD(uint64_t, lane_shards_offset)                                                                                         \
+    WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                                     \
+    WORD(uint64_t, scheduler_offset)                                                                                     \
+    WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
+    WORD(uint64_t, weights_offset)                                                                                       \
+    WORD(uint64_t, weights_bytes) /* n_buffers of them */                                                                \
+    WORD(uint64_t, state_offset)                                                                                         \
+    WORD(uint64_t, state_bytes) /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */              \
+    WORD(uint64_t, state_steps_bytes)                                                                                    \
+    WORD(uint64_t, slots_offset)                                                                                         \
+    WORD(uint64_t, slot_bytes) /* lane-major */                                                                          \
+    WORD(uint64_t, slot_presence_offset)                                                                                 \
+    WORD(uint64_t, slot_versions_offset)                                                                                 \
+    WORD(uint64_t, slot_gradient_offset)                                                                                 \
+    WORD(uint64_t, extra_offset)                                                                                         \
+    WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
+    WORD(uint64_t, total_bytes)
+
 typedef struct {
-    uint64_t magic;
-    uint32_t abi;
-    uint32_t n_lanes;
-    uint32_t n_buffers;
-    uint32_t n_slots;         /* gradient slots of a lane */
-    uint32_t ring_size;       /* descriptors of a lane's ring; a power of two */
-    uint32_t n_groups;        /* param_groups */
-    uint32_t n_parameters;
-    uint32_t presence_words;  /* 64-bit words of a push's presence bitmap */
-    uint32_t rule;            /* FPS_RULE_* of fold.h */
-    uint32_t state_planes;    /* buffers' worth of floats that the rule keeps, the moving average of the weights included */
-    uint32_t n_shards;
-    uint32_t checks_finite;   /* whether a push that makes results infinite or NaN is rejected */
-    uint32_t gradient_type;   /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */
-    uint32_t n_servers;       /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */
-    double ema_decay;         /* of the moving average of the weights, which is the last plane; 0: there is none */
-    uint64_t buffer_floats;   /* floats of a weights buffer, parameters padded to whole lines */
-    uint64_t domains_offset;  /* fps_domain[n_shards] */
-    uint64_t statistics_offset, statistics_bytes; /* n_shards of them */
-    uint64_t work_offset, work_bytes; /* n_shards of them */
-    uint64_t segments_offset; /* fps_segment[n_parameters] */
-    uint64_t lanes_offset, lane_bytes;
-    uint64_t seats_offset, fates_offset;        /* within a lane */
-    uint64_t scheduler_offset, scheduler_bytes; /* shard-major, two copies a shard, one a record */
-    uint64_t weights_offset, weights_bytes;     /* n_buffers of them */
-    uint64_t state_offset, state_bytes;         /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */
-    uint64_t state_steps_bytes;
-    uint64_t slots_offset, slot_bytes;          /* lane-major */
-    uint64_t slot_presence_offset, slot_versions_offset, slot_gradient_offset;
-    uint64_t extra_offset, extra_bytes;         /* model buffers (BatchNorm): one slot a lane */
-    uint64_t total_bytes;
+#define FPS_HEADER_WORD(type, name) type name;
+    FPS_HEADER_WORDS(FPS_HEADER_WORD)
+#undef FPS_HEADER_WORD
 } fps_header;
+_Static_assert(sizeof(fps_header) <= 4096, "the header lies before the first shard_header");
 
 /* -- the two packed words ---------------------------------------------------------------------------------------------- */
 #define FPS_PENDING 1ULL
-static inline uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner) {
+static inline uint64_t fps_lock_pack(uint64_t epoch, uint64_t generation, uint64_t owner) {
     return (epoch << 33) | ((generation & 0xffff) << 17) | (owner << 1);
 }
-static inline uint64_t fps_turn_owner(uint64_t turn) { return (turn >> 1) & 0xffff; } /* lane + 1, or 0: free */
-static inline uint64_t fps_turn_generation(uint64_t turn) { return (turn >> 17) & 0xffff; } /* of that lane, its low bits */
-static inline uint64_t fps_turn_epoch(uint64_t turn) { return turn >> 33; }
+static inline uint64_t fps_lock_owner(uint64_t lock) { return (lock >> 1) & 0xffff; } /* lane + 1, or 0: free */
+static inline uint64_t fps_lock_generation(uint64_t lock) { return (lock >> 17) & 0xffff; } /* of that lane, its low bits */
+static inline uint64_t fps_lock_epoch(uint64_t lock) { return lock >> 33; }
 
 static inline uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record) {
     return (version << 24) | ((epoch & 0xffff) << 8) | (buffer << 1) | record;

@@ -7,6 +7,8 @@ from fastps.kernels.scheduling.state cimport worker_t
 
 
 cdef class Arena(ArenaView):
+    cdef int _check_lane(self, uint32_t lane) except -1
+    cdef int _check_shard(self, uint32_t shard) except -1
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil
@@ -14,5 +16,5 @@ cdef class Arena(ArenaView):
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
-    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil
+    cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil

@@ -6,29 +6,31 @@ What it refuses to be: a place for where the words lie (arena_view.pyx), or for 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, strncpy
 
-from fastps.kernels.shm.view cimport ArenaView
-from fastps.kernels.shm.arena_h cimport (
-    FPS_FATE_DROPPED,
-    FPS_FATE_FOLDED,
-    FPS_GAP_BUCKETS,
-    FPS_STALENESS_BUCKETS,
-    FPS_STATE_BUFFERS,
-    fps_bucket_time,
-    fps_commit_buffer,
-    fps_commit_record,
-    fps_commit_version,
-    fps_domain,
-    fps_fate,
-    fps_member_generation,
-    fps_member_pack,
-    fps_member_state,
-    fps_reader_owner,
-    fps_reader_pack,
-    fps_record,
-    fps_statistics,
+from fastps.kernels.base.atomics cimport (
+    fps_commit_load,
+    fps_counter_get,
+    fps_counter_set,
+    fps_drawn_add,
+    fps_drawn_load,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_help_set,
+    fps_pin_exchange,
+    fps_pin_load,
+    fps_reader_change,
+    fps_reader_load,
+    fps_sleeping_set,
+    fps_state_acquire,
+    fps_state_change,
+    fps_tail_acquire,
 )
-from fastps.kernels.protocol.ring cimport (
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_GENERATION, fps_mutant, FPS_FAILPOINT
+from fastps.kernels.scheduling.state cimport state_workers, scheduler_t, worker_t
+from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
+    FPS_OUTCOME_DROPPED,
+    FPS_OUTCOME_FOLDED,
+    FPS_GAP_BUCKETS,
     FPS_LANE_DEAD,
     FPS_LANE_FAILED,
     FPS_LANE_FREE,
@@ -42,32 +44,25 @@ from fastps.kernels.protocol.ring cimport (
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
     FPS_MESSAGE_BYTES,
-    fps_head_acquire,
+    FPS_STALENESS_BUCKETS,
+    FPS_STATE_BUFFERS,
+    fps_bucket_time,
+    fps_commit_buffer,
+    fps_commit_record,
+    fps_commit_version,
+    fps_shard_header,
+    fps_push_outcome,
     fps_lane,
-    fps_seat,
-    fps_tail_acquire,
+    fps_member_generation,
+    fps_member_pack,
+    fps_member_state,
+    fps_reader_owner,
+    fps_reader_pack,
+    fps_record,
+    fps_lane_shard,
+    fps_statistics,
 )
-from fastps.kernels.scheduling.state cimport roster_workers, scheduler_t, worker_t
-
-cdef extern from "base/atomics.h" nogil:
-    uint32_t fps_state_acquire(const uint32_t *state)
-    int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)
-    void fps_sleeping_set(uint32_t *sleeping, uint32_t value)
-    void fps_help_set(uint32_t *helping, uint32_t value)
-    void fps_pin_exchange(uint64_t *pin, uint64_t value)
-    int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
-    uint64_t fps_reader_load(const uint64_t *reader)
-    uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples)
-    uint64_t fps_drawn_load(const uint64_t *drawn)
-    int64_t fps_grant_acquire(const int64_t *granted)
-    uint64_t fps_commit_load(const uint64_t *commit)
-    uint64_t fps_pin_load(const uint64_t *pin)
-    int64_t fps_counter_get(const int64_t *counter)
-    void fps_counter_set(int64_t *counter, int64_t value)
-    void fps_plain_store()
-    bint fps_mutant(int number)
-    enum:
-        FPS_MUTANT_FORGET_GENERATION
+from fastps.kernels.shm.view cimport ArenaView
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -79,8 +74,8 @@ LANE_LIVE = FPS_LANE_LIVE
 LANE_LEFT = FPS_LANE_LEFT
 LANE_FAILED = FPS_LANE_FAILED
 LANE_LEAVING = FPS_LANE_LEAVING
-FATE_FOLDED = FPS_FATE_FOLDED
-FATE_DROPPED = FPS_FATE_DROPPED
+OUTCOME_FOLDED = FPS_OUTCOME_FOLDED
+OUTCOME_DROPPED = FPS_OUTCOME_DROPPED
 LANE_DEAD = FPS_LANE_DEAD
 LANE_JOINING = FPS_LANE_JOINING
 LANE_SERVING = FPS_LANE_SERVING
@@ -89,6 +84,17 @@ STATE_BUFFERS = FPS_STATE_BUFFERS
 
 cdef class Arena(ArenaView):
     """The control words of an arena in `memory`, which is checked as ArenaView says."""
+
+    cdef int _check_lane(self, uint32_t lane) except -1:
+        """Raise IndexError for a lane that the arena has not: its words would lie anywhere."""
+        if lane >= self.header.n_lanes + self.header.n_servers:
+            raise IndexError(f"expected a lane of 0 to {self.header.n_lanes + self.header.n_servers - 1}, found {lane}")
+        return 0
+
+    cdef int _check_shard(self, uint32_t shard) except -1:
+        if shard >= self.header.n_shards:
+            raise IndexError(f"expected a shard of 0 to {self.header.n_shards - 1}, found {shard}")
+        return 0
 
     # -- what is committed -------------------------------------------------------------------------
 
@@ -99,15 +105,15 @@ cdef class Arena(ArenaView):
 
     def shard_version(self, uint32_t shard):
         """Updates of one shard so far."""
-        return fps_commit_version(fps_commit_load(&self.domain(shard).commit))
+        return fps_commit_version(fps_commit_load(&self.shard_header(shard).commit))
 
     def committed(self, uint32_t shard=0):
-        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the turn may rely on it.
+        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the shard lock may rely on it.
 
         Raises ValueError for buffers that the arena has not.
         """
-        cdef uint64_t commit = fps_commit_load(&self.domain(shard).commit)
-        cdef fps_record *record = &self.domain(shard).records[fps_commit_record(commit)]
+        cdef uint64_t commit = fps_commit_load(&self.shard_header(shard).commit)
+        cdef fps_record *record = &self.shard_header(shard).records[fps_commit_record(commit)]
         return fps_commit_version(commit), *self._buffers_of(commit, record.state_buffer)
 
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
@@ -120,7 +126,7 @@ cdef class Arena(ArenaView):
 
     def pins(self, uint32_t shard=0):
         """The buffer that each lane pins, or -1."""
-        return [<int64_t> fps_pin_load(&self.seat(index, shard).pin) - 1 for index in range(self.header.n_lanes)]
+        return [<int64_t> fps_pin_load(&self.lane_shard(index, shard).pin) - 1 for index in range(self.header.n_lanes)]
 
     # -- membership --------------------------------------------------------------------------------
 
@@ -131,6 +137,7 @@ cdef class Arena(ArenaView):
         which `rejoin` allows where there was one before, is JOINING until `joined`. The caller answers at the lane's name,
         so nobody else claims it, and whoever is said to own it has ended.
         """
+        self._check_lane(lane)
         return self._claim(lane, process_id, rejoin)
 
     cdef int64_t _claim(self, uint32_t lane, int64_t process_id, bint rejoin) noexcept nogil:
@@ -139,7 +146,7 @@ cdef class Arena(ArenaView):
         cdef bint is_counted = self._committed(lane, 0).live
         if fps_member_state(member) == FPS_LANE_FREE and is_counted:
             # The number is there before the state is, so that whoever sees the lane live can name its process.
-            fps_plain_store()
+            FPS_FAILPOINT()
             words.process_id = process_id
             return 0 if fps_state_change(&words.state, member, fps_member_pack(0, FPS_LANE_LIVE)) else -1
         if not rejoin and fps_member_state(member) != FPS_LANE_FREE:
@@ -147,14 +154,14 @@ cdef class Arena(ArenaView):
         fps_help_set(&words.helping, 0)
         fps_sleeping_set(&words.sleeping, 0)
         for shard in range(self.header.n_shards):
-            fps_pin_exchange(&self.seat(lane, shard).pin, 0)
-            fps_pin_exchange(&self.seat(lane, shard).next, 0)
-        fps_plain_store()
+            fps_pin_exchange(&self.lane_shard(lane, shard).pin, 0)
+            fps_pin_exchange(&self.lane_shard(lane, shard).next, 0)
+        FPS_FAILPOINT()
         words.process_id = process_id
         words.message[0] = 0
         generation = (fps_member_generation(member) + 1) & 0xffffff
         while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
-            # A peer may bury the last owner just now; that is no other owner.
+            # A peer may mark_dead the last owner just now; that is no other owner.
             member = fps_state_acquire(&words.state)
             if (fps_member_generation(member) + 1) & 0xffffff != generation:
                 return -1
@@ -165,7 +172,7 @@ cdef class Arena(ArenaView):
         cdef fps_lane *words = self.lane(self.header.n_lanes)
         if not self.header.n_servers:
             raise ValueError("expected an arena with a lane for a server, found one whose workers take the turns")
-        fps_plain_store()
+        FPS_FAILPOINT()
         words.process_id = process_id
         return bool(fps_state_change(&words.state, fps_member_pack(0, FPS_LANE_FREE), fps_member_pack(0, FPS_LANE_SERVING)))
 
@@ -185,12 +192,13 @@ cdef class Arena(ArenaView):
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
         cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
         for shard in range(self.header.n_shards):
-            if fps_grant_acquire(&self.seat(lane, shard).generation) != generation:
+            if fps_grant_acquire(&self.lane_shard(lane, shard).generation) != generation:
                 return False
         return True
 
     def joined(self, uint32_t lane):
         """The lane's owner may push from now on."""
+        self._check_lane(lane)
         self._move(lane, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil:
@@ -207,11 +215,12 @@ cdef class Arena(ArenaView):
         return fps_state_change(&self.lane(lane).state, fps_member_pack(generation, seen), fps_member_pack(generation, state))
 
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil:
-        """What a shard's last commit says of a lane. Only a hint, unless the turn is held."""
-        return &roster_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.domain(shard).commit))))[lane]
+        """What a shard's last commit says of a lane. Only a hint, unless the shard lock is held."""
+        return &state_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.shard_header(shard).commit))))[lane]
 
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0:
         """The one given; None: of the lane's present owner."""
+        self._check_lane(lane)
         return fps_member_generation(fps_state_acquire(&self.lane(lane).state)) if generation is None else generation
 
     def finish(self, uint32_t lane, str failure=None, generation=None):
@@ -226,7 +235,7 @@ cdef class Arena(ArenaView):
             return
         if failure is not None:
             message = failure.encode("utf-8", "replace")[:FPS_MESSAGE_BYTES - 1]
-            fps_plain_store()
+            FPS_FAILPOINT()
             strncpy(self.lane(lane).message, message, FPS_MESSAGE_BYTES - 1)
         self._end(lane, owner, state)
 
@@ -234,20 +243,21 @@ cdef class Arena(ArenaView):
         """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns. As `finish` of `generation`."""
         self._change(lane, self._generation_of(lane, generation), FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
-    def bury(self, uint32_t lane, uint32_t generation):
+    def mark_dead(self, uint32_t lane, uint32_t generation):
         """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: another owns it.
 
         An owner that has left in good order stays so. A reader's place that it held is given back.
         """
-        return bool(self._bury(lane, generation))
+        self._check_lane(lane)
+        return bool(self._mark_dead(lane, generation))
 
-    cdef bint _bury(self, uint32_t lane, uint32_t generation) noexcept nogil:
+    cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil:
         cdef uint32_t shard
         cdef uint64_t reader
         for shard in range(self.header.n_shards):
-            reader = fps_reader_load(&self.domain(shard).reader)
+            reader = fps_reader_load(&self.shard_header(shard).reader)
             if fps_reader_owner(reader) == (<uint64_t> generation << 16 | (lane + 1)):
-                fps_reader_change(&self.domain(shard).reader, reader, 0)
+                fps_reader_change(&self.shard_header(shard).reader, reader, 0)
         if fps_mutant(FPS_MUTANT_FORGET_GENERATION):
             generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
         return (self._end(lane, generation, FPS_LANE_DEAD)
@@ -283,46 +293,51 @@ cdef class Arena(ArenaView):
 
         Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
         """
-        cdef fps_domain *domain = self.domain(shard)
+        cdef fps_shard_header *shard_header
         cdef uint64_t commit, mine
         cdef uint32_t state_buffer, index
         cdef scheduler_t *state
         cdef worker_t *worker
         cdef int64_t sequence
+        self._check_lane(lane)
+        self._check_shard(shard)
+        shard_header = self.shard_header(shard)
         while True:
-            commit = fps_commit_load(&domain.commit)
+            commit = fps_commit_load(&shard_header.commit)
             state = self.scheduler(shard, fps_commit_record(commit))
             sequence = state.sequence
-            _, state_buffer = self._buffers_of(commit, domain.records[fps_commit_record(commit)].state_buffer)
+            _, state_buffer = self._buffers_of(commit, shard_header.records[fps_commit_record(commit)].state_buffer)
             mine = fps_reader_pack(fps_member_generation(fps_state_acquire(&self.lane(lane).state)), lane, state_buffer,
                                    fps_commit_buffer(commit))
-            if not fps_reader_change(&domain.reader, 0, mine):
+            if not fps_reader_change(&shard_header.reader, 0, mine):
                 return None
             clocks = []
             for index in range(self.header.n_lanes):
-                worker = &roster_workers(state)[index]
+                worker = &state_workers(state)[index]
                 clocks.append(worker.clock - (worker.consumed - worker.cursor) if worker.live else -1)
             # This exchange keeps the reads above before the looks below. Two commits without a fold give the same word again,
             # and meanwhile this copy of the state was written over: its sequence tells.
-            fps_reader_change(&domain.reader, mine, mine)
-            if fps_commit_load(&domain.commit) == commit and state.sequence == sequence:
+            fps_reader_change(&shard_header.reader, mine, mine)
+            if fps_commit_load(&shard_header.commit) == commit and state.sequence == sequence:
                 return fps_commit_version(commit), fps_commit_buffer(commit), state_buffer, clocks
-            fps_reader_change(&domain.reader, mine, 0)
+            fps_reader_change(&shard_header.reader, mine, 0)
 
     def unpin_version(self, uint32_t lane, uint32_t shard, generation=None):
         """End what `pin_version` of this lane began. As `finish` of `generation`."""
-        cdef uint64_t reader = fps_reader_load(&self.domain(shard).reader)
+        cdef uint64_t reader
+        self._check_shard(shard)
+        reader = fps_reader_load(&self.shard_header(shard).reader)
         if fps_reader_owner(reader) == (<uint64_t> self._generation_of(lane, generation) << 16 | (lane + 1)):
-            fps_reader_change(&self.domain(shard).reader, reader, 0)
+            fps_reader_change(&self.shard_header(shard).reader, reader, 0)
 
     def draw(self, uint64_t samples):
         """Draw the next samples of an order that all workers share: the first one's place, counted from the job's beginning."""
-        return fps_drawn_add(&self.domain(0).drawn, samples)
+        return fps_drawn_add(&self.shard_header(0).drawn, samples)
 
     @property
     def drawn(self):
         """Samples that were drawn so far."""
-        return fps_drawn_load(&self.domain(0).drawn)
+        return fps_drawn_load(&self.shard_header(0).drawn)
 
     # -- pushes that were rejected -----------------------------------------------------------------
 
@@ -332,19 +347,19 @@ cdef class Arena(ArenaView):
         cdef uint32_t shard
         cdef int64_t count = 0
         for shard in range(self.header.n_shards):
-            count += fps_counter_get(&self.domain(shard).rejections)
+            count += fps_counter_get(&self.shard_header(shard).rejections)
         return count
 
     def rejected(self, uint32_t lane):
         """How many of a lane's, over all shards, and (step, parameter) of the last of them, or None."""
-        cdef fps_seat *seat
+        cdef fps_lane_shard *lane_shard
         cdef uint32_t shard
         count, last = 0, None
         for shard in range(self.header.n_shards):
-            seat = self.seat(lane, shard)
-            if fps_counter_get(&seat.rejected):
-                count += fps_counter_get(&seat.rejected)
-                found = fps_counter_get(&seat.rejected_step), fps_counter_get(&seat.rejected_parameter)
+            lane_shard = self.lane_shard(lane, shard)
+            if fps_counter_get(&lane_shard.rejected):
+                count += fps_counter_get(&lane_shard.rejected)
+                found = fps_counter_get(&lane_shard.rejected_step), fps_counter_get(&lane_shard.rejected_parameter)
                 last = found if last is None else max(last, found)
         return count, last
 
@@ -359,6 +374,7 @@ cdef class Arena(ArenaView):
 
     def set_cores(self, uint32_t lane, int64_t first, int64_t count):
         """Say on which cores the lane's worker may run: their lowest number, and how many."""
+        self._check_lane(lane)
         fps_counter_set(&self.lane(lane).first_core, first)
         fps_counter_set(&self.lane(lane).cores, count)
 
@@ -376,28 +392,28 @@ cdef class Arena(ArenaView):
     # -- what became of pushes ---------------------------------------------------------------------
 
     def record(self):
-        """Let holders write down what becomes of every push that is posted from now on."""
+        """Let combiners write down what becomes of every push that is posted from now on."""
         cdef uint32_t shard
         for shard in range(self.header.n_shards):
-            fps_counter_set(&self.domain(shard).recorded, 1)
+            fps_counter_set(&self.shard_header(shard).recorded, 1)
 
-    def fates(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
+    def push_outcomes(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
         """What became of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
 
-        A list of (FATE_FOLDED, version that it is part of, time, staleness), (FATE_DROPPED, version that it was late for, time,
-        0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
+        A list of (OUTCOME_FOLDED, version that it is part of, time, staleness), (OUTCOME_DROPPED, version that it was late for,
+        time, 0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
         descriptors are known, and only while the lane posts none.
         """
         cdef uint64_t position
-        cdef fps_fate *fate
-        last = min(last, fps_head_acquire(&self.seat(lane, shard).head))
+        cdef fps_push_outcome *push_outcome
+        last = min(last, fps_head_acquire(&self.lane_shard(lane, shard).head))
         found = []
         for position in range(first, last):
-            fate = self.fate(lane, shard, position)
-            if fate.position != position + 1:
+            push_outcome = self.push_outcome(lane, shard, position)
+            if push_outcome.position != position + 1:
                 found.append(None)
             else:
-                found.append((<int> fate.kind, fate.version, fate.decided_ns, fate.staleness))
+                found.append((<int> push_outcome.kind, push_outcome.version, push_outcome.decided_ns, push_outcome.staleness))
         return found
 
     # -- counters ----------------------------------------------------------------------------------
@@ -408,20 +424,20 @@ cdef class Arena(ArenaView):
         `done` is the least of the shards, `folded` and `dropped` are sums over shards.
         """
         cdef fps_lane *words = self.lane(lane)
-        cdef fps_seat *seat
+        cdef fps_lane_shard *lane_shard
         cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
         cdef double loss
         cdef uint32_t shard
-        cdef uint64_t done = fps_head_acquire(&self.seat(lane, 0).head)
+        cdef uint64_t done = fps_head_acquire(&self.lane_shard(lane, 0).head)
         cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0
         memcpy(&loss, &loss_bits, sizeof(loss))
         for shard in range(self.header.n_shards):
-            seat = self.seat(lane, shard)
-            done = min(done, fps_head_acquire(&seat.head))
-            folded += fps_counter_get(&seat.folded)
-            dropped += fps_counter_get(&seat.dropped)
-            staleness_sum += fps_counter_get(&seat.staleness_sum)
-            staleness_max = max(staleness_max, fps_counter_get(&seat.staleness_max))
+            lane_shard = self.lane_shard(lane, shard)
+            done = min(done, fps_head_acquire(&lane_shard.head))
+            folded += fps_counter_get(&lane_shard.folded)
+            dropped += fps_counter_get(&lane_shard.dropped)
+            staleness_sum += fps_counter_get(&lane_shard.staleness_sum)
+            staleness_max = max(staleness_max, fps_counter_get(&lane_shard.staleness_max))
         return {
             "posted": fps_tail_acquire(&words.tail),
             "done": done,

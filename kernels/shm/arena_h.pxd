@@ -3,6 +3,69 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 cdef extern from "shm/arena.h" nogil:
+    const uint64_t FPS_MAGIC
+    const uint32_t FPS_ABI
+    enum:
+        FPS_LINE
+        FPS_MAX_LANES
+        FPS_MAX_BUFFERS
+        FPS_MAX_BATCH
+        FPS_MAX_SHARDS
+        FPS_MESSAGE_BYTES
+        FPS_PUSH
+        FPS_NULL
+        FPS_LEAVE
+        FPS_LANE_FREE
+        FPS_LANE_LIVE
+        FPS_LANE_LEFT
+        FPS_LANE_FAILED
+        FPS_LANE_LEAVING
+        FPS_LANE_DEAD
+        FPS_LANE_JOINING
+        FPS_LANE_SERVING
+
+    ctypedef struct fps_descriptor:
+        uint64_t step
+        uint64_t read_version
+        int64_t post_ns
+        double scale
+        double loss
+        uint32_t slot
+        uint32_t kind
+        uint32_t samples
+
+    ctypedef struct fps_lane:
+        uint64_t tail
+        uint32_t event
+        uint32_t sleeping
+        uint32_t helping
+        uint32_t state
+        int64_t process_id
+        int64_t first_core
+        int64_t cores
+        int64_t steps
+        int64_t wait_ns
+        int64_t compute_ns
+        int64_t loss_bits
+        int64_t samples
+        int64_t stale_blocks
+        char *message
+
+    ctypedef struct fps_lane_shard:
+        uint64_t head
+        int64_t granted
+        int64_t batch
+        int64_t folded
+        int64_t dropped
+        int64_t staleness_sum
+        int64_t staleness_max
+        int64_t generation
+        uint64_t pin
+        uint64_t next
+        int64_t rejected
+        int64_t rejected_step
+        int64_t rejected_parameter
+
     enum:
         FPS_STATE_BUFFERS
 
@@ -15,8 +78,8 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t weights_buffer
         uint32_t state_buffer
 
-    ctypedef struct fps_domain:
-        uint64_t turn
+    ctypedef struct fps_shard_header:
+        uint64_t lock
         uint64_t commit
         fps_record *records
         int64_t due_ns
@@ -92,7 +155,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t n_servers
         double ema_decay
         uint64_t buffer_floats
-        uint64_t domains_offset
+        uint64_t shard_headers_offset
         uint64_t statistics_offset
         uint64_t statistics_bytes
         uint64_t work_offset
@@ -100,8 +163,8 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t segments_offset
         uint64_t lanes_offset
         uint64_t lane_bytes
-        uint64_t seats_offset
-        uint64_t fates_offset
+        uint64_t lane_shards_offset
+        uint64_t push_outcomes_offset
         uint64_t scheduler_offset
         uint64_t scheduler_bytes
         uint64_t weights_offset
@@ -118,7 +181,7 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t extra_bytes
         uint64_t total_bytes
 
-    ctypedef struct fps_fate:
+    ctypedef struct fps_push_outcome:
         uint64_t position
         uint64_t version
         int64_t decided_ns
@@ -126,14 +189,14 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t kind
 
     enum:
-        FPS_FATE_FOLDED
-        FPS_FATE_DROPPED
+        FPS_OUTCOME_FOLDED
+        FPS_OUTCOME_DROPPED
 
     uint64_t FPS_PENDING
-    uint64_t fps_turn_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
-    uint64_t fps_turn_owner(uint64_t turn)
-    uint64_t fps_turn_epoch(uint64_t turn)
-    uint64_t fps_turn_generation(uint64_t turn)
+    uint64_t fps_lock_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
+    uint64_t fps_lock_owner(uint64_t lock)
+    uint64_t fps_lock_epoch(uint64_t lock)
+    uint64_t fps_lock_generation(uint64_t lock)
     uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record)
     uint64_t fps_commit_version(uint64_t commit)
     uint64_t fps_commit_epoch(uint64_t commit)

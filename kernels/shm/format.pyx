@@ -8,16 +8,16 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.shm.view cimport ArenaView
-from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_domain, fps_header
+from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_shard_header, fps_header
 from fastps.kernels.update.fold cimport fps_segment
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     policy_t,
-    roster_add,
-    roster_copy,
-    roster_initialise,
-    roster_remove,
-    roster_workers,
+    state_add,
+    state_copy,
+    state_initialise,
+    state_remove,
+    state_workers,
     scheduler_t,
 )
 
@@ -33,7 +33,7 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
-    cdef fps_domain *domain
+    cdef fps_shard_header *shard_header
     cdef policy_t policy
     cdef uint32_t index
     cdef ArenaView arena
@@ -53,34 +53,34 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     if len(shards) != header.n_shards:
         raise ValueError(f"expected {header.n_shards} shards, found {len(shards)}")
     for index, (first, last) in enumerate(shards):
-        domain = <fps_domain *> (&memory[0] + header.domains_offset) + index
-        domain.first, domain.last = first, last
+        shard_header = <fps_shard_header *> (&memory[0] + header.shard_headers_offset) + index
+        shard_header.first, shard_header.last = first, last
     arena = ArenaView(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):
         raise ValueError(f"expected {header.n_shards} versions of 0 to 2^40, found {versions}")
     for index in range(header.n_shards):
         _format_shard(arena, index, &policy, clocks, versions[index])
-    arena.domain(0).drawn = drawn
+    arena.shard_header(0).drawn = drawn
 
 
 cdef int _format_shard(ArenaView arena, uint32_t shard, const policy_t *policy, list clocks, int64_t version) except -1:
     cdef scheduler_t *state = arena.scheduler(shard, 0)
     cdef uint32_t lane
     cdef int record
-    arena.domain(shard).due_ns = -1
-    roster_initialise(state, arena.header.n_lanes, policy)
+    arena.shard_header(shard).due_ns = -1
+    state_initialise(state, arena.header.n_lanes, policy)
     state.version = version
     for lane in range(arena.header.n_lanes):
-        roster_remove(state, lane)
+        state_remove(state, lane)
     for lane, clock in enumerate(clocks):
-        roster_add(state, lane, clock, -1)
-        roster_workers(state)[lane].granted = clock + 1
-    arena.domain(shard).commit = fps_commit_pack(version, 0, 0, 0)
+        state_add(state, lane, clock, -1)
+        state_workers(state)[lane].granted = clock + 1
+    arena.shard_header(shard).commit = fps_commit_pack(version, 0, 0, 0)
     for record in range(2):
-        arena.domain(shard).records[record].version = version
+        arena.shard_header(shard).records[record].version = version
     arena.scheduler(shard, 1).n_workers = arena.header.n_lanes
-    roster_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))
+    state_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))
     for lane in range(arena.header.n_lanes):
-        arena.seat(lane, shard).granted = roster_workers(state)[lane].granted
+        arena.lane_shard(lane, shard).granted = state_workers(state)[lane].granted
     return 0

@@ -7,41 +7,35 @@ refuses to be: a view of memory (arena_view.pyx), or what stands at a place in t
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memset
 
+from fastps.kernels.scheduling.state cimport state_size
 from fastps.kernels.shm.arena_h cimport (
-    FPS_GAP_BUCKETS,
-    FPS_STATE_BUFFERS,
-    fps_domain,
-    fps_fate,
-    fps_folded_push,
-    fps_header,
-    fps_statistics,
-    fps_work,
-)
-from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
-from fastps.kernels.protocol.ring cimport (
     FPS_ABI,
+    FPS_GAP_BUCKETS,
     FPS_LINE,
     FPS_MAGIC,
     FPS_MAX_BUFFERS,
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
+    FPS_STATE_BUFFERS,
     fps_descriptor,
+    fps_shard_header,
+    fps_push_outcome,
+    fps_folded_push,
+    fps_header,
     fps_lane,
-    fps_seat,
+    fps_lane_shard,
+    fps_statistics,
+    fps_work,
 )
-from fastps.kernels.scheduling.state cimport roster_bytes
+from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
     return (size + to - 1) // to * to
 
 
-cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
-               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
-    """Give every part its place; parts that different processes write begin on a page of their own."""
-    cdef uint64_t offset
-    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t buffers, uint32_t shards,
+                         double ema_decay, uint32_t gradient_type, uint32_t servers) except -1:
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if servers > 1:
@@ -58,6 +52,16 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
     if gradient_type > FPS_BFLOAT16:
         raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
+    return 0
+
+
+cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
+               uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
+    """Give every part its place; parts that different processes write begin on a page of their own."""
+    cdef uint64_t offset
+    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, servers)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -76,18 +80,18 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.gradient_type = gradient_type
     header.n_servers = servers
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
-    offset = header.domains_offset = PAGE
-    offset = header.work_offset = offset + _aligned(shards * sizeof(fps_domain), PAGE)
+    offset = header.shard_headers_offset = PAGE
+    offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
     header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
     offset = header.segments_offset = offset + shards * header.work_bytes
     offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
-    header.seats_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
-    header.fates_offset = header.seats_offset + shards * sizeof(fps_seat)
-    header.lane_bytes = header.fates_offset + shards * ring_size * sizeof(fps_fate)
+    header.lane_shards_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
+    header.push_outcomes_offset = header.lane_shards_offset + shards * sizeof(fps_lane_shard)
+    header.lane_bytes = header.push_outcomes_offset + shards * ring_size * sizeof(fps_push_outcome)
     offset = header.statistics_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
-    header.scheduler_bytes = _aligned(roster_bytes(lanes), PAGE)
+    header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
     offset = header.weights_offset = offset + 2 * shards * header.scheduler_bytes
     header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
     offset = header.state_offset = offset + buffers * header.weights_bytes

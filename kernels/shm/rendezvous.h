@@ -5,11 +5,11 @@
  * nothing but the first layout that differed from ours, and waits in poll() only. (Python.h, included before, asks for
  * the GNU names.)
  *
- * A client connects and sends fps_hello and then its layout's text; it gets fps_answer, with both descriptors when the
- * status is FPS_ANSWER_OK, or followed by our layout's text when it is FPS_ANSWER_LAYOUT_DIFFERS. The first 16 bytes of
+ * A client connects and sends fps_hello and then its layout's text; it gets fps_offer, with both descriptors when the
+ * status is FPS_OFFER_OK, or followed by our layout's text when it is FPS_OFFER_LAYOUT_DIFFERS. The first 16 bytes of
  * both messages stay as they are in every ABI, so that two versions can still tell each other which they are. */
-#ifndef FPS_ANSWER_H
-#define FPS_ANSWER_H
+#ifndef FPS_RENDEZVOUS_H
+#define FPS_RENDEZVOUS_H
 
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +27,7 @@
 #include <unistd.h>
 
 #define FPS_HELLO_MAGIC 0x6670732d68656c6fULL  /* "fps-helo" */
-#define FPS_ANSWER_MAGIC 0x6670732d616e7377ULL /* "fps-answ" */
+#define FPS_OFFER_MAGIC 0x6670732d616e7377ULL /* "fps-answ" */
 #define FPS_HELLO_OBSERVER 1u                  /* flag: will only look, so its layout does not matter */
 #define FPS_PREFIX_BYTES 16
 #define FPS_HASH_BYTES 32
@@ -36,11 +36,11 @@
 #define FPS_CLIENT_SECONDS 1
 #define FPS_RETRY_MS 10
 
-#define FPS_ANSWER_OK 0
-#define FPS_ANSWER_ABI_DIFFERS 1
-#define FPS_ANSWER_LAYOUT_DIFFERS 2
-#define FPS_ANSWER_BAD_HELLO 3
-#define FPS_ANSWER_REFUSED 4 /* the client belongs to another user */
+#define FPS_OFFER_OK 0
+#define FPS_OFFER_ABI_DIFFERS 1
+#define FPS_OFFER_LAYOUT_DIFFERS 2
+#define FPS_OFFER_BAD_HELLO 3
+#define FPS_OFFER_REFUSED 4 /* the client belongs to another user */
 
 typedef struct {
     uint64_t magic;
@@ -59,14 +59,14 @@ typedef struct {
     int32_t place;
     uint32_t reserved;
     uint64_t layout_length; /* bytes of text that follow */
-} fps_answer;
-_Static_assert(sizeof(fps_answer) == 32, "no padding: it is sent as it lies");
-_Static_assert(offsetof(fps_answer, place) == FPS_PREFIX_BYTES, "what every ABI understands");
+} fps_offer;
+_Static_assert(sizeof(fps_offer) == 32, "no padding: it is sent as it lies");
+_Static_assert(offsetof(fps_offer, place) == FPS_PREFIX_BYTES, "what every ABI understands");
 
 typedef struct {
     pthread_t thread;
     pid_t process_id;             /* whose thread it is: a forked child has this struct, but no thread */
-    int listener, memfd, pidfd;
+    int socket_fd, memfd, pidfd;
     int stop;                     /* eventfd: readable when the thread shall end */
     int timer;                    /* timerfd: readable when the present client has had its time */
     int client;                   /* being served, or -1; read by others only in a forked child */
@@ -79,13 +79,13 @@ typedef struct {
     pthread_mutex_t foreign_lock; /* guards the next two, which change once */
     char *foreign;                /* first layout that differed, or NULL */
     uint64_t foreign_length;
-} fps_answerer;
+} fps_listener;
 
 /* -- one client --------------------------------------------------------------------------------------------------- */
 
 /* Wait until the client is ready for `events`; -1 when its time is up or the thread shall end. One timer for all of a
  * client's bytes: a limit on each receive alone would let a client that drips them hold the thread for days. */
-static int fps_client_ready(const fps_answerer *a, int client, short events) {
+static int fps_client_ready(const fps_listener *a, int client, short events) {
     struct pollfd polled[3] = {{a->stop, POLLIN, 0}, {a->timer, POLLIN, 0}, {client, events, 0}};
     while (poll(polled, 3, -1) < 0)
         if (errno != EINTR) return -1;
@@ -93,7 +93,7 @@ static int fps_client_ready(const fps_answerer *a, int client, short events) {
 }
 
 /* Receive exactly `length` bytes. There is no room for control messages: the kernel closes descriptors sent to us. */
-static int fps_client_receive(const fps_answerer *a, int client, void *target, size_t length) {
+static int fps_client_receive(const fps_listener *a, int client, void *target, size_t length) {
     while (length) {
         ssize_t count = recv(client, target, length, MSG_DONTWAIT);
         if (count == 0) return -1;
@@ -108,7 +108,7 @@ static int fps_client_receive(const fps_answerer *a, int client, void *target, s
 }
 
 /* Send exactly `length` bytes; `message` may carry descriptors, which leave with the first of them. */
-static int fps_client_send(const fps_answerer *a, int client, const void *source, size_t length,
+static int fps_client_send(const fps_listener *a, int client, const void *source, size_t length,
                            struct msghdr *message) {
     struct iovec part;
     message->msg_iov = &part;
@@ -130,14 +130,14 @@ static int fps_client_send(const fps_answerer *a, int client, const void *source
 }
 
 /* The answer with what belongs to its status. A client that is gone by now misses it; there is nobody to tell. */
-static void fps_client_answer(const fps_answerer *a, int client, uint32_t status) {
-    fps_answer answer = {.magic = FPS_ANSWER_MAGIC, .abi = a->abi, .status = status, .place = a->place};
+static void fps_client_offer(const fps_listener *a, int client, uint32_t status) {
+    fps_offer answer = {.magic = FPS_OFFER_MAGIC, .abi = a->abi, .status = status, .place = a->place};
     union {
         struct cmsghdr header;
         char bytes[CMSG_SPACE(2 * sizeof(int))];
     } control;
     struct msghdr message = {0};
-    if (status == FPS_ANSWER_OK) {
+    if (status == FPS_OFFER_OK) {
         const int descriptors[2] = {a->memfd, a->pidfd};
         memset(&control, 0, sizeof(control));
         message.msg_control = control.bytes;
@@ -146,7 +146,7 @@ static void fps_client_answer(const fps_answerer *a, int client, uint32_t status
         control.header.cmsg_type = SCM_RIGHTS;
         control.header.cmsg_len = CMSG_LEN(sizeof(descriptors));
         memcpy(CMSG_DATA(&control.header), descriptors, sizeof(descriptors));
-    } else if (status == FPS_ANSWER_LAYOUT_DIFFERS) {
+    } else if (status == FPS_OFFER_LAYOUT_DIFFERS) {
         answer.layout_length = a->layout_length;
     }
     if (fps_client_send(a, client, &answer, sizeof(answer), &message) == 0)
@@ -154,7 +154,7 @@ static void fps_client_answer(const fps_answerer *a, int client, uint32_t status
 }
 
 /* Receive the layout that differs. The first one is kept, since this process's Python shall name the difference too. */
-static int fps_client_keep_layout(fps_answerer *a, int client, uint64_t length) {
+static int fps_client_keep_layout(fps_listener *a, int client, uint64_t length) {
     char *text = malloc(length ? length : 1);
     if (!text || fps_client_receive(a, client, text, length) < 0) {
         free(text);
@@ -171,46 +171,46 @@ static int fps_client_keep_layout(fps_answerer *a, int client, uint64_t length) 
     return 0;
 }
 
-static void fps_client_serve(fps_answerer *a, int client) {
+static void fps_client_serve(fps_listener *a, int client) {
     struct ucred peer;
     socklen_t peer_bytes = sizeof(peer);
     fps_hello hello;
     if (getsockopt(client, SOL_SOCKET, SO_PEERCRED, &peer, &peer_bytes) < 0 || peer.uid != a->user) {
-        fps_client_answer(a, client, FPS_ANSWER_REFUSED);
+        fps_client_offer(a, client, FPS_OFFER_REFUSED);
         return;
     }
     if (fps_client_receive(a, client, &hello, FPS_PREFIX_BYTES) < 0) return;
     if (hello.magic != FPS_HELLO_MAGIC) {
-        fps_client_answer(a, client, FPS_ANSWER_BAD_HELLO);
+        fps_client_offer(a, client, FPS_OFFER_BAD_HELLO);
         return;
     }
     if (hello.abi != a->abi) { /* before the rest is read: another ABI's hello may be shorter */
-        fps_client_answer(a, client, FPS_ANSWER_ABI_DIFFERS);
+        fps_client_offer(a, client, FPS_OFFER_ABI_DIFFERS);
         return;
     }
     if (fps_client_receive(a, client, hello.layout_hash, sizeof(hello) - FPS_PREFIX_BYTES) < 0) return;
     if (hello.flags & ~FPS_HELLO_OBSERVER || hello.layout_length > FPS_MAX_LAYOUT_BYTES) {
-        fps_client_answer(a, client, FPS_ANSWER_BAD_HELLO);
+        fps_client_offer(a, client, FPS_OFFER_BAD_HELLO);
         return;
     }
     if (hello.flags & FPS_HELLO_OBSERVER || memcmp(hello.layout_hash, a->layout_hash, FPS_HASH_BYTES) == 0)
-        fps_client_answer(a, client, FPS_ANSWER_OK); /* its text, if any, is not read: it tells nothing new */
+        fps_client_offer(a, client, FPS_OFFER_OK); /* its text, if any, is not read: it tells nothing new */
     else if (fps_client_keep_layout(a, client, hello.layout_length) == 0)
-        fps_client_answer(a, client, FPS_ANSWER_LAYOUT_DIFFERS);
+        fps_client_offer(a, client, FPS_OFFER_LAYOUT_DIFFERS);
 }
 
 /* -- the thread --------------------------------------------------------------------------------------------------- */
 
-static void *fps_answer_run(void *argument) {
-    fps_answerer *a = argument;
+static void *fps_listener_run(void *argument) {
+    fps_listener *a = argument;
     const struct itimerspec limit = {.it_value = {.tv_sec = FPS_CLIENT_SECONDS}};
-    struct pollfd polled[2] = {{a->stop, POLLIN, 0}, {a->listener, POLLIN, 0}};
+    struct pollfd polled[2] = {{a->stop, POLLIN, 0}, {a->socket_fd, POLLIN, 0}};
     for (;;) {
         if (poll(polled, 2, -1) < 0) continue;
         if (polled[0].revents) return NULL;
-        int client = accept4(a->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int client = accept4(a->socket_fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (client < 0) {
-            /* Either the client has gone, or descriptors have run out: then the listener stays readable, and a pause
+            /* Either the client has gone, or descriptors have run out: then the socket_fd stays readable, and a pause
              * keeps this loop from eating a core until somebody closes one. */
             poll(polled, 1, FPS_RETRY_MS);
             continue;
@@ -227,8 +227,8 @@ static void *fps_answer_run(void *argument) {
 }
 
 /* Let go of everything but the thread, in this process only: nothing here reaches those who share the descriptors. */
-static void fps_answer_discard(fps_answerer *a) {
-    const int descriptors[6] = {a->listener, a->memfd, a->pidfd, a->stop, a->timer, a->client};
+static void fps_listener_discard(fps_listener *a) {
+    const int descriptors[6] = {a->socket_fd, a->memfd, a->pidfd, a->stop, a->timer, a->client};
     for (int i = 0; i < 6; i++)
         if (descriptors[i] >= 0) close(descriptors[i]);
     free(a->layout);
@@ -236,41 +236,41 @@ static void fps_answer_discard(fps_answerer *a) {
     free(a);
 }
 
-static int fps_answer_listen(const char *name, size_t name_bytes) {
+static int fps_listener_bind(const char *name, size_t name_bytes) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (listener < 0) return -1;
+    int socket_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (socket_fd < 0) return -1;
     memcpy(address.sun_path, name, name_bytes);
     /* The exact length, not sizeof(address): an abstract name is all the bytes that it is given. */
-    if (bind(listener, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path) + name_bytes) < 0
-        || listen(listener, SOMAXCONN) < 0) {
+    if (bind(socket_fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path) + name_bytes) < 0
+        || listen(socket_fd, SOMAXCONN) < 0) {
         int error = errno;
-        close(listener);
+        close(socket_fd);
         errno = error;
         return -1;
     }
-    return listener;
+    return socket_fd;
 }
 
 /* The thread inherits the mask of its maker: with all signals blocked from its first instruction on, each of them goes
  * to a thread that knows what to do with it, Ctrl-C to Python's main thread. */
-static int fps_answer_create_thread(fps_answerer *a) {
+static int fps_listener_create_thread(fps_listener *a) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&a->thread, NULL, fps_answer_run, a);
+    int error = pthread_create(&a->thread, NULL, fps_listener_run, a);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!error) pthread_setname_np(a->thread, "fastps-answer"); /* for whoever looks with top or a debugger */
     return error;
 }
 
 /* Begin to answer at `name`; descriptors and layout are duplicated. NULL and errno on failure, with nothing left. */
-static fps_answerer *fps_answer_start(const char *name, size_t name_bytes, int memfd, int pidfd, uid_t user,
+static fps_listener *fps_listener_start(const char *name, size_t name_bytes, int memfd, int pidfd, uid_t user,
                                       uint32_t abi, int32_t place, const unsigned char *layout_hash,
                                       const char *layout, uint64_t layout_length) {
-    fps_answerer *a = calloc(1, sizeof(*a));
+    fps_listener *a = calloc(1, sizeof(*a));
     if (!a) return NULL;
-    a->listener = a->memfd = a->pidfd = a->stop = a->timer = a->client = -1;
+    a->socket_fd = a->memfd = a->pidfd = a->stop = a->timer = a->client = -1;
     a->process_id = getpid();
     a->user = user;
     a->abi = abi;
@@ -282,14 +282,14 @@ static fps_answerer *fps_answer_start(const char *name, size_t name_bytes, int m
     if (!(a->layout = malloc(layout_length ? layout_length : 1)) || (a->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0)) < 0
         || (a->pidfd = fcntl(pidfd, F_DUPFD_CLOEXEC, 0)) < 0 || (a->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) < 0
         || (a->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) < 0
-        || (a->listener = fps_answer_listen(name, name_bytes)) < 0) {
+        || (a->socket_fd = fps_listener_bind(name, name_bytes)) < 0) {
         error = errno;
     } else {
         memcpy(a->layout, layout, layout_length);
-        error = fps_answer_create_thread(a);
+        error = fps_listener_create_thread(a);
     }
     if (error) {
-        fps_answer_discard(a);
+        fps_listener_discard(a);
         errno = error;
         return NULL;
     }
@@ -299,17 +299,17 @@ static fps_answerer *fps_answer_start(const char *name, size_t name_bytes, int m
 /* End the thread and let go of everything. Takes no longer than what the thread is doing between two polls. In a child
  * forked without hooks there is no thread to join, and a write to the shared eventfd would end the parent's thread: it
  * only lets go. */
-static void fps_answer_stop(fps_answerer *a) {
+static void fps_listener_stop(fps_listener *a) {
     if (a->process_id == getpid()) {
         eventfd_write(a->stop, 1);
         pthread_join(a->thread, NULL);
     }
-    fps_answer_discard(a);
+    fps_listener_discard(a);
 }
 
 /* The first layout that differed, or NULL. Never waits: while the thread is just writing it, there is none yet. Once
- * there, it stays until the answerer is stopped. */
-static const char *fps_answer_foreign(fps_answerer *a, uint64_t *length) {
+ * there, it stays until the listener is stopped. */
+static const char *fps_listener_foreign(fps_listener *a, uint64_t *length) {
     if (pthread_mutex_trylock(&a->foreign_lock) != 0) return NULL;
     const char *text = a->foreign;
     *length = a->foreign_length;

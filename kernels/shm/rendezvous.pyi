@@ -1,7 +1,7 @@
 from typing import Self
 
 PREFIX_BYTES: int
-ANSWER_BYTES: int
+OFFER_BYTES: int
 NAME_BYTES: int
 MAX_LAYOUT_BYTES: int
 OK: int
@@ -10,7 +10,7 @@ LAYOUT_DIFFERS: int
 BAD_HELLO: int
 REFUSED: int
 
-class Answerer:
+class Listener:
     def __init__(
         self,
         name: bytes,
@@ -30,4 +30,4 @@ class Answerer:
 
 def pack_hello(abi: int, layout_hash: bytes, layout_length: int, observer: bool) -> bytes: ...
 def abi_of(data: bytes) -> int | None: ...
-def unpack_answer(data: bytes) -> tuple[int, int, int]: ...
+def unpack_offer(data: bytes) -> tuple[int, int, int]: ...

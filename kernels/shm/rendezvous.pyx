@@ -10,17 +10,17 @@ from libc.string cimport memcpy, memset, strerror
 
 cdef extern from "shm/rendezvous.h" nogil:
     const uint64_t FPS_HELLO_MAGIC
-    const uint64_t FPS_ANSWER_MAGIC
+    const uint64_t FPS_OFFER_MAGIC
     const uint32_t FPS_HELLO_OBSERVER
     const Py_ssize_t FPS_PREFIX_BYTES
     const Py_ssize_t FPS_HASH_BYTES
     const Py_ssize_t FPS_NAME_BYTES
     const Py_ssize_t FPS_MAX_LAYOUT_BYTES
-    const int FPS_ANSWER_OK
-    const int FPS_ANSWER_ABI_DIFFERS
-    const int FPS_ANSWER_LAYOUT_DIFFERS
-    const int FPS_ANSWER_BAD_HELLO
-    const int FPS_ANSWER_REFUSED
+    const int FPS_OFFER_OK
+    const int FPS_OFFER_ABI_DIFFERS
+    const int FPS_OFFER_LAYOUT_DIFFERS
+    const int FPS_OFFER_BAD_HELLO
+    const int FPS_OFFER_REFUSED
 
     ctypedef struct fps_hello:
         uint64_t magic
@@ -29,35 +29,35 @@ cdef extern from "shm/rendezvous.h" nogil:
         unsigned char *layout_hash
         uint64_t layout_length
 
-    ctypedef struct fps_answer:
+    ctypedef struct fps_offer:
         uint64_t magic
         uint32_t abi
         uint32_t status
         int32_t place
         uint64_t layout_length
 
-    ctypedef struct fps_answerer:
+    ctypedef struct fps_listener:
         pass
 
-    fps_answerer *fps_answer_start(
+    fps_listener *fps_listener_start(
         const char *name, size_t name_bytes, int memfd, int pidfd, unsigned int user, uint32_t abi, int32_t place,
         const unsigned char *layout_hash, const char *layout, uint64_t layout_length)
-    void fps_answer_stop(fps_answerer *answerer)
-    void fps_answer_discard(fps_answerer *answerer)
-    const char *fps_answer_foreign(fps_answerer *answerer, uint64_t *length)
+    void fps_listener_stop(fps_listener *listener)
+    void fps_listener_discard(fps_listener *listener)
+    const char *fps_listener_foreign(fps_listener *listener, uint64_t *length)
 
 PREFIX_BYTES = FPS_PREFIX_BYTES
-ANSWER_BYTES = sizeof(fps_answer)
+OFFER_BYTES = sizeof(fps_offer)
 NAME_BYTES = FPS_NAME_BYTES
 MAX_LAYOUT_BYTES = FPS_MAX_LAYOUT_BYTES
-OK = FPS_ANSWER_OK
-ABI_DIFFERS = FPS_ANSWER_ABI_DIFFERS
-LAYOUT_DIFFERS = FPS_ANSWER_LAYOUT_DIFFERS
-BAD_HELLO = FPS_ANSWER_BAD_HELLO
-REFUSED = FPS_ANSWER_REFUSED
+OK = FPS_OFFER_OK
+ABI_DIFFERS = FPS_OFFER_ABI_DIFFERS
+LAYOUT_DIFFERS = FPS_OFFER_LAYOUT_DIFFERS
+BAD_HELLO = FPS_OFFER_BAD_HELLO
+REFUSED = FPS_OFFER_REFUSED
 
 
-cdef class Answerer:
+cdef class Listener:
     """A thread that answers at the abstract socket `name` until it is closed.
 
     Args:
@@ -71,47 +71,47 @@ cdef class Answerer:
     Raises ValueError for an argument out of range, and OSError when the name is taken or descriptors have run out.
     """
 
-    cdef fps_answerer *answerer
+    cdef fps_listener *listener
 
     def __cinit__(self):
-        self.answerer = NULL
+        self.listener = NULL
 
     def __init__(self, bytes name not None, int memfd, int pidfd, uint32_t abi, bytes layout_hash not None,
                  bytes layout not None, int32_t place, unsigned int user):
-        if self.answerer is not NULL:
-            raise ValueError("expected a new answerer, found one that answers already; make another one")
+        if self.listener is not NULL:
+            raise ValueError("expected a new listener, found one that answers already; make another one")
         if not 2 <= len(name) <= FPS_NAME_BYTES or name[0] != 0:
             raise ValueError(
                 f"expected a name of 2 to {FPS_NAME_BYTES} bytes that begins with a zero byte, found {name!r}")
         _check_layout(layout_hash, len(layout))
         # One call that keeps the GIL: nobody can fork after a descriptor was opened and before it is known here.
-        self.answerer = fps_answer_start(
+        self.listener = fps_listener_start(
             name, len(name), memfd, pidfd, user, abi, place, layout_hash, layout, len(layout))
-        if self.answerer is NULL:
+        if self.listener is NULL:
             error = errno
             shown = name[1:].decode(errors="replace")
             raise OSError(error, f"cannot answer at {shown!r}: {strerror(error).decode()}")
 
     def close(self):
-        """End the thread, free the name, close what the answerer holds. May be called twice, and in a forked child."""
-        answerer, self.answerer = self.answerer, NULL
-        if answerer is not NULL:
+        """End the thread, free the name, close what the listener holds. May be called twice, and in a forked child."""
+        listener, self.listener = self.listener, NULL
+        if listener is not NULL:
             # The GIL is kept: the thread never takes it and ends at its next poll, and nobody can fork in between.
-            fps_answer_stop(answerer)
+            fps_listener_stop(listener)
 
     def forget_after_fork(self):
         """In a forked child: close its copies, above all the listening socket, which may not outlive the parent."""
-        answerer, self.answerer = self.answerer, NULL
-        if answerer is not NULL:
-            fps_answer_discard(answerer)
+        listener, self.listener = self.listener, NULL
+        if listener is not NULL:
+            fps_listener_discard(listener)
 
     def foreign_layout(self):
         """Text of the first client's layout that differed from ours, or None. Never waits; None after close."""
         cdef uint64_t length
         cdef const char *text
-        if self.answerer is NULL:
+        if self.listener is NULL:
             return None
-        text = fps_answer_foreign(self.answerer, &length)
+        text = fps_listener_foreign(self.listener, &length)
         if text is NULL:
             return None
         return text[:length].decode("utf-8", "replace")
@@ -123,12 +123,12 @@ cdef class Answerer:
         self.close()
 
     def __dealloc__(self):
-        if self.answerer is not NULL:
-            fps_answer_stop(self.answerer)
+        if self.listener is not NULL:
+            fps_listener_stop(self.listener)
 
 
 def pack_hello(uint32_t abi, bytes layout_hash not None, uint64_t layout_length, bint observer):
-    """The bytes that a client sends first; its layout's text follows. Raises ValueError as `Answerer` does."""
+    """The bytes that a client sends first; its layout's text follows. Raises ValueError as `Listener` does."""
     cdef fps_hello hello
     _check_layout(layout_hash, layout_length)
     memset(&hello, 0, sizeof(hello))
@@ -142,16 +142,16 @@ def pack_hello(uint32_t abi, bytes layout_hash not None, uint64_t layout_length,
 
 def abi_of(bytes data not None):
     """The ABI in the first PREFIX_BYTES bytes of an answer; None when these are not an answer's."""
-    cdef fps_answer answer
+    cdef fps_offer answer
     if len(data) < FPS_PREFIX_BYTES:
         raise ValueError(f"expected at least {FPS_PREFIX_BYTES} bytes, found {len(data)}")
     memcpy(&answer, <const char *> data, FPS_PREFIX_BYTES)
-    return answer.abi if answer.magic == FPS_ANSWER_MAGIC else None
+    return answer.abi if answer.magic == FPS_OFFER_MAGIC else None
 
 
-def unpack_answer(bytes data not None):
-    """Status, place, and length of the layout's text that follows, in the ANSWER_BYTES bytes of an answer."""
-    cdef fps_answer answer
+def unpack_offer(bytes data not None):
+    """Status, place, and length of the layout's text that follows, in the OFFER_BYTES bytes of an answer."""
+    cdef fps_offer answer
     if len(data) != sizeof(answer):
         raise ValueError(f"expected {sizeof(answer)} bytes, found {len(data)}")
     memcpy(&answer, <const char *> data, sizeof(answer))

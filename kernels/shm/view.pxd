@@ -2,10 +2,18 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
-from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.protocol.ring cimport fps_lane, fps_seat
 from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena_h cimport (
+    FPS_MAX_SHARDS,
+    fps_shard_header,
+    fps_push_outcome,
+    fps_header,
+    fps_lane,
+    fps_lane_shard,
+    fps_statistics,
+    fps_work,
+)
+from fastps.kernels.update.fold cimport fps_segment
 
 
 cdef class ArenaView:
@@ -15,14 +23,14 @@ cdef class ArenaView:
     cdef fps_header own_header
     cdef fps_header *header     # own_header
     cdef fps_segment *segments  # one a parameter
-    cdef int64_t first[64]      # of each shard, FPS_MAX_SHARDS of them: its floats of every buffer are [first, last)
-    cdef int64_t last[64]
+    cdef int64_t first[FPS_MAX_SHARDS]  # of each shard: its floats of every buffer are [first, last)
+    cdef int64_t last[FPS_MAX_SHARDS]
 
     cdef int _copy_places(self) except -1
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
-    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil
-    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
-    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil
+    cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil
+    cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
+    cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
     cdef fps_work *work(self, uint32_t shard) noexcept nogil
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil

@@ -8,11 +8,21 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from fastps.kernels.shm.plan cimport PAGE, check_header
-from fastps.kernels.shm.arena_h cimport fps_domain, fps_fate, fps_header, fps_statistics, fps_work
-from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.protocol.ring cimport FPS_ABI, FPS_LINE, FPS_MAGIC, fps_lane, fps_seat
 from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena_h cimport (
+    FPS_ABI,
+    FPS_LINE,
+    FPS_MAGIC,
+    fps_shard_header,
+    fps_push_outcome,
+    fps_header,
+    fps_lane,
+    fps_lane_shard,
+    fps_statistics,
+    fps_work,
+)
+from fastps.kernels.shm.plan cimport PAGE, check_header
+from fastps.kernels.update.fold cimport fps_segment
 
 cdef enum:
     FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
@@ -62,7 +72,7 @@ cdef class ArenaView:
                 raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
                                  f"{segment.length} floats from {segment.offset} on, group {segment.group}")
         for index in range(self.header.n_shards):
-            self.first[index], self.last[index] = self.domain(index).first, self.domain(index).last
+            self.first[index], self.last[index] = self.shard_header(index).first, self.shard_header(index).last
             if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
                 raise ValueError(
                     f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
@@ -71,15 +81,15 @@ cdef class ArenaView:
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
         return <fps_lane *> (self.base + self.header.lanes_offset + index * self.header.lane_bytes)
 
-    cdef fps_seat *seat(self, uint32_t lane, uint32_t shard) noexcept nogil:
-        return <fps_seat *> (<char *> self.lane(lane) + self.header.seats_offset) + shard
+    cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil:
+        return <fps_lane_shard *> (<char *> self.lane(lane) + self.header.lane_shards_offset) + shard
 
-    cdef fps_fate *fate(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
-        return (<fps_fate *> (<char *> self.lane(lane) + self.header.fates_offset)
+    cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil:
+        return (<fps_push_outcome *> (<char *> self.lane(lane) + self.header.push_outcomes_offset)
                 + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
 
-    cdef fps_domain *domain(self, uint32_t shard) noexcept nogil:
-        return <fps_domain *> (self.base + self.header.domains_offset) + shard
+    cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil:
+        return <fps_shard_header *> (self.base + self.header.shard_headers_offset) + shard
 
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
         return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
@@ -119,13 +129,18 @@ cdef class ArenaView:
         """Byte offset of the gradient in a lane's slot."""
         return self.slot(lane, slot) + self.header.slot_gradient_offset - self.base
 
+    def presence_offset(self, int lane, int slot):
+        """Byte offset of the presence bitmap in a lane's slot."""
+        return self.slot(lane, slot) + self.header.slot_presence_offset - self.base
+
     def steps_offset(self, int buffer):
         """Byte offset of int64[parameters]: how often the rule was applied to each parameter."""
         return self.state(buffer) - self.base
 
     def plane_offset(self, int buffer, int plane):
         """Byte offset of one plane of the rule's state."""
-        return self.state(buffer) + self.header.state_steps_bytes + plane * self.header.buffer_floats * 4 - self.base
+        cdef char *planes = self.state(buffer) + self.header.state_steps_bytes
+        return planes + plane * self.header.buffer_floats * sizeof(float) - self.base
 
     def extra_offset(self, int lane):
         """Byte offset of the lane's slot for model buffers."""

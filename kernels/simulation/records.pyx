@@ -10,14 +10,14 @@ from fastps.kernels.shm.arena_h cimport fps_time_bucket
 from fastps.kernels.scheduling.state cimport (
     FOLD_IN_ORDER,
     policy_t,
-    roster_bytes,
-    roster_folds,
-    roster_initialise,
-    roster_workers,
+    state_size,
+    state_folds,
+    state_initialise,
+    state_workers,
     scheduler_t,
     worker_t,
 )
-from fastps.kernels.scheduling.scheduler cimport ACTION_DROP, ACTION_FOLD
+from fastps.kernels.scheduling.decisions cimport ACTION_DROP, ACTION_FOLD
 
 cdef enum:
     _MOST_STALENESS = 1 << 20
@@ -39,11 +39,11 @@ cdef Ledger begin_ledger(policy_t *policy, int32_t workers, int32_t shards, bint
         raise MemoryError()
     for shard in range(shards):
         server = &ledger.servers[shard]
-        server.state = <scheduler_t *> calloc(1, roster_bytes(workers))
+        server.state = <scheduler_t *> calloc(1, state_size(workers))
         server.leaves = <fps_kept_list *> calloc(policy.groups + 1, sizeof(fps_kept_list))
         if not (server.state and server.leaves):
             raise MemoryError()
-        roster_initialise(server.state, workers, policy)
+        state_initialise(server.state, workers, policy)
         server.due_ns = server.armed_ns = server.last_update_ns = -1
         server.sum.first = server.sum.last = server.posted.first = server.posted.last = -1
         for leaf in range(policy.groups + 1):
@@ -76,7 +76,7 @@ cdef class Ledger:
     cdef void keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
         """Write down where the push that was received now is: folded, dropped, or kept in a sum."""
         cdef server_t *server = &self.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef worker_t *w = &state_workers(server.state)[worker]
         cdef fps_kept_list *sum = &server.sum
         if action == ACTION_DROP:
             if w.cursor + 1 == w.consumed:
@@ -106,7 +106,7 @@ cdef class Ledger:
             return False
         leaf = self.leaf_of(worker)
         first = (leaf * self.n_workers + self.policy.groups - 1) // self.policy.groups
-        if server.leaves[leaf].first < 0 or roster_workers(server.state)[first].leaf_kept:
+        if server.leaves[leaf].first < 0 or state_workers(server.state)[first].leaf_kept:
             return False
         fps_kept_move(&self.pool, &server.sum, &server.leaves[leaf])
         return True
@@ -119,8 +119,8 @@ cdef class Ledger:
         cdef scheduler_t *state = server.state
         cdef int32_t i, worker
         for i in range(state.n_folds):
-            worker = roster_folds(state)[i]
-            roster_workers(state)[worker].cursor += 1
+            worker = state_folds(state)[i]
+            state_workers(state)[worker].cursor += 1
             self._fold(server, shard, worker, self.kept_version[worker * self.n_shards + shard],
                        state.version - state.n_folds + i)
             self._end_update(server)
@@ -131,7 +131,7 @@ cdef class Ledger:
         cdef int32_t node = server.sum.first
         cdef worker_t *w
         while node >= 0:
-            w = &roster_workers(server.state)[self.pool.kept[node].worker]
+            w = &state_workers(server.state)[self.pool.kept[node].worker]
             w.cursor = w.cursor + 1 if self.policy.groups else w.consumed
             self._fold(server, shard, self.pool.kept[node].worker, self.pool.kept[node].read_version,
                        server.state.version - 1)
@@ -144,7 +144,7 @@ cdef class Ledger:
     cdef void _fold(self, server_t *server, int32_t shard, int32_t worker, int64_t read_version,
                     int64_t version) noexcept nogil:
         """Count a push that is folded, and its staleness: versions published between its read and `version`."""
-        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef worker_t *w = &state_workers(server.state)[worker]
         cdef int64_t staleness = version - read_version
         w.folded += 1
         w.staleness_sum += staleness

@@ -9,8 +9,8 @@ from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.simulation.records cimport LINE_LEAVE, LINE_RECEIVE, LINE_TIMER, server_t
 from fastps.kernels.simulation.network cimport EVENT_TIMER, fps_queue_push, message_t
-from fastps.kernels.scheduling.state cimport NEVER_NS, roster_begin, roster_touched, roster_workers, scheduler_t, worker_t
-from fastps.kernels.scheduling.scheduler cimport (
+from fastps.kernels.scheduling.state cimport NEVER_NS, state_begin, state_dirty, state_workers, scheduler_t, worker_t
+from fastps.kernels.scheduling.decisions cimport (
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
     scheduler_close,
@@ -57,7 +57,7 @@ cdef class VirtualShards:
         cdef bint relayed
         self._fire_due(shard)
         version = server.state.version
-        roster_begin(server.state)
+        state_begin(server.state)
         action = self._decide(worker, shard, timestamp, read_version, samples)
         relayed = self._keep(shard, worker, read_version, action)
         self._follow(shard, action)
@@ -78,14 +78,14 @@ cdef class VirtualShards:
         server.posted.first = server.posted.last = -1
         self._fire_due(shard)
         version = server.state.version
-        roster_begin(server.state)
+        state_begin(server.state)
         while index >= 0 and not self._is_over():
             message = self.network.messages[index]
             action = self._decide(message.worker, shard, message.version, message.read_version, message.samples)
             self._keep(shard, message.worker, message.read_version, action)
             if action == ACTION_FOLD_ALL:  # as many as one sum takes
                 self._follow(shard, action)
-                roster_begin(server.state)
+                state_begin(server.state)
             index = message.next
         self._follow(shard, scheduler_close(server.state))
         index = first
@@ -102,7 +102,7 @@ cdef class VirtualShards:
                      int64_t samples) noexcept nogil:
         """A push is an event of the commit that has begun."""
         cdef server_t *server = &self.ledger.servers[shard]
-        roster_workers(server.state)[worker].consumed += 1
+        state_workers(server.state)[worker].consumed += 1
         self.received += 1
         self.samples += samples if shard == 0 else 0
         self.ended_ns = self.now_ns
@@ -114,11 +114,11 @@ cdef class VirtualShards:
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
         """If the worker has done its steps, it leaves the shard."""
         cdef server_t *server = &self.ledger.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef worker_t *w = &state_workers(server.state)[worker]
         cdef int action
         if not self.leave or w.clock != self.steps or not w.live:
             return
-        roster_begin(server.state)
+        state_begin(server.state)
         if self.ledger.tracing:
             self.ledger.line(LINE_LEAVE, worker, shard, server.state.version, 0)
         action = scheduler_leave(server.state, worker, self.now_ns)
@@ -129,7 +129,7 @@ cdef class VirtualShards:
         """Every timer that is due by now, each stamped with its own deadline."""
         cdef server_t *server = &self.ledger.servers[shard]
         while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
-            roster_begin(server.state)
+            state_begin(server.state)
             self.ended_ns = self.now_ns
             if self.ledger.tracing:
                 self.ledger.line(LINE_TIMER, -1, shard, server.state.version, 0)
@@ -165,9 +165,9 @@ cdef class VirtualShards:
             self.ledger.fold_list(shard)
         if self.service.takes_time:
             self.service.update(self.now_ns, shard, state.version)
-        for i in range(state.n_touched_workers):
-            worker = roster_touched(state)[i]
-            if roster_workers(state)[worker].granted_at == state.sequence:
+        for i in range(state.n_dirty_workers):
+            worker = state_dirty(state)[i]
+            if state_workers(state)[worker].granted_at == state.sequence:
                 self._answer(worker, shard)
 
     cdef void _fold_sum(self, int32_t shard) noexcept nogil:

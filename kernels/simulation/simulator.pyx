@@ -42,7 +42,8 @@ from fastps.kernels.simulation.network cimport (
     message_t,
 )
 from fastps.kernels.scheduling.policy cimport policy_from_values
-from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, roster_workers, worker_t
+from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_workers, worker_t
+from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 from fastps.kernels.simulation.server_queue cimport Service
 from fastps.kernels.simulation.shards cimport VirtualShards
 
@@ -73,9 +74,10 @@ cdef class Simulator(VirtualShards):
         self.n_shards = shards
         if link_of.shape[0] != self.n_workers or self.n_workers < 1:
             raise ValueError(f"expected a link for each of {self.n_workers} workers, found {link_of.shape[0]}")
-        if not 1 <= shards <= 64 or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0 or (overlap and shards > 1):
-            raise ValueError(f"expected 1 to 64 shards (1 with overlap), steps, batch and slots of at least 1 and no negative "
-                             f"bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
+        if (not 1 <= shards <= FPS_MAX_SHARDS or steps < 1 or batch < 1 or slots < 1 or shard_bytes < 0
+                or (overlap and shards > 1)):
+            raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards (1 with overlap), steps, batch and slots of at least 1 "
+                             f"and no negative bytes, found {shards}, {steps}, {batch}, {slots} and {shard_bytes}")
         for worker in range(self.n_workers):
             if not 0 <= link_of[worker] <= network.n_links - shards:
                 raise ValueError(f"expected links of 0 to {network.n_links - shards}, found {link_of[worker]}")
@@ -193,7 +195,7 @@ cdef class Simulator(VirtualShards):
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            if roster_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+            if state_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
@@ -396,7 +398,7 @@ cdef class Simulator(VirtualShards):
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
         """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
         cdef server_t *server = &self.ledger.servers[shard]
-        cdef worker_t *w = &roster_workers(server.state)[worker]
+        cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         cdef int32_t index
         cdef message_t *message

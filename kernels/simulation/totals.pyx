@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.shm.arena_h cimport FPS_GAP_BUCKETS, fps_bucket_time
 from fastps.kernels.simulation.records cimport server_t
-from fastps.kernels.scheduling.state cimport roster_workers, worker_t
+from fastps.kernels.scheduling.state cimport state_workers, worker_t
 from fastps.kernels.simulation.simulator cimport Simulator, player_t
 
 
@@ -32,7 +32,7 @@ def totals(Simulator simulator not None):
         grant_wait_ns += player.grant_wait_ns
         stale_blocks += player.stale_blocks
         for shard in range(simulator.n_shards):
-            w = &roster_workers(simulator.ledger.servers[shard].state)[worker]
+            w = &state_workers(simulator.ledger.servers[shard].state)[worker]
             folded += w.folded
             dropped += w.dropped
             staleness_sum += w.staleness_sum

@@ -120,4 +120,11 @@ typedef struct {
     int has_decay, has_shrink, has_momentum, is_first, is_nesterov, is_centered;
 } fps_coefficients;
 
+/* What one call of the fold writes and forgets: about 260 KB, too much for the stacks that threads are given. One caller at a
+ * time may use it. */
+typedef struct {
+    fps_push present[FPS_MAX_PUSHES];
+    fps_coefficients by[FPS_MAX_PUSHES];
+} fps_fold_scratch;
+
 #endif

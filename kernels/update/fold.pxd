@@ -74,6 +74,15 @@ cdef extern from "update/fold.h" nogil:
         int64_t *steps_out
         int32_t *unsound
 
-cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil
+    ctypedef struct fps_fold_scratch:
+        pass
+
+
+# What a fold writes and forgets, for one thread at a time.
+cdef class FoldScratch:
+    cdef fps_fold_scratch *words
+
+
+cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil
 cdef float fps_largest(
     const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

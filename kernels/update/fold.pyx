@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 cdef extern from "update/fold_run.h" nogil:
@@ -25,7 +25,8 @@ cdef extern from "update/fold_run.h" nogil:
 
     int fps_isa_available(int isa)
     const fps_tile_functions *fps_isa_functions(int isa)
-    int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last)
+    int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first,
+                       int64_t last)
     float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
                          int64_t last, int32_t *parameter)
 
@@ -67,8 +68,20 @@ def _isa_of(str name):
 cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.get("FASTPS_ISA", "auto")))
 
 
-cdef int fps_fold(const fps_fold_job *job, int64_t first, int64_t last) noexcept nogil:
-    return fps_fold_range(_chosen, job, first, last)
+cdef class FoldScratch:
+    """Memory that a fold writes and forgets. Only one thread at a time may fold with it."""
+
+    def __cinit__(self):
+        self.words = <fps_fold_scratch *> malloc(sizeof(fps_fold_scratch))  # what is never written takes no memory
+        if not self.words:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.words)
+
+
+cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil:
+    return fps_fold_range(_chosen, job, scratch, first, last)
 
 
 cdef float fps_largest(
@@ -94,6 +107,7 @@ cdef class Folding:
     cdef const fps_tile_functions *tile
     cdef fps_segment *segments
     cdef fps_push *pushes
+    cdef FoldScratch scratch
     cdef list keep
 
     def __cinit__(self, int rule, int mode, list segments not None, list pushes not None,
@@ -110,6 +124,7 @@ cdef class Folding:
             raise ValueError(f"expected outputs of the inputs' shapes, {n} floats and {steps.shape[0]} parameters")
         self.tile = fps_isa_functions(_isa_of(instruction_set))
         self.keep = [weights, state, steps, weights_out, state_out, steps_out]
+        self.scratch = FoldScratch()
         memset(&self.job, 0, sizeof(self.job))
         self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
         self.pushes = <fps_push *> calloc(len(pushes) + 1, sizeof(fps_push))
@@ -180,7 +195,7 @@ cdef class Folding:
         cdef int64_t _time
         with nogil:
             for _time in range(times):
-                outcome = outcome or fps_fold_range(self.tile, &self.job, first, last)
+                outcome = outcome or fps_fold_range(self.tile, &self.job, self.scratch.words, first, last)
         if outcome:
             raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
 

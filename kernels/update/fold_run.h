@@ -157,7 +157,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     float *weights_out = place->weights_out, *state_out = place->state_out;
     int64_t stride = place->stride;
     int finite;
-    fps_plain_store();
+    FPS_FAILPOINT();
     if (job->rule == FPS_RULE_SGD)
         finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
                                                                       state, state_out);
@@ -338,7 +338,7 @@ static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *
 }
 
 static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *segment, int count) {
-    fps_plain_store();
+    FPS_FAILPOINT();
     job->steps_out[segment->parameter] =
         job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
 }
@@ -356,9 +356,10 @@ static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segmen
 /* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
  * the call that has its first float. Segments that go on are folded as one: to begin with each costs more than some are long.
  * Returns 0 or a negative FPS_FOLD_ status. */
-static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
-    fps_push present[FPS_MAX_PUSHES];
-    fps_coefficients by[FPS_MAX_PUSHES];
+static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first,
+                          int64_t last) {
+    fps_push *present = scratch->present;
+    fps_coefficients *by = scratch->by;
     fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
     if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;

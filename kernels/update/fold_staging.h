@@ -44,7 +44,7 @@ static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *b
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length, int streams) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
                        job->state_stride, job->state_stride, streams};
-    fps_plain_store();
+    FPS_FAILPOINT();
     if (!job->streaming || streams) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
         memcpy(stage + (1 + plane) * FPS_TILE, place.state + plane * place.stride, length * sizeof(float));
@@ -65,7 +65,7 @@ static inline void fps_leave_stage(const fps_fold_job *job, int64_t first, fps_p
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
                                 int64_t length, const fps_place *place) {
     if (!job->streaming || place->streaming) return;
-    fps_plain_store();
+    FPS_FAILPOINT();
     tile->stream(job->weights_out + first, stage, length);
     for (int plane = 0; plane < job->state_planes; plane++)
         tile->stream(job->state_out + plane * job->state_stride + first, stage + (1 + plane) * FPS_TILE, length);

@@ -157,7 +157,7 @@ def _drive(outcome: Outcome, workers: list[fastps.Worker], clock: Scripted, orig
         if kind == "receive":
             workers[rank].push(workers[rank].store.hypers, samples=int(line["detail"]))
         elif kind == "timer":
-            workers[0].lane.try_turn(clock.time_ns)
+            workers[0].lane.try_combine(clock.time_ns)
         elif kind == "begin":
             worker = workers[rank]
             if worker.steps:

@@ -229,7 +229,7 @@ def test_a_job_of_another_user_is_not_ours_and_a_silent_one_is(monkeypatch: pyte
         (rendezvous.AbiDiffers(1, 2), ["here"]),
     ):
 
-        def ask(*arguments: Any, finding: Exception = finding, **named: Any) -> rendezvous.Answer:
+        def ask(*arguments: Any, finding: Exception = finding, **named: Any) -> rendezvous.Offer:
             raise finding
 
         monkeypatch.setattr(rendezvous, "ask", ask)

@@ -144,26 +144,26 @@ class Job:
             lane.advance_late(35 + 10 * step)
         if leaves:
             self.leave(VICTIM, 60)
-            assert lane.try_turn(60) == turn.DONE
+            assert lane.try_combine(60) == turn.DONE
             lane.unpin()
             self.arena.finish(VICTIM)
 
     def survive(self) -> None:
-        """Break what the victim held, bury it, and go on with two workers to the end of the job."""
+        """Break what the victim held, mark_dead it, and go on with two workers to the end of the job."""
         lane = self.lanes[0]
         if self.arena.lane_state(VICTIM) == LANE_FREE:  # it died before it was anybody
             assert self.arena.claim(VICTIM, os.getpid()) == 0
-        lane.break_turn(VICTIM, 70)
-        assert self.arena.bury(VICTIM, 0) == (self.arena.lane_state(VICTIM) != LANE_LEFT)
+        lane.recover_lock(VICTIM, 70)
+        assert self.arena.mark_dead(VICTIM, 0) == (self.arena.lane_state(VICTIM) != LANE_LEFT)
         for step in range(3):
-            assert lane.try_turn(90) == turn.DONE
+            assert lane.try_combine(90) == turn.DONE
             for index in (0, 2):
                 if self.lanes[index].granted(0) > self.posts[index] and self.lanes[index].granted(1) > self.posts[index]:
                     self.push(index, 100 + 10 * step + index)
-                    assert self.lanes[index].try_turn(100 + 10 * step + index) == turn.DONE
+                    assert self.lanes[index].try_combine(100 + 10 * step + index) == turn.DONE
         for index in (0, 2):
             self.leave(index, 200 + index)
-            assert self.lanes[index].try_turn(200 + index) == turn.DONE
+            assert self.lanes[index].try_combine(200 + index) == turn.DONE
 
     def posts_of_victim(self) -> int:
         return int(self.arena.counters(VICTIM)["posted"])

@@ -190,10 +190,10 @@ def test_case_11_what_a_late_owner_says_counts_no_more() -> None:
     with _store(2) as store, store.attach(0) as first, store.attach(1) as second:
         assert first.lane.hold()
         assert first.lane.spare()
-        assert second.lane.break_turn(0) == turn.DONE
-        assert first.lane.release(True) == turn.LOST
+        assert second.lane.recover_lock(0) == turn.DONE
+        assert first.lane.release(True) == turn.FENCED
         assert second.lane.hold() and second.lane.release(False) == turn.DONE
-        assert first.lane.break_turn(1, 0, generation=7) == turn.BUSY, "no owner of that generation holds it"
+        assert first.lane.recover_lock(1, 0, generation=7) == turn.BUSY, "no owner of that generation holds it"
 
 
 def test_case_13_a_late_joiner_has_the_current_version_and_a_generation_of_its_own() -> None:
@@ -241,7 +241,7 @@ def test_case_17_a_gradient_that_is_not_finite_is_rejected_by_worker_parameter_a
             worker.step(good)
             processes.finish([child], 20)
             assert child.exit_code == 0, child.outcome
-            worker.try_turn()
+            worker.try_combine()
             assert store.arena.rejected(1) == (1, (0, 1)), "step 0, the second parameter"
             assert store.arena.rejected(0) == (0, None)
             assert store.arena.counters(1)["dropped"] == 1
@@ -323,7 +323,7 @@ def test_case_19_another_model_is_refused_before_a_byte_is_written() -> None:
 def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() -> None:
     with _store(1, job="case-20") as store:
         with pytest.raises(rendezvous.AbiDiffers, match=f"expected the job's arena format to be {ABI + 1}.*found {ABI}"):
-            rendezvous.ask("case-20", "host", abi=ABI + 1, layout_hash=bytes(32), layout=b"", timeout_s=5)
+            rendezvous.connect("case-20", "host", abi=ABI + 1, layout_hash=bytes(32), layout=b"", timeout_s=5)
         with pytest.raises((OSError, fastps.Error), match="case-20"):
             _store(1, job="case-20")
         assert store.version == 0
@@ -362,7 +362,7 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
                 client.connect(rendezvous.place_name(store.job, 0))
                 client.sendall(garbage)
         worker.step(ONES)
-        found = rendezvous.ask(store.job, 0, abi=ABI, layout_hash=store.layout.digest(), layout=b"", timeout_s=10)
+        found = rendezvous.connect(store.job, 0, abi=ABI, layout_hash=store.layout.digest(), layout=b"", timeout_s=10)
         for descriptor in (found.memfd, found.pidfd):
             os.close(descriptor)
 

@@ -21,6 +21,7 @@ import fastps
 from fastps.checkpoint import snapshot
 from fastps.checkpoint.periodic import Checkpointing
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LEFT, Arena
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.system.clock import MonotonicClock
 from tests.fuzz.places import header_of
 from tests.support import processes
@@ -70,7 +71,7 @@ def _interrupted_worker(store: fastps.Store, rank: int, clock: Interrupting) -> 
 def _set_helping(store: fastps.Store, lane: int, word: int) -> None:
     """Let a lane say that it helps with shard 0's fold, as one says that is stopped there; 0: that it does not."""
     header = header_of(bytes(memoryview(store.memory)[:4096]))
-    struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + 132, word)
+    struct.pack_into("<I", store.memory, header.lanes_offset + lane * header.lane_bytes + OFFSETS["lane.helping"], word)
 
 
 def _gradient(value: float) -> dict[str, np.ndarray[Any, Any]]:
@@ -289,8 +290,8 @@ def test_a_process_of_another_job_of_the_name_is_not_taken_for_a_peer() -> None:
             left.wait_for_start()
             os.kill(first.process_id, signal.SIGKILL)
             processes.finish([first], 10)
-            for answerer in store._answerers[:1]:
-                store.stop_answering(answerer)  # "host", as where the creator was that worker
+            for listener in store._listeners[:1]:
+                store.stop_answering(listener)  # "host", as where the creator was that worker
             with _store("bsp", job=store.job) as again, again.attach(0):
                 with pytest.raises(fastps.WorkerDiedError, match="worker 0"):
                     left.step(ONES)

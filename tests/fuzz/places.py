@@ -8,75 +8,34 @@ Refuses to know what is written.
 import ctypes
 import mmap
 import os
-import struct
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
+from fastps.kernels.shm import offsets
+from fastps.kernels.shm.offsets import SIZES
+from fastps.kernels.update.fold import MAX_PUSHES
 from fastps.system import shared_memory as memory_of
 
 _PAGE = mmap.PAGESIZE
 _WALL_BYTES = 1 << 30  # beyond most wild indices; nothing of it is ever in memory
 _NOBODY, _SHARED, _ANONYMOUS, _FIXED, _NO_RESERVE = 0, 0x01, 0x22, 0x10, 0x4000
-_LINE, _LANE_BYTES, _SEAT_BYTES, _FATE_BYTES, _DOMAIN_BYTES = 64, 768, 192, 32, 512
-_WORK_BYTES = 192 + 40 * 1024
-_ROSTER_BYTES = 2048  # of a few workers; the rest of its pages is for more
+_HEADER_BYTES, _SEGMENT_BYTES = SIZES["header"], SIZES["segment"]
+_LANE_BYTES, _LANE_SHARD_BYTES, _DESCRIPTOR_BYTES = SIZES["lane"], SIZES["lane_shard"], SIZES["descriptor"]
+_OUTCOME_BYTES, _SHARD_HEADER_BYTES = SIZES["push_outcome"], SIZES["shard_header"]
+_WORK_BYTES = SIZES["work"] + MAX_PUSHES * SIZES["folded_push"]
+_STATE_BYTES = 2048  # of a few workers; the rest of its pages is for more
 _MARK = 0xC5
 
 
-class Header(NamedTuple):
-    """The words of fps_header, in order."""
-
-    magic: int
-    abi: int
-    n_lanes: int
-    n_buffers: int
-    n_slots: int
-    ring_size: int
-    n_groups: int
-    n_parameters: int
-    presence_words: int
-    rule: int
-    state_planes: int
-    n_shards: int
-    checks_finite: int
-    gradient_type: int
-    pad: int
-    ema_decay: float
-    buffer_floats: int
-    domains_offset: int
-    statistics_offset: int
-    statistics_bytes: int
-    work_offset: int
-    work_bytes: int
-    segments_offset: int
-    lanes_offset: int
-    lane_bytes: int
-    seats_offset: int
-    fates_offset: int
-    scheduler_offset: int
-    scheduler_bytes: int
-    weights_offset: int
-    weights_bytes: int
-    state_offset: int
-    state_bytes: int
-    state_steps_bytes: int
-    slots_offset: int
-    slot_bytes: int
-    slot_presence_offset: int
-    slot_versions_offset: int
-    slot_gradient_offset: int
-    extra_offset: int
-    extra_bytes: int
-    total_bytes: int
-
-
-_HEADER = struct.Struct("<Q14Id26Q")
+Header = SimpleNamespace
+"""The words of fps_header."""
 Places = dict[str, list[tuple[int, int]]]
 """A name, and where such parts lie: (offset, length) in bytes."""
 
 
 def header_of(memory: Any) -> Header:
     """The header's words."""
-    return Header(*_HEADER.unpack(bytes(memoryview(memory)[: _HEADER.size])))
+    return Header(**offsets.header_of(memory))
 
 
 def places_of(header: Header) -> Places:
@@ -85,17 +44,23 @@ def places_of(header: Header) -> Places:
     slots = [header.slots_offset + slot * header.slot_bytes for slot in range(header.n_lanes * header.n_slots)]
     shards = range(header.n_shards)
     return {
-        "header": [(0, _HEADER.size)],
-        "domain": [(header.domains_offset + _DOMAIN_BYTES * shard, _DOMAIN_BYTES) for shard in shards],
-        "work": [(header.work_offset + header.work_bytes * shard, 192 + 40 * 4) for shard in shards],
-        "segments": [(header.segments_offset, 24 * header.n_parameters)],
+        "header": [(0, _HEADER_BYTES)],
+        "domain": [(header.shard_headers_offset + _SHARD_HEADER_BYTES * shard, _SHARD_HEADER_BYTES) for shard in shards],
+        "work": [
+            (header.work_offset + header.work_bytes * shard, SIZES["work"] + 4 * SIZES["folded_push"]) for shard in shards
+        ],
+        "segments": [(header.segments_offset, _SEGMENT_BYTES * header.n_parameters)],
         "lane": [(lane, _LANE_BYTES) for lane in lanes],
-        "descriptors": [(lane + _LANE_BYTES, _LINE * header.ring_size) for lane in lanes],
-        "seat": [(lane + header.seats_offset + _SEAT_BYTES * shard, _SEAT_BYTES) for lane in lanes for shard in shards],
-        "fates": [(lane + header.fates_offset, _FATE_BYTES * header.ring_size) for lane in lanes],
+        "descriptors": [(lane + _LANE_BYTES, _DESCRIPTOR_BYTES * header.ring_size) for lane in lanes],
+        "seat": [
+            (lane + header.lane_shards_offset + _LANE_SHARD_BYTES * shard, _LANE_SHARD_BYTES)
+            for lane in lanes
+            for shard in shards
+        ],
+        "fates": [(lane + header.push_outcomes_offset, _OUTCOME_BYTES * header.ring_size) for lane in lanes],
         "statistics": [(header.statistics_offset + header.statistics_bytes * shard, 8 * 800) for shard in shards],
         "scheduler": [
-            (header.scheduler_offset + header.scheduler_bytes * copy, _ROSTER_BYTES) for copy in range(2 * header.n_shards)
+            (header.scheduler_offset + header.scheduler_bytes * copy, _STATE_BYTES) for copy in range(2 * header.n_shards)
         ],
         "rule's steps": [(header.state_offset + header.state_bytes * buffer, 8 * header.n_parameters) for buffer in range(3)],
         "slot's header": [(slot, header.slot_gradient_offset) for slot in slots],
@@ -106,9 +71,9 @@ def places_of(header: Header) -> Places:
 def gaps_of(header: Header) -> list[tuple[int, int]]:
     """(begin, end) of what lies between parts, and nobody uses."""
     ends = {
-        header.domains_offset: _HEADER.size,
-        header.work_offset: header.domains_offset + header.n_shards * _DOMAIN_BYTES,
-        header.lanes_offset: header.segments_offset + 24 * header.n_parameters,
+        header.shard_headers_offset: _HEADER_BYTES,
+        header.work_offset: header.shard_headers_offset + header.n_shards * _SHARD_HEADER_BYTES,
+        header.lanes_offset: header.segments_offset + _SEGMENT_BYTES * header.n_parameters,
         header.statistics_offset: header.lanes_offset + header.n_lanes * header.lane_bytes,
         header.scheduler_offset: header.statistics_offset + header.n_shards * header.statistics_bytes,
     }
@@ -117,7 +82,7 @@ def gaps_of(header: Header) -> list[tuple[int, int]]:
         ends[begin + header.work_bytes] = begin + _WORK_BYTES
     for copy in range(2 * header.n_shards):
         begin = header.scheduler_offset + copy * header.scheduler_bytes
-        ends[begin + header.scheduler_bytes] = begin + max(_ROSTER_BYTES, header.scheduler_bytes - 1024)
+        ends[begin + header.scheduler_bytes] = begin + max(_STATE_BYTES, header.scheduler_bytes - 1024)
     for buffer in range(header.n_buffers):
         begin = header.weights_offset + buffer * header.weights_bytes
         ends[begin + header.weights_bytes] = begin + 4 * header.buffer_floats

@@ -238,7 +238,7 @@ class Life:
         for shard in range(self.store.arena.shards):
             self.store.arena.histograms(shard)
         self.store.arena.record()
-        self.store.arena.fates(min(rank, 1), 0, 0, config.RING_SIZE)
+        self.store.arena.push_outcomes(min(rank, 1), 0, 0, config.RING_SIZE)
 
     def _save(self, rank: int) -> None:
         fastps.save(self._workers[rank], self._folder)

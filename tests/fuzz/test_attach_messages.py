@@ -94,7 +94,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
     """Several clients at a time, of whom some hang up, some wait, and some bring descriptors."""
     job, memory, pidfd = f"fuzz-{secrets.token_hex(6)}", os.memfd_create("fuzz"), os.pidfd_open(os.getpid())
     name = rendezvous.place_name(job, 0)
-    with rendezvous.Answerer(name, memory, pidfd, ABI, HASH, LAYOUT, 0) as answerer:
+    with rendezvous.Listener(name, memory, pidfd, ABI, HASH, LAYOUT, 0) as listener:
         before = descriptors.opened()
 
         def check(data: st.DataObject) -> None:
@@ -113,10 +113,10 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
                             for (number,) in struct.iter_unpack("=i", content):
                                 os.close(number)
                 client.close()
-            found = rendezvous.ask(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=10.0)
+            found = rendezvous.connect(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=10.0)
             os.close(found.memfd)
             os.close(found.pidfd)
-            assert answerer.foreign_layout() is None or isinstance(answerer.foreign_layout(), str)
+            assert listener.foreign_layout() is None or isinstance(listener.foreign_layout(), str)
 
         fuzz("attach messages", check)
         assert descriptors.settle(before) == before
@@ -128,11 +128,11 @@ def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
     """A hostile server at the name of a place: its answer, its descriptors, and when it hangs up, are anything."""
     job = f"fuzz-{secrets.token_hex(6)}"
     name, before = rendezvous.place_name(job, 0), descriptors.opened()
-    with _opened(["memfd", "memfd"]) as sent, rendezvous.Answerer(name, *sent, ABI, HASH, LAYOUT, 0):
+    with _opened(["memfd", "memfd"]) as sent, rendezvous.Listener(name, *sent, ABI, HASH, LAYOUT, 0):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(name)
             connection.sendall(HELLO)
-            accepting = connection.recv(answer.ANSWER_BYTES)
+            accepting = connection.recv(answer.OFFER_BYTES)
     differing = (
         accepting[:12] + struct.pack("<I", answer.LAYOUT_DIFFERS) + accepting[16:24] + struct.pack("<Q", 9) + b"[1, 2, 3]"
     )
@@ -160,7 +160,7 @@ def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
             server.start()
             began = time.monotonic()
             try:
-                found = rendezvous.ask(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=0.05)
+                found = rendezvous.connect(job, 0, abi=ABI, layout_hash=HASH, layout=LAYOUT, timeout_s=0.05)
                 os.close(found.memfd)
                 os.close(found.pidfd)
             except FINDINGS:

@@ -43,21 +43,21 @@ def memory() -> Iterator[int]:
     os.close(descriptor)
 
 
-def _answerer(job: str, memory: int, place: rendezvous.Place = 0, layout: bytes = LAYOUT) -> rendezvous.Answerer:
+def _listener(job: str, memory: int, place: rendezvous.Place = 0, layout: bytes = LAYOUT) -> rendezvous.Listener:
     pidfd = os.pidfd_open(os.getpid())
     try:
         number = rendezvous.HOST_PLACE if place == "host" else place
-        return rendezvous.Answerer(rendezvous.place_name(job, place), memory, pidfd, ABI, HASH, layout, number)
+        return rendezvous.Listener(rendezvous.place_name(job, place), memory, pidfd, ABI, HASH, layout, number)
     finally:
         os.close(pidfd)
 
 
-def _ask(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Answer:
+def _ask(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Offer:
     arguments: dict[str, Any] = {"abi": ABI, "layout_hash": HASH, "layout": LAYOUT, "timeout_s": 5.0}
-    return rendezvous.ask(job, place, **arguments | changes)
+    return rendezvous.connect(job, place, **arguments | changes)
 
 
-def _ask_and_close(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Answer:
+def _ask_and_close(job: str, place: rendezvous.Place = 0, **changes: Any) -> rendezvous.Offer:
     found = _ask(job, place, **changes)
     os.close(found.memfd)
     os.close(found.pidfd)
@@ -75,7 +75,7 @@ import ctypes, os, sys
 from fastps.membership import rendezvous
 job, seconds_held = sys.argv[1], float(sys.argv[2])
 memory, pidfd = os.memfd_create("fastps-test"), os.pidfd_open(os.getpid())
-answerer = rendezvous.Answerer(rendezvous.place_name(job, 0), memory, pidfd, 7, bytes(range(32)), b"{}", 0)
+listener = rendezvous.Listener(rendezvous.place_name(job, 0), memory, pidfd, 7, bytes(range(32)), b"{}", 0)
 print("ready", flush=True)
 if seconds_held:
     ctypes.PyDLL(None).usleep(int(seconds_held * 1e6))  # a PyDLL call keeps the GIL
@@ -101,7 +101,7 @@ def _spawned(job: str, seconds_held: float = 0.0) -> Iterator["subprocess.Popen[
 
 
 def test_an_answer_brings_the_memory_and_the_pidfd_of_whoever_answers(job: str, memory: int) -> None:
-    with _answerer(job, memory, 3):
+    with _listener(job, memory, 3):
         found = _ask(job, 3)
         assert os.fstat(found.memfd).st_ino == os.fstat(memory).st_ino
         assert os.pread(found.memfd, 5, 0) == b"arena"
@@ -113,7 +113,7 @@ def test_an_answer_brings_the_memory_and_the_pidfd_of_whoever_answers(job: str, 
 
 
 def test_the_host_and_the_lanes_of_one_process_have_places_of_their_own(job: str, memory: int) -> None:
-    with _answerer(job, memory, "host"), _answerer(job, memory, 0), _answerer(job, memory, 12):
+    with _listener(job, memory, "host"), _listener(job, memory, 0), _listener(job, memory, 12):
         assert [_ask_and_close(job, place).place for place in ("host", 0, 12)] == [rendezvous.HOST_PLACE, 0, 12]
 
 
@@ -144,14 +144,14 @@ def test_a_forked_child_asks_its_parent_and_answers_for_itself(job: str, memory:
     reader, writer = os.pipe()
 
     def work() -> tuple[int, int]:
-        with _answerer(job, memory, 1):
+        with _listener(job, memory, 1):
             asked = _ask_and_close(job, 0).process_id
             os.read(reader, 1)
         return asked, os.getpid()
 
-    with _answerer(job, memory, 0):
+    with _listener(job, memory, 0):
         child = processes.start(work)
-        answered: list[rendezvous.Answer] = []
+        answered: list[rendezvous.Offer] = []
         while not answered:
             with contextlib.suppress(rendezvous.Absent):
                 answered.append(_ask_and_close(job, 1))
@@ -165,7 +165,7 @@ def test_a_forked_child_asks_its_parent_and_answers_for_itself(job: str, memory:
 
 def test_two_jobs_do_not_meet(job: str, memory: int) -> None:
     absent: list[tuple[str, rendezvous.Place]] = [(job, 1), (job, "host"), (f"{job}/b", 0), (job[:-1], 0), (f"{job} ", 0)]
-    with _answerer(job, memory, 0), _answerer(f"{job}/b", memory, 1):
+    with _listener(job, memory, 0), _listener(f"{job}/b", memory, 1):
         for place in absent:
             with pytest.raises(rendezvous.Absent):
                 _ask(*place)
@@ -173,7 +173,7 @@ def test_two_jobs_do_not_meet(job: str, memory: int) -> None:
 
 def test_no_descriptor_would_reach_a_program_that_is_started(job: str, memory: int) -> None:
     before = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
-    with _answerer(job, memory):
+    with _listener(job, memory):
         found = _ask(job)
         now = {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists() or entry.is_symlink()}
         fresh = now - before
@@ -184,7 +184,7 @@ def test_no_descriptor_would_reach_a_program_that_is_started(job: str, memory: i
 
 
 def test_nothing_is_leaked_over_many_asks(job: str, memory: int) -> None:
-    with _answerer(job, memory):
+    with _listener(job, memory):
         before = descriptors.opened()
         for _ in range(200):
             _ask_and_close(job)
@@ -203,39 +203,39 @@ def test_nothing_is_leaked_over_many_asks(job: str, memory: int) -> None:
 @pytest.mark.parametrize("padding", [0, 3_000_000])
 def test_a_different_layout_is_known_on_both_sides(job: str, memory: int, padding: int) -> None:
     ours, theirs, later = (json.dumps([name, "x" * padding], ensure_ascii=False) for name in ("ours", "thëirs", "later"))
-    with _answerer(job, memory, layout=ours.encode()) as answerer:
-        assert answerer.foreign_layout() is None
+    with _listener(job, memory, layout=ours.encode()) as listener:
+        assert listener.foreign_layout() is None
         with pytest.raises(rendezvous.LayoutDiffers) as caught:
             _ask(job, layout_hash=OTHER_HASH, layout=theirs.encode())
         assert caught.value.theirs == ours
-        assert answerer.foreign_layout() == theirs
+        assert listener.foreign_layout() == theirs
         with pytest.raises(rendezvous.LayoutDiffers):
             _ask(job, layout_hash=OTHER_HASH, layout=later.encode())
-        assert answerer.foreign_layout() == theirs, "the first one is kept"
+        assert listener.foreign_layout() == theirs, "the first one is kept"
         _ask_and_close(job)
 
 
 def test_an_observer_needs_no_layout(job: str, memory: int) -> None:
-    with _answerer(job, memory) as answerer:
+    with _listener(job, memory) as listener:
         _ask_and_close(job, layout_hash=bytes(32), layout=b"", observer=True)
         _ask_and_close(job, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000, observer=True)
-        assert answerer.foreign_layout() is None
+        assert listener.foreign_layout() is None
         with pytest.raises(rendezvous.LayoutDiffers):
             _ask(job, layout_hash=bytes(32), layout=b"")
 
 
 def test_equal_hashes_are_answered_however_long_the_text_is(job: str, memory: int) -> None:
-    with _answerer(job, memory):
+    with _listener(job, memory):
         for _ in range(20):
             _ask_and_close(job, layout=b"x" * 2_000_000)
 
 
 def test_another_abi_is_told_which_one_is_here(job: str, memory: int) -> None:
-    with _answerer(job, memory) as answerer:
+    with _listener(job, memory) as listener:
         with pytest.raises(rendezvous.AbiDiffers, match="format to be 8 as in this process, found 7") as caught:
             _ask(job, abi=8, layout_hash=OTHER_HASH, layout=b"x" * 1_000_000)
         assert caught.value.theirs == ABI
-        assert answerer.foreign_layout() is None
+        assert listener.foreign_layout() is None
 
 
 # -- users ---------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_another_abi_is_told_which_one_is_here(job: str, memory: int) -> None:
 def test_an_answerer_that_refuses_this_user_is_named_so(job: str, memory: int) -> None:
     name = rendezvous.place_name(job, 0)
     with (
-        answer.Answerer(name, memory, memory, ABI, HASH, LAYOUT, 0, os.geteuid() + 1),
+        answer.Listener(name, memory, memory, ABI, HASH, LAYOUT, 0, os.geteuid() + 1),
         pytest.raises(rendezvous.OtherUser, match="refused to answer user"),
     ):
         _ask(job)
@@ -252,11 +252,11 @@ def test_an_answerer_that_refuses_this_user_is_named_so(job: str, memory: int) -
 
 def test_another_users_answerer_is_not_even_greeted(job: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    with _answerer(job, memory) as answerer:
+    with _listener(job, memory) as listener:
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         with pytest.raises(rendezvous.OtherUser, match=f"expected user {user + 1}, found {user}"):
             _ask(job, layout_hash=OTHER_HASH)
-        assert answerer.foreign_layout() is None
+        assert listener.foreign_layout() is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -269,12 +269,12 @@ def test_two_real_users_get_nothing_from_each_other(job: str, memory: int) -> No
             connection.connect(rendezvous.place_name(job, 0))
             return str(caught.value), connection.recv(100)
 
-    with _answerer(job, memory):
+    with _listener(job, memory):
         child = processes.start(work)
         processes.finish([child], 10)
         text, data = child.outcome
         assert text.endswith("expected user 65534, found 0")
-        assert answer.unpack_answer(data) == (answer.REFUSED, 0, 0)
+        assert answer.unpack_offer(data) == (answer.REFUSED, 0, 0)
         _ask_and_close(job)
 
 
@@ -306,7 +306,7 @@ def _impostor(job: str, reply: bytes, sent: list[int]) -> Iterator[None]:
 @pytest.fixture
 def good_answer(job: str, memory: int) -> bytes:
     """The bytes of an accepting answer, without its descriptors."""
-    with _answerer(job, memory), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with _listener(job, memory), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(rendezvous.place_name(job, 0))
         connection.sendall(answer.pack_hello(ABI, HASH, 0, False))
         return connection.recv(1000)
@@ -376,7 +376,7 @@ def test_a_killed_process_is_absent_although_its_forked_child_lives(job: str, me
     reader, writer = os.pipe()
 
     def parent() -> None:
-        with _answerer(job, memory):
+        with _listener(job, memory):
             if os.fork() == 0:
                 os.write(writer, struct.pack("=i", os.getpid()))
             time.sleep(60)
@@ -393,7 +393,7 @@ def test_a_killed_process_is_absent_although_its_forked_child_lives(job: str, me
             os.waitpid(process.process_id, 0)  # not `finish`: the grandchild holds the pipe that it reads to the end
         with pytest.raises(rendezvous.Absent):
             _ask(job)
-        with _answerer(job, memory):
+        with _listener(job, memory):
             assert _ask_and_close(job).process_id == os.getpid(), "the name is free again"
         assert rendezvous.pidfd_alive(grandchild_pidfd)
     finally:
@@ -408,11 +408,11 @@ def test_a_forked_child_holds_none_of_its_parents_sockets(job: str, memory: int)
         return [target for target in descriptors.opened() if "socket:" in target or "anon_inode" in target]
 
     before = sockets()
-    with _answerer(job, memory) as answerer, _answerer(job, memory, 1):
+    with _listener(job, memory) as listener, _listener(job, memory, 1):
 
         def look_and_close() -> tuple[list[str], str | None]:
-            found = sockets(), answerer.foreign_layout()
-            answerer.close()
+            found = sockets(), listener.foreign_layout()
+            listener.close()
             return found
 
         child = processes.start(look_and_close)

@@ -163,7 +163,7 @@ def test_workers_take_no_turn_while_there_is_a_server_and_an_observer_sees_worke
         with processes.stopped(_server_of(store)):
             worker.push(store.hypers)
             for _ in range(20):
-                worker.try_turn()
+                worker.try_combine()
                 time.sleep(0.005)
             assert (store.version, worker.lane.posted(), worker.lane.done()) == (3, 4, 3), "posted, and nobody folds it"
             observer = fastps.observe(store.job)
@@ -244,7 +244,7 @@ def test_the_server_shares_the_workers_cores_until_it_dies() -> None:
         assert worker.cores.takers == 3
         os.kill(_server_of(store), signal.SIGKILL)
         _until(lambda: worker.step({"a": np.zeros(SIZE), "b": np.zeros((3, 5))}) is None and not store.arena.is_served())
-        worker.try_turn()
+        worker.try_combine()
         assert worker.cores.takers == 2
         assert worker.cores.spins == cores.spins(2, len(os.sched_getaffinity(0)))
 

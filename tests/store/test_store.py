@@ -91,6 +91,18 @@ def test_an_observer_sees_the_counters_and_holds_nothing() -> None:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
+def test_an_observer_finds_a_job_of_which_only_a_high_lane_answers() -> None:
+    weights = {"w": np.ones(4, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync="asp", workers=100, job="high-lane") as store:
+        for listener in list(store._listeners):
+            store.stop_answering(listener)
+        listener = store.answer_at(99)
+        observer = fastps.observe("high-lane")
+        assert len(observer.statistics()) == 100
+        observer.close()
+        store.stop_answering(listener)
+
+
 def _until_error(store: fastps.Store, rank: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     with store.attach(rank) as worker:
@@ -243,7 +255,7 @@ def test_a_ring_that_was_written_over_is_named_and_not_waited_for() -> None:
         worker = store.attach(0)
         worker.step({"w": np.zeros(4)})
         header = header_of(store.memory)
-        struct.pack_into("<Q", store.memory, header.lanes_offset + header.seats_offset, 1 << 40)  # the seat's head
+        struct.pack_into("<Q", store.memory, header.lanes_offset + header.lane_shards_offset, 1 << 40)  # the seat's head
         with pytest.raises(
             fastps.ProtocolError, match=r"the ring of worker 0 \(1 posted, 1099511627776 done with\).*restart the job"
         ):

@@ -20,6 +20,6 @@ def test_an_overdue_timer_is_waited_for_with_a_pause_and_a_coming_one_to_its_dea
             time.sleep(0.005)
             assert second.lane.due_ns() > 0
             assert second._slice_ns() == config.OVERDUE_NS
-            second.try_turn()  # fires it
+            second.try_combine()  # fires it
             assert second._slice_ns() == config.SLICE_NS
             assert store.version == 1

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.kernels.shm.arena import FATE_FOLDED
+from fastps.kernels.shm.arena import OUTCOME_FOLDED
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing import perfetto as trace_perfetto
 from fastps.tracing import summary as trace_summary
@@ -245,10 +245,13 @@ def test_nothing_is_written_down_unless_somebody_records() -> None:
     with fastps.Store.create(_weights(), fastps.SGD(lr=0.1)) as store, store.attach(0) as worker:
         worker.step(_weights())
         assert worker.recorder is None
-        assert store.arena.fates(0, 0, 0, 1) == [None]
+        assert store.arena.push_outcomes(0, 0, 0, 1) == [None]
         store.arena.record()
         worker.step(_weights())
-        assert store.arena.fates(0, 0, 0, 9) == [None, (FATE_FOLDED, 2, pytest.approx(SYSTEM_CLOCK.now_ns(), abs=10**11), 0)]
+        assert store.arena.push_outcomes(0, 0, 0, 9) == [
+            None,
+            (OUTCOME_FOLDED, 2, pytest.approx(SYSTEM_CLOCK.now_ns(), abs=10**11), 0),
+        ]
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

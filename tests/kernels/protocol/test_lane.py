@@ -89,7 +89,7 @@ class Job:
 def test_asp_folds_each_push_and_grants_at_once() -> None:
     job = Job(2, **ASP)
     job.post(0, 0.25, 10)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted(), job.lanes[0].done()) == (1, 0.75, 2, 1)
 
 
@@ -97,7 +97,7 @@ def test_a_worker_pulls_what_came_of_its_push() -> None:
     job = Job(2, **ASP)
     lane, buffers = job.lanes[0], [-1]
     job.post(0, 0.25, 10)
-    assert lane.try_turn() == turn.DONE
+    assert lane.try_combine() == turn.DONE
     assert lane.pull_all(buffers) == -1 and lane.version == 1
     assert job.weights(buffers[0])[0] == job.current() == 0.75
     with pytest.raises(ValueError, match="expected a list of 1 buffers, found 2"):
@@ -109,7 +109,7 @@ def test_pushes_of_one_drain_are_one_sum_with_their_mean_learning_rate() -> None
     job.post(2, 0.25, 10, learning_rate=1.0)
     job.post(0, 0.5, 11, learning_rate=0.5)
     job.post(2, 0.125, 12, learning_rate=0.75)
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     assert (job.arena.version, job.current()) == (1, 1 - 0.75 * (0.25 + 0.5 + 0.125))
     assert [lane.granted() for lane in job.lanes] == [2, 1, 3]
     assert [lane.done() for lane in job.lanes] == [1, 0, 2]
@@ -121,11 +121,11 @@ def test_staleness_counts_sums_and_not_the_pushes_in_them() -> None:
         for lane in (0, 2):
             job.lanes[lane].pull()
             job.post(lane, 0.0, 10 * drain + lane)
-        assert job.lanes[0].try_turn() == turn.DONE
+        assert job.lanes[0].try_combine() == turn.DONE
     job.post(1, 0.0, 40)  # computed with version 0
     job.lanes[0].pull()
     job.post(0, 0.0, 41)
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     counters = [job.arena.counters(lane) for lane in range(3)]
     assert [row["folded"] for row in counters] == [4, 1, 3]
     assert [row["staleness_sum"] for row in counters] == [0, 3, 0]
@@ -140,7 +140,7 @@ def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_noth
     assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
     assert job.lanes[1].post(turn.KIND_NULL, 0, 0, 0, 6)
     assert job.lanes[1].post(turn.KIND_LEAVE, 1, 0, 0, 7)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current()) == (1, 1.0)
     assert job.lanes[0].granted() == 2
     assert [lane.done() for lane in job.lanes] == [1, 2]
@@ -149,11 +149,11 @@ def test_a_drain_of_null_pushes_and_of_who_leaves_is_a_version_that_changes_noth
 def test_bsp_folds_the_mean_when_the_last_worker_pushed() -> None:
     job = Job(2, **BSP)
     job.post(0, 0.5, 10)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (0, 1.0, 1)
     assert job.lanes[0].done() == 0, "a kept push still needs its slot"
     job.post(1, 1.0, 20)
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     assert (job.arena.version, job.current()) == (1, 0.25)
     assert [lane.granted() for lane in job.lanes] == [2, 2]
     assert [lane.done() for lane in job.lanes] == [1, 1]
@@ -163,7 +163,7 @@ def test_whoever_holds_the_turn_folds_for_those_who_found_it_busy() -> None:
     job = Job(2, **ASP)
     assert job.lanes[0].hold()
     job.post(1, 0.5, 10)
-    assert job.lanes[1].try_turn() == turn.BUSY
+    assert job.lanes[1].try_combine() == turn.BUSY
     assert job.arena.version == 0
     assert job.lanes[0].release(False) == turn.DONE
     assert (job.arena.version, job.current()) == (1, 0.5)
@@ -174,7 +174,7 @@ def test_events_are_decided_in_order_of_their_times_whatever_the_lane() -> None:
     job.post(2, 0.0, 30)
     job.post(0, 0.0, 20)
     job.post(1, 0.0, 10)
-    assert job.lanes[2].try_turn() == turn.DONE
+    assert job.lanes[2].try_combine() == turn.DONE
     # Worker 1 pushed first and waited; all are level after the last of them, so all are granted.
     assert [lane.granted() for lane in job.lanes] == [2, 2, 2]
 
@@ -183,9 +183,9 @@ def test_staleness_counts_versions_between_read_and_fold() -> None:
     job = Job(2, **ASP)
     for now_ns in range(3):
         job.post(0, 0.0, now_ns)
-        job.lanes[0].try_turn()
+        job.lanes[0].try_combine()
     job.post(1, 0.0, 9)  # computed with version 0
-    job.lanes[1].try_turn()
+    job.lanes[1].try_combine()
     counters = job.arena.counters(1)
     assert (counters["folded"], counters["staleness_sum"], counters["staleness_max"]) == (1, 3, 3)
 
@@ -196,7 +196,7 @@ def test_a_pinned_buffer_is_never_written() -> None:
     before = job.weights(pinned).copy()
     for now_ns in range(20):
         job.post(0, 0.125, now_ns)
-        job.lanes[0].try_turn()
+        job.lanes[0].try_combine()
         job.lanes[0].pull()
     assert np.array_equal(job.weights(pinned), before)
     assert job.lanes[1].pull() != pinned
@@ -209,25 +209,25 @@ def test_every_worker_may_pin_another_buffer_and_a_fold_still_finds_one() -> Non
     for reader in range(4):
         pinned.append(job.lanes[reader].pull())
         job.post(0, 0.125, reader)
-        assert job.lanes[0].try_turn() == turn.DONE
+        assert job.lanes[0].try_combine() == turn.DONE
     assert len(set(pinned)) == 4
     job.post(0, 0.125, 10)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
 
 
 def test_a_null_push_counts_and_changes_nothing() -> None:
     job = Job(1, **ASP)
     assert job.lanes[0].post(turn.KIND_NULL, 0, 0, 0, 5)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 1.0, 2)
 
 
 def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
     job = Job(2, **BSP)
     job.post(0, 0.5, 10)
-    job.lanes[0].try_turn()
+    job.lanes[0].try_combine()
     assert job.lanes[1].post(turn.KIND_LEAVE, 0, 0, 0, 20)
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[0].granted()) == (1, 0.5, 2)
 
 
@@ -241,7 +241,7 @@ def test_a_worker_that_leaves_lets_the_others_go_on() -> None:
 def test_a_descriptor_out_of_bounds_is_named_and_nothing_is_committed(spoil: Callable[[Lane], bool], why: str) -> None:
     job = Job(2, **ASP)
     assert spoil(job.lanes[1]), why
-    assert job.lanes[0].try_turn() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
     assert job.lanes[0].bad_lane == 1
     assert (job.arena.version, job.lanes[0].owner()) == (0, -1)
 
@@ -253,7 +253,7 @@ def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
     assert not first.wait_awake(2, 0, 1000)
     for lane in (0, 1):
         job.post(lane, 0.25, 10 + lane)
-    assert second.try_turn() == turn.DONE
+    assert second.try_combine() == turn.DONE
     assert first.wait_awake(2, 1, 1) and not first.wait_awake(2, 2, 1)
 
 
@@ -261,7 +261,7 @@ def test_a_push_without_a_grant_is_refused() -> None:
     job = Job(2, **BSP)
     job.post(0, 0.5, 10)
     job.post(0, 0.5, 11)
-    assert job.lanes[0].try_turn() == turn.BAD_DESCRIPTOR
+    assert job.lanes[0].try_combine() == turn.BAD_DESCRIPTOR
     assert job.lanes[0].bad_lane == 0
 
 
@@ -270,9 +270,9 @@ def test_a_dead_owners_turn_is_broken_and_its_work_done_again() -> None:
     assert job.lanes[0].hold()  # dies here
     job.post(0, 0.25, 10)
     job.post(1, 0.25, 20)
-    assert job.lanes[1].try_turn() == turn.BUSY
-    assert job.lanes[1].break_turn(2) == turn.BUSY, "only the owner's turn may be broken"
-    assert job.lanes[1].break_turn(0) == turn.DONE
+    assert job.lanes[1].try_combine() == turn.BUSY
+    assert job.lanes[1].recover_lock(2) == turn.BUSY, "only the owner's turn may be broken"
+    assert job.lanes[1].recover_lock(0) == turn.DONE
     assert (job.arena.version, job.current(), job.lanes[1].owner()) == (2, 0.5, -1)
 
 
@@ -281,8 +281,8 @@ def test_the_flip_of_a_late_owner_fails() -> None:
     assert job.lanes[0].hold()
     job.lanes[0].spare()
     job.post(1, 0.25, 10)
-    assert job.lanes[1].break_turn(0) == turn.DONE
-    assert job.lanes[0].release(True) == turn.LOST
+    assert job.lanes[1].recover_lock(0) == turn.DONE
+    assert job.lanes[0].release(True) == turn.FENCED
     assert (job.arena.version, job.current()) == (1, 0.75)
 
 
@@ -321,7 +321,7 @@ def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], aw
             # A slot may be written again when its push of two steps ago is done with.
             assert _wait_for(lane, step + 1 if policy["grant"] != "at-once" else 0, max(0, step - 1), awake)
             job.post(index, amount, step)
-            lane.try_turn()
+            lane.try_combine()
             lane.pull()
         assert _wait_for(lane, 0, pushes, awake)
 
@@ -340,5 +340,5 @@ def _wait_for(lane: Lane, granted: int, done: int, awake: bool) -> bool:
     for _ in range(2_000):
         if (awake and lane.wait_awake(granted, done, 4)) or lane.wait(granted, done, 0 if awake else 100, 5_000_000):
             return True
-        lane.try_turn()
+        lane.try_combine()
     return False

@@ -22,6 +22,7 @@ from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS
 from fastps.kernels.shm.plan import plan
 from fastps.kernels.update import fold
 from tests.fuzz.places import header_of
@@ -60,11 +61,11 @@ class Job:
     def push(self, lane: int, step: int) -> int:
         """Post and take the turn, which nobody else takes here."""
         self.post(lane, step)
-        return self.lanes[lane].try_turn()
+        return self.lanes[lane].try_combine()
 
     def helping_offset(self, lane: int) -> int:
         """Where that lane says whose fold it helps with; 0 if it helps with none."""
-        return self.header.lanes_offset + lane * self.header.lane_bytes + 132
+        return self.header.lanes_offset + lane * self.header.lane_bytes + OFFSETS["lane.helping"]
 
     def weights(self) -> npt.NDArray[np.float32]:
         _, buffer, _ = self.arena.committed()
@@ -156,7 +157,7 @@ def test_a_shared_fold_has_the_bits_of_one_that_is_not(job: Job, expected: list[
     for step in range(30):
         outcome = job.push(0, step)
         while outcome == turn.AWAITING:  # on a busy machine a helper may be away for long
-            outcome = job.lanes[0].try_turn()
+            outcome = job.lanes[0].try_combine()
         assert outcome == turn.DONE
         assert _bits(job.weights()) == expected[step + 1]
     processes.finish([child], 30)
@@ -180,7 +181,7 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
     for step in range(8):
         job.post(0, step)
         struct.pack_into("<I", job.memory, job.helping_offset(1), 1)  # so lane 1 says that it helps with this fold of shard 0
-        outcome = job.lanes[0].try_turn()
+        outcome = job.lanes[0].try_combine()
         assert outcome == turn.AWAITING, "lane 1 was not seen to help"
         while outcome == turn.AWAITING:
             outcome = _resolved(job, outcome)
@@ -193,8 +194,8 @@ def test_only_a_long_fold_has_no_more_helpers_than_there_are_cores_for(floats: i
 def _resolved(job: Job, outcome: int) -> int:
     """What a worker does whose fold is in the hands of lane 1, which was proved dead."""
     if outcome == turn.AWAITING:
-        job.lanes[0].break_turn(1)
-        outcome = job.lanes[0].try_turn()
+        job.lanes[0].recover_lock(1)
+        outcome = job.lanes[0].try_combine()
     return outcome
 
 
@@ -206,12 +207,12 @@ def _fold_while_helpers_die(expected: list[bytes], rng: random.Random) -> int:
         time.sleep(0.002)
         job.post(0, step)
         with Soon(child, signal.SIGKILL, rng):
-            outcome = job.lanes[0].try_turn()
+            outcome = job.lanes[0].try_combine()
         _end(child)
         awaited += outcome == turn.AWAITING
         assert _resolved(job, outcome) == turn.DONE
         assert _bits(job.weights()) == expected[step + 1]
-        job.lanes[0].break_turn(1)  # its `helping` is taken back, whatever it was doing
+        job.lanes[0].recover_lock(1)  # its `helping` is taken back, whatever it was doing
     return awaited
 
 
@@ -223,15 +224,15 @@ def _fold_while_a_helper_is_stopped(expected: list[bytes], rng: random.Random) -
         for step in range(39):
             job.post(0, step)
             with Soon(child, signal.SIGSTOP, rng):
-                outcome = job.lanes[0].try_turn()
+                outcome = job.lanes[0].try_combine()
             processes.await_stop(child.process_id)
             if outcome == turn.AWAITING and struct.unpack_from("<I", job.memory, job.helping_offset(1))[0]:
                 awaited += 1
-                assert job.lanes[0].try_turn() == turn.AWAITING, "a helper that lives may still write"
+                assert job.lanes[0].try_combine() == turn.AWAITING, "a helper that lives may still write"
                 assert job.arena.version == step
             os.kill(child.process_id, signal.SIGCONT)
             while outcome == turn.AWAITING:
-                outcome = job.lanes[0].try_turn()
+                outcome = job.lanes[0].try_combine()
             assert outcome == turn.DONE
             assert _bits(job.weights()) == expected[step + 1]
             time.sleep(0.002)
@@ -257,14 +258,14 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
             for step in range(38):
                 outcome = job.push(0, step)
                 while outcome == turn.AWAITING:  # the slot is read until then
-                    outcome = job.lanes[0].try_turn()
+                    outcome = job.lanes[0].try_combine()
 
         child = processes.start(push_for_ever)
         kill_at = time.monotonic() + 0.01 + 0.3 * rng.random()
         while time.monotonic() < kill_at:
             job.lanes[1].wait(1 << 40, 0, 2_000, SLICE_NS)
         _end(child)
-        job.lanes[1].break_turn(0)
+        job.lanes[1].recover_lock(0)
         step = job.arena.version
         assert _bits(job.weights()) == expected[step]
         if job.arena.counters(0)["posted"] == job.arena.counters(0)["done"]:
@@ -280,11 +281,11 @@ def test_a_holder_of_long_folds_hands_the_turn_to_who_waits_and_goes_on_itself()
         ran = 0
         while not job.lanes[lane].wait(0, step - 1, 2_000, 50 * SLICE_NS):
             before = job.arena.version
-            if job.lanes[lane].try_turn() == turn.DONE:
+            if job.lanes[lane].try_combine() == turn.DONE:
                 ran = max(ran, job.arena.version - before)
         assert job.lanes[lane].post(turn.KIND_PUSH, step, step % 2, job.arena.version, step + 1)
         before = job.arena.version
-        return max(ran, job.arena.version - before if job.lanes[lane].try_turn() == turn.DONE else 0)
+        return max(ran, job.arena.version - before if job.lanes[lane].try_combine() == turn.DONE else 0)
 
     def push_for_ever(lane: int) -> None:
         for step in itertools.count(2):
@@ -323,9 +324,9 @@ def test_a_holder_lets_go_after_a_fold_that_another_waited_for_and_not_where_nob
         assert job.arena.claim(lane, os.getpid()) == 0
         job.lanes[lane].set_user_rule(address)
         job.post(lane, 0)
-    assert job.lanes[0].try_turn() == turn.DONE
+    assert job.lanes[0].try_combine() == turn.DONE
     waited = slots == 2  # the second push of lane 1, while its first was folded, was into its last slot
     assert (job.lanes[0].done(), job.lanes[1].done()) == (1, 1 if waited else 2)
     assert job.lanes[0].owner() == -1
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     assert job.lanes[1].done() == 2

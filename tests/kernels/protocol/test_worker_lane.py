@@ -55,7 +55,7 @@ def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None
     assert not steps.lane.advance(20, False)
     assert job.arena.counters(0)["steps"] == 0, "not before the step begins"
     job.post(1, 1.0, 30)
-    assert job.lanes[1].try_turn() == turn.DONE
+    assert job.lanes[1].try_combine() == turn.DONE
     steps.lane.advance_late(50)
     assert (steps.lane.wait_ns, job.arena.counters(0)["wait_ns"], job.arena.counters(0)["steps"]) == (30, 30, 1)
     assert steps.lane.advance(60, False), "and at once where nothing is left to wait for"
@@ -101,7 +101,7 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
         step, slot, version = parts.lane.begin_push(10 * now_ns, samples, null)
         kind = turn.KIND_NULL if null else turn.KIND_PUSH
         assert parts.lane.post(kind, step, slot, version, 10 * now_ns, scale, parts.lane.loss, samples)
-        assert parts.lane.try_turn(10 * now_ns) == turn.DONE
+        assert parts.lane.try_combine(10 * now_ns) == turn.DONE
         for steps in (whole, parts):
             assert steps.lane.advance(10 * now_ns + 1, False)
             assert steps.lane.pull_all([0]) == -1
@@ -115,3 +115,53 @@ def test_a_push_in_parts_is_the_same_push(pushes: list[tuple[bool, int, float]])
 def test_lanes_that_there_are_not_are_refused() -> None:
     with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
         WorkerLane(Job(2, **ASP).arena, 2)
+
+
+def test_slots_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    before = bytes(job.memory)
+    for write in (
+        lambda: job.lanes[0].set_presence(2, bytes(8)),
+        lambda: job.lanes[0].set_versions(2),
+        lambda: job.lanes[0].set_hyper(2, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),
+    ):
+        with pytest.raises(IndexError, match="expected a slot of 0 to 1, found 2"):
+            write()
+    assert bytes(job.memory) == before
+
+
+def test_shards_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    lane, before = job.lanes[0], bytes(job.memory)
+    for call in (
+        lane.hold,
+        lane.spare,
+        lambda shard: lane.release(True, shard),
+        lane.granted,
+        lane.owner,
+        lane.shard_version,
+        lane.pull,
+        lambda shard: job.arena.pin_version(0, shard),
+        lambda shard: job.arena.unpin_version(0, shard),
+    ):
+        with pytest.raises(IndexError, match="expected a shard of 0 to 0, found 1"):
+            call(1)
+    assert bytes(job.memory) == before
+
+
+def test_words_of_lanes_that_there_are_not_are_refused() -> None:
+    job = Job(2, **ASP)
+    arena, before = job.arena, bytes(job.memory)
+    for call in (
+        lambda lane: arena.claim(lane, 1),
+        arena.joined,
+        arena.finish,
+        arena.leave,
+        lambda lane: arena.mark_dead(lane, 0),
+        lambda lane: arena.pin_version(lane, 0),
+        lambda lane: arena.set_cores(lane, 0, 1),
+        job.lanes[0].recover_lock,
+    ):
+        with pytest.raises(IndexError, match="expected a lane of 0 to 1, found 2"):
+            call(2)
+    assert bytes(job.memory) == before

@@ -12,6 +12,7 @@ from fastps.kernels.protocol import lane as turn
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS, SIZES
 from fastps.kernels.shm.plan import plan
 from tests.fuzz.places import Header, header_of
 
@@ -99,39 +100,39 @@ def test_no_history_is_called_damaged(name: str) -> None:
                 job.arena.leave(rank)
                 job.arena.finish(rank)
             elif act < 0.86:
-                job.arena.bury(rank, job.arena.generation(rank))
+                job.arena.mark_dead(rank, job.arena.generation(rank))
             elif act < 0.9 and not live:
                 job.arena.claim(rank, 1, True)
             if job.arena.lane_state(rank) == 6 and job.arena.has_joined(rank):
                 job.arena.joined(rank)
             taker = job.lanes[draw.randrange(count)]
-            assert taker.try_turn(now_ns) == turn.DONE, f"seed {seed}"
+            assert taker.try_combine(now_ns) == turn.DONE, f"seed {seed}"
         assert job.arena.version > 0
 
 
 # -- the scheduler's state -------------------------------------------------------------------------------
 
-# Offsets in bytes within scheduler_t (kernels/scheduling/state.pxd).
-LINKS_OFFSET = 96
+LINKS_OFFSET = OFFSETS["scheduler.links_offset"]
+WORKERS_OFFSET = -(-SIZES["scheduler"] // 64) * 64
 STATE_WOUNDS = {
-    "the policy's fold": (0, "<i", 9),
+    "the policy's fold": (OFFSETS["scheduler.policy"], "<i", 9),
     "where the links lie": (LINKS_OFFSET, "<q", 1 << 40),
-    "where the lists lie": (128, "<q", -64),
-    "the number of workers": (208, "<i", 1000),
-    "how many live": (212, "<i", 0),
-    "how many arrived": (216, "<i", 4000),
-    "whose fold is next": (224, "<i", -5),
-    "whose grant is next": (228, "<i", 2),
-    "the first bucket": (236, "<i", 99),
-    "the last bucket": (240, "<i", 1),
-    "the free bucket": (244, "<i", 7000),
-    "the frontier": (248, "<i", 1 << 20),
-    "the first that waits": (252, "<i", 1 << 20),
-    "how many workers changed": (264, "<i", 1 << 30),
-    "how many links changed": (268, "<i", -1),
-    "a worker's place in the ring of the living": (320 + 12 * 8, "<i", 77),
-    "a worker's cursor": (320 + 8 * 8, "<q", 50),
-    "how a worker waits": (320 + 7 * 8 + 6, "<b", 5),
+    "where the lists lie": (OFFSETS["scheduler.lists_offset"], "<q", -64),
+    "the number of workers": (OFFSETS["scheduler.n_workers"], "<i", 1000),
+    "how many live": (OFFSETS["scheduler.n_live"], "<i", 0),
+    "how many arrived": (OFFSETS["scheduler.n_arrived"], "<i", 4000),
+    "whose fold is next": (OFFSETS["scheduler.fold_next"], "<i", -5),
+    "whose grant is next": (OFFSETS["scheduler.grant_next"], "<i", 2),
+    "the first bucket": (OFFSETS["scheduler.first_bucket"], "<i", 99),
+    "the last bucket": (OFFSETS["scheduler.last_bucket"], "<i", 1),
+    "the free bucket": (OFFSETS["scheduler.free_bucket"], "<i", 7000),
+    "the frontier": (OFFSETS["scheduler.frontier"], "<i", 1 << 20),
+    "the first that waits": (OFFSETS["scheduler.first_waiting"], "<i", 1 << 20),
+    "how many workers changed": (OFFSETS["scheduler.n_dirty_workers"], "<i", 1 << 30),
+    "how many links changed": (OFFSETS["scheduler.n_dirty_links"], "<i", -1),
+    "a worker's place in the ring of the living": (WORKERS_OFFSET + OFFSETS["worker.next_live"], "<i", 77),
+    "a worker's cursor": (WORKERS_OFFSET + OFFSETS["worker.cursor"], "<q", 50),
+    "how a worker waits": (WORKERS_OFFSET + OFFSETS["worker.waiting"], "<b", 5),
 }
 
 
@@ -142,7 +143,7 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
     job.post(0, 10)
     job.write(job.scheduler(0) + offset, form, value)
     for lane in job.lanes:
-        assert lane.try_turn(20) == turn.BAD_STATE
+        assert lane.try_combine(20) == turn.BAD_STATE
         assert lane.owner() == -1
     assert job.arena.version == 0
 
@@ -150,12 +151,12 @@ def test_a_damaged_state_is_refused_and_its_turn_given_back(name: str) -> None:
 def test_a_ring_of_workers_that_wait_is_refused() -> None:
     job = Job(2, **POLICIES["bsp"])
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     for copy in range(2):
         (links,) = struct.unpack_from("<q", job.memory, job.scheduler(copy) + LINKS_OFFSET)
-        job.write(job.scheduler(copy) + links + 20, "<i", 0)  # who waits behind worker 0: worker 0
+        job.write(job.scheduler(copy) + links + OFFSETS["link.next_waiting"], "<i", 0)  # who waits behind worker 0: worker 0
     job.post(1, 20)
-    assert job.lanes[1].try_turn(20) == turn.BAD_STATE
+    assert job.lanes[1].try_combine(20) == turn.BAD_STATE
 
 
 def test_a_damaged_policy_lets_nobody_attach() -> None:
@@ -171,15 +172,17 @@ def test_a_damaged_policy_lets_nobody_attach() -> None:
 def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
     job = Job(2, **POLICIES["bsp"])
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
-    job.write(job.header.lanes_offset + 768 + 40, "<I", 1 << 30)  # the first descriptor's slot
+    assert job.lanes[0].try_combine(10) == turn.DONE
+    job.write(job.header.lanes_offset + SIZES["lane"] + OFFSETS["descriptor.slot"], "<I", 1 << 30)  # of the first
     job.post(1, 20)
-    assert (job.lanes[1].try_turn(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
+    assert (job.lanes[1].try_combine(20), job.lanes[1].bad_lane) == (turn.BAD_DESCRIPTOR, 0)
 
 
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, **POLICIES["asp"])
-    job.write(job.header.domains_offset + 64, "<Q", 100 << 1)  # the commit word: version 0, buffer 100
+    job.write(
+        job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 1
+    )  # the commit word: version 0, buffer 100
     assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
     with pytest.raises(
         ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
@@ -191,11 +194,11 @@ def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
 
 def test_a_state_buffer_that_the_arena_has_not_is_not_folded_from() -> None:
     job = Job(2, **POLICIES["asp"])
-    job.write(job.header.domains_offset + 128 + 12, "<I", 9)
+    job.write(job.header.shard_headers_offset + OFFSETS["shard_header.records"] + OFFSETS["record.state_buffer"], "<I", 9)
     with pytest.raises(ValueError, match="found 0 and 9"):
         job.arena.committed()
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.BAD_FOLD
+    assert job.lanes[0].try_combine(10) == turn.BAD_FOLD
 
 
 @pytest.mark.parametrize(("chunks", "chunk_floats"), [(255, 1024), (56, 0), (3, 7), (3, -1024), (3, 1 << 62)])
@@ -204,13 +207,15 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
     job = Job(2, **POLICIES["asp"])
     job.lanes[0].share_folds(1)
     work = job.header.work_offset
-    job.write(work + 128, "<q", chunk_floats)
-    struct.pack_into("<iiIIIII", job.memory, work + 152, 0, 1, 0, 1, 0, 1, 1)  # a mode, streaming, buffers, and one push
+    job.write(work + OFFSETS["work.chunk_floats"], "<q", chunk_floats)
+    struct.pack_into(
+        "<iiIIIII", job.memory, work + OFFSETS["work.mode"], 0, 1, 0, 1, 0, 1, 1
+    )  # a mode, streaming, buffers, and one push
     job.write(work, "<Q", (chunks << 56) | ((1 << min(chunks, 56)) - 1))
     assert not job.lanes[0].wait(100, 0, 0, 1_000_000)
     assert job.lanes[0].helped == 0
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
 
@@ -220,10 +225,16 @@ def test_who_waits_helps_with_no_order_that_makes_no_sense(chunks: int, chunk_fl
 def test_measures_that_are_written_over_are_not_read_again() -> None:
     job = Job(2, **POLICIES["asp"])
     segments = job.header.segments_offset
-    for offset in (*range(8, 272, 8), segments, segments + 8, job.header.domains_offset + 320, job.header.domains_offset + 328):
+    for offset in (
+        *range(8, 272, 8),
+        segments,
+        segments + 8,
+        job.header.shard_headers_offset + 320,
+        job.header.shard_headers_offset + 328,
+    ):
         job.write(offset, "<Q", 1 << 40)
     job.post(0, 10)
-    assert job.lanes[0].try_turn(10) == turn.DONE
+    assert job.lanes[0].try_combine(10) == turn.DONE
     assert job.arena.version == 1
 
 

@@ -38,9 +38,9 @@ def memory() -> Iterator[int]:
     os.close(descriptor)
 
 
-def _answerer(name: bytes, memory: int, layout: bytes = b"{}", user: int | None = None) -> answer.Answerer:
-    """An answerer at place 5. The memory stands for the pidfd too: the thread hands out both without a look."""
-    return answer.Answerer(name, memory, memory, ABI, HASH, layout, 5, os.geteuid() if user is None else user)
+def _listener(name: bytes, memory: int, layout: bytes = b"{}", user: int | None = None) -> answer.Listener:
+    """An listener at place 5. The memory stands for the pidfd too: the thread hands out both without a look."""
+    return answer.Listener(name, memory, memory, ABI, HASH, layout, 5, os.geteuid() if user is None else user)
 
 
 def _client(name: bytes) -> socket.socket:
@@ -51,7 +51,7 @@ def _client(name: bytes) -> socket.socket:
 
 
 def _read_all(connection: socket.socket) -> bytes:
-    """Everything until the answerer hangs up."""
+    """Everything until the listener hangs up."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(1 << 16):
@@ -60,7 +60,7 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 def _reply(name: bytes, message: bytes) -> bytes:
-    """What the answerer sends to a client that says `message`, and nothing more."""
+    """What the listener sends to a client that says `message`, and nothing more."""
     with _client(name) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(message)
@@ -70,7 +70,7 @@ def _reply(name: bytes, message: bytes) -> bytes:
 
 def _seconds_to_answer(name: bytes) -> float:
     began = time.monotonic()
-    assert answer.unpack_answer(_reply(name, answer.pack_hello(ABI, HASH, 0, False))) == (answer.OK, 5, 0)
+    assert answer.unpack_offer(_reply(name, answer.pack_hello(ABI, HASH, 0, False))) == (answer.OK, 5, 0)
     return time.monotonic() - began
 
 
@@ -84,42 +84,42 @@ def _threads() -> list[Path]:
 
 
 def test_an_accepted_client_gets_both_descriptors_with_the_answer(name: bytes, memory: int) -> None:
-    with _answerer(name, memory), _client(name) as connection:
+    with _listener(name, memory), _client(name) as connection:
         connection.sendall(answer.pack_hello(ABI, HASH, 0, False))
         data, [(_, kind, content)], _, _ = connection.recvmsg(1000, 1000, socket.MSG_CMSG_CLOEXEC)
         received = array.array("i", content)
         assert (kind, len(received)) == (socket.SCM_RIGHTS, 2)
-        assert answer.unpack_answer(data) == (answer.OK, 5, 0)
+        assert answer.unpack_offer(data) == (answer.OK, 5, 0)
         for descriptor in received:
             assert os.fstat(descriptor).st_ino == os.fstat(memory).st_ino
             os.close(descriptor)
 
 
 def test_a_client_with_another_hash_gets_the_layout_and_leaves_its_own(name: bytes, memory: int) -> None:
-    with _answerer(name, memory, b"ours") as answerer:
+    with _listener(name, memory, b"ours") as listener:
         for text in (b"", b"theirs", b"later"):
             data = _reply(name, answer.pack_hello(ABI, OTHER_HASH, len(text), False) + text)
-            assert answer.unpack_answer(data[: answer.ANSWER_BYTES]) == (answer.LAYOUT_DIFFERS, 5, 4)
-            assert data[answer.ANSWER_BYTES :] == b"ours"
-            assert answerer.foreign_layout() == (None if text == b"" else "theirs"), "the first text is kept"
-    assert answerer.foreign_layout() is None
+            assert answer.unpack_offer(data[: answer.OFFER_BYTES]) == (answer.LAYOUT_DIFFERS, 5, 4)
+            assert data[answer.OFFER_BYTES :] == b"ours"
+            assert listener.foreign_layout() == (None if text == b"" else "theirs"), "the first text is kept"
+    assert listener.foreign_layout() is None
 
 
 def test_a_shorter_hello_of_another_abi_is_answered_at_once(name: bytes, memory: int) -> None:
-    with _answerer(name, memory), _client(name) as connection:
+    with _listener(name, memory), _client(name) as connection:
         began = time.monotonic()
         connection.sendall(answer.pack_hello(ABI + 1, HASH, 0, False)[: answer.PREFIX_BYTES])
         data = _read_all(connection)
         assert answer.abi_of(data) == ABI
-        assert answer.unpack_answer(data)[0] == answer.ABI_DIFFERS
+        assert answer.unpack_offer(data)[0] == answer.ABI_DIFFERS
         assert time.monotonic() - began < AT_ONCE_S
 
 
 def test_another_user_is_refused_whatever_it_says(name: bytes, memory: int) -> None:
-    with _answerer(name, memory, user=os.geteuid() + 1) as answerer:
+    with _listener(name, memory, user=os.geteuid() + 1) as listener:
         for message in (b"", answer.pack_hello(ABI, HASH, 0, False), answer.pack_hello(ABI, OTHER_HASH, 1, False) + b"x"):
-            assert answer.unpack_answer(_reply(name, message)) == (answer.REFUSED, 5, 0)
-        assert answerer.foreign_layout() is None
+            assert answer.unpack_offer(_reply(name, message)) == (answer.REFUSED, 5, 0)
+        assert listener.foreign_layout() is None
 
 
 def test_bytes_that_are_no_answer_are_not_taken_for_one() -> None:
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_answer_are_not_taken_for_one() -> None:
     with pytest.raises(ValueError, match="at least 16 bytes, found 15"):
         answer.abi_of(bytes(15))
     with pytest.raises(ValueError, match="expected 32 bytes, found 33"):
-        answer.unpack_answer(bytes(33))
+        answer.unpack_offer(bytes(33))
 
 
 # -- hostile and slow clients --------------------------------------------------------------------------------------------
@@ -155,21 +155,21 @@ WRONG = {
 
 @pytest.mark.parametrize("what", [*CUT_SHORT, *WRONG])
 def test_hostile_bytes_are_dropped_and_the_next_client_is_served(name: bytes, memory: int, what: str) -> None:
-    with _answerer(name, memory) as answerer:
+    with _listener(name, memory) as listener:
         before = descriptors.opened()
         for _ in range(5):
             if what in CUT_SHORT:
                 assert _reply(name, CUT_SHORT[what]) == b""
             else:
-                assert answer.unpack_answer(_reply(name, WRONG[what])) == (answer.BAD_HELLO, 5, 0)
+                assert answer.unpack_offer(_reply(name, WRONG[what])) == (answer.BAD_HELLO, 5, 0)
         assert _seconds_to_answer(name) < AT_ONCE_S
-        assert answerer.foreign_layout() is None
+        assert listener.foreign_layout() is None
         assert descriptors.settle(before) == before
 
 
 def test_random_changes_of_a_hello_never_stop_the_thread(name: bytes, memory: int) -> None:
     generator = random.Random(11)
-    with _answerer(name, memory):
+    with _listener(name, memory):
         for _ in range(300):
             hello = bytearray(answer.pack_hello(ABI, OTHER_HASH, 16, False) + bytes(16))
             for _ in range(generator.randrange(1, 4)):
@@ -180,7 +180,7 @@ def test_random_changes_of_a_hello_never_stop_the_thread(name: bytes, memory: in
 
 
 def test_descriptors_that_a_client_sends_are_not_kept(name: bytes, memory: int) -> None:
-    with _answerer(name, memory):
+    with _listener(name, memory):
         before = descriptors.opened()
         for _ in range(20):
             with _client(name) as connection:
@@ -190,13 +190,13 @@ def test_descriptors_that_a_client_sends_are_not_kept(name: bytes, memory: int) 
 
 
 def test_a_silent_client_delays_others_by_its_time_limit_only(name: bytes, memory: int) -> None:
-    with _answerer(name, memory), _client(name) as silent:
+    with _listener(name, memory), _client(name) as silent:
         assert 0.5 < _seconds_to_answer(name) < 3
         assert _read_all(silent) == b""
 
 
 def test_a_client_that_drips_its_bytes_has_no_more_time_than_a_silent_one(name: bytes, memory: int) -> None:
-    with _answerer(name, memory), _client(name) as dripping:
+    with _listener(name, memory), _client(name) as dripping:
 
         def drip() -> None:
             for byte in answer.pack_hello(ABI, HASH, 0, False):
@@ -210,13 +210,13 @@ def test_a_client_that_drips_its_bytes_has_no_more_time_than_a_silent_one(name: 
 
 
 def test_a_client_that_does_not_read_has_no_more_time_either(name: bytes, memory: int) -> None:
-    with _answerer(name, memory, layout=b"x" * 3_000_000), _client(name) as deaf:
+    with _listener(name, memory, layout=b"x" * 3_000_000), _client(name) as deaf:
         deaf.sendall(answer.pack_hello(ABI, OTHER_HASH, 0, False))
         assert 0.5 < _seconds_to_answer(name) < 3
 
 
 def test_a_client_that_leaves_before_its_answer_ends_does_no_harm(name: bytes, memory: int) -> None:
-    with _answerer(name, memory, layout=b"x" * 3_000_000):
+    with _listener(name, memory, layout=b"x" * 3_000_000):
         for _ in range(20):
             with _client(name) as connection:
                 connection.sendall(answer.pack_hello(ABI, OTHER_HASH, 0, False))
@@ -229,10 +229,10 @@ def test_a_client_that_leaves_before_its_answer_ends_does_no_harm(name: bytes, m
 
 def test_close_ends_the_thread_and_frees_the_name(name: bytes, memory: int) -> None:
     before = descriptors.opened()
-    answerer = _answerer(name, memory)
+    listener = _listener(name, memory)
     assert len(_threads()) == 1
-    answerer.close()
-    answerer.close()
+    listener.close()
+    listener.close()
     assert descriptors.opened() == before
     with pytest.raises(ConnectionRefusedError):
         _client(name)
@@ -240,25 +240,25 @@ def test_close_ends_the_thread_and_frees_the_name(name: bytes, memory: int) -> N
     while _threads() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not _threads()
-    with _answerer(name, memory):
+    with _listener(name, memory):
         _seconds_to_answer(name)
 
 
 def test_close_does_not_wait_for_a_silent_client(name: bytes, memory: int) -> None:
-    answerer = _answerer(name, memory)
+    listener = _listener(name, memory)
     with _client(name) as silent:
         silent.sendall(b"x")
         time.sleep(0.05)
         began = time.monotonic()
-        answerer.close()
+        listener.close()
         assert time.monotonic() - began < AT_ONCE_S
         assert _read_all(silent) == b""
 
 
 def test_an_answerer_that_is_dropped_ends_too(name: bytes, memory: int) -> None:
     before = descriptors.opened()
-    answerer = _answerer(name, memory)
-    del answerer
+    listener = _listener(name, memory)
+    del listener
     gc.collect()
     assert descriptors.opened() == before
     with pytest.raises(ConnectionRefusedError):
@@ -266,7 +266,7 @@ def test_an_answerer_that_is_dropped_ends_too(name: bytes, memory: int) -> None:
 
 
 def test_the_thread_takes_no_signal(name: bytes, memory: int) -> None:
-    with _answerer(name, memory):
+    with _listener(name, memory):
         (thread,) = _threads()
         blocked = re.search(r"^SigBlk:\s*([0-9a-f]+)", (thread / "status").read_text(), re.MULTILINE)
         assert blocked
@@ -278,13 +278,13 @@ def test_the_thread_takes_no_signal(name: bytes, memory: int) -> None:
 
 def test_a_child_that_forgets_holds_nothing_and_the_parents_thread_goes_on(name: bytes, memory: int) -> None:
     before = descriptors.opened()
-    with _answerer(name, memory) as answerer:
+    with _listener(name, memory) as listener:
 
         def forget() -> tuple[list[str], str | None]:
-            answerer.forget_after_fork()
-            answerer.forget_after_fork()
-            answerer.close()
-            return descriptors.opened(), answerer.foreign_layout()
+            listener.forget_after_fork()
+            listener.forget_after_fork()
+            listener.close()
+            return descriptors.opened(), listener.foreign_layout()
 
         child = processes.start(forget)
         processes.finish([child], 10)
@@ -295,20 +295,20 @@ def test_a_child_that_forgets_holds_nothing_and_the_parents_thread_goes_on(name:
 
 
 def test_a_child_forked_behind_pythons_back_cannot_end_the_parents_thread(name: bytes, memory: int) -> None:
-    with _answerer(name, memory) as answerer:
+    with _listener(name, memory) as listener:
         child = ctypes.PyDLL(None).fork()  # runs no at-fork hook
         if child == 0:
-            answerer.close()
+            listener.close()
             os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         assert _seconds_to_answer(name) < AT_ONCE_S
 
 
 def test_a_name_that_is_taken_is_an_error_that_leaves_nothing(name: bytes, memory: int) -> None:
-    with _answerer(name, memory):
+    with _listener(name, memory):
         before = descriptors.opened()
         with pytest.raises(OSError, match=r"cannot answer at 'fastps-test/.*Address already in use"):
-            _answerer(name, memory)
+            _listener(name, memory)
         assert descriptors.opened() == before
         assert len(_threads()) == 1
 
@@ -318,13 +318,13 @@ def test_arguments_out_of_range_are_refused(name: bytes, memory: int) -> None:
     user = os.geteuid()
     for wrong in (b"", b"\0", b"/tmp/path", b"\0" + b"x" * answer.NAME_BYTES):
         with pytest.raises(ValueError, match="begins with a zero byte"):
-            _answerer(wrong, memory)
+            _listener(wrong, memory)
     with pytest.raises(ValueError, match="hash of 32 bytes, found 5"):
-        answer.Answerer(name, memory, memory, ABI, b"short", b"{}", 0, user)
+        answer.Listener(name, memory, memory, ABI, b"short", b"{}", 0, user)
     with pytest.raises(ValueError, match="at most 67108864 bytes of text, found 67108865"):
-        answer.Answerer(name, memory, memory, ABI, HASH, bytes(answer.MAX_LAYOUT_BYTES + 1), 0, user)
+        answer.Listener(name, memory, memory, ABI, HASH, bytes(answer.MAX_LAYOUT_BYTES + 1), 0, user)
     with pytest.raises(ValueError, match="at most 67108864 bytes of text"):
         answer.pack_hello(ABI, HASH, answer.MAX_LAYOUT_BYTES + 1, False)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        answer.Answerer(name, memory, -1, ABI, HASH, b"{}", 0, user)
+        answer.Listener(name, memory, -1, ABI, HASH, b"{}", 0, user)
     assert descriptors.opened() == before

@@ -1,0 +1,38 @@
+# The one declaration of failpoints.h for Cython.
+
+from libc.stdint cimport int64_t, uint32_t
+
+cdef extern from "base/failpoints.h" nogil:
+    void FPS_FAILPOINT()
+    bint fps_mutant(int number)
+
+    enum:
+        FPS_MUTANT_KEEP_LOCK
+        FPS_MUTANT_TAKE_WITHOUT_COMPARING
+        FPS_MUTANT_FORGET_PENDING
+        FPS_MUTANT_FLIP_FIRST
+        FPS_MUTANT_FORGET_CURSOR
+        FPS_MUTANT_FORGET_RECHECK
+        FPS_MUTANT_FORGET_PINS
+        FPS_MUTANT_ACKNOWLEDGE_FIRST
+        FPS_MUTANT_TAIL_FIRST
+        FPS_MUTANT_FORGET_HELPERS
+        FPS_MUTANT_DONE_FIRST
+        FPS_MUTANT_FORGET_HEADS
+        FPS_MUTANT_BREAK_AT_ONCE
+        FPS_MUTANT_FORGET_GENERATION
+        FPS_MUTANT_STATE_IN_PLACE
+        FPS_N_MUTANTS
+
+    # Only in a build with FASTPS_HOOKS=1.
+    ctypedef struct fps_failpoint_table:
+        int64_t accesses
+        int64_t stores
+        int64_t die_at
+        int64_t mutant
+        void (*at_access)() noexcept nogil
+        void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil
+        void (*wake)(const uint32_t *event) noexcept nogil
+        void (*wait_a_little "yield")() noexcept nogil
+        int64_t shared_least
+    fps_failpoint_table fps_failpoints

@@ -1,0 +1,23 @@
+# The turns of all shards as one lane takes them.
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.protocol.pins cimport Reader
+from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
+
+
+cdef class ShardLocks(Reader):
+    cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
+    cdef readonly tuple combiners         # one a shard
+    cdef PyObject *_combiners[FPS_MAX_SHARDS]  # the same
+    cdef SharedFold helper              # turns from shard to shard
+    cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
+
+    cdef bint _is_offered(self) noexcept nogil
+    cdef bint _help(self) noexcept nogil
+    cdef int _try_combine(self, int64_t now_ns) noexcept nogil
+    cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
+    cdef void _recover_stale_locks(self, int64_t now_ns) noexcept nogil
+    cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil

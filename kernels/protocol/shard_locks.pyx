@@ -1,0 +1,246 @@
+"""The turns of all shards as one lane takes them: run, broken where their owner died, or held to write by hand.
+
+Refuses to know what the lane posts and what it waits for.
+"""
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+
+from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_state_acquire, fps_lock_load
+from fastps.kernels.protocol.combiner cimport Combiner
+from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
+from fastps.kernels.protocol.pins cimport Reader
+from fastps.kernels.protocol.shared_fold cimport SharedFold
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_DEAD,
+    FPS_LANE_LEFT,
+    FPS_MAX_CHUNKS,
+    fps_member_generation,
+    fps_member_state,
+    fps_lock_generation,
+    fps_lock_owner,
+)
+from fastps.kernels.update.fold cimport fps_user_rule
+
+
+cdef class ShardLocks(Reader):
+    """The turns that lane `index` of `arena`, which the caller has claimed, may take. See Lane."""
+
+    def __cinit__(self, Arena arena not None, uint32_t index):
+        self.bad_lane = -1
+        self.helper = SharedFold(arena, index, 0)
+        self.combiners = tuple([Combiner(arena, index, shard) for shard in range(self.n_shards)])
+        for shard in range(self.n_shards):
+            self._combiners[shard] = <PyObject *> self.combiners[shard]  # without the GIL, only while `combiners` keeps them
+
+    # -- the shard lock ----------------------------------------------------------------------------------
+
+    def try_combine(self, int64_t now_ns=0):
+        """Take each shard's lock if it is free, and run it. Returns DONE, BUSY, FENCED or a negative outcome. Releases the GIL.
+
+        Timers that are due at `now_ns` are fired. Each worker starts at another shard, so that they do not queue.
+        """
+        cdef int outcome
+        with nogil:
+            outcome = self._try_combine(now_ns)
+        return outcome
+
+    cdef int _try_combine(self, int64_t now_ns) noexcept nogil:
+        cdef uint32_t turned, shard
+        cdef int outcome, worst = COMBINE_DONE
+        for turned in range(self.n_shards):
+            shard = (self.index + turned) % self.n_shards
+            if (<Combiner> self._combiners[shard]).is_idle():
+                continue
+            outcome = (<Combiner> self._combiners[shard]).try_combine(now_ns)
+            if outcome == COMBINE_BAD_DESCRIPTOR:
+                self.bad_lane = (<Combiner> self._combiners[shard]).bad_lane
+            if outcome == COMBINE_FENCED or outcome < 0:
+                return outcome
+            worst = max(worst, outcome)
+        return worst
+
+    def owner(self, uint32_t shard=0):
+        """The lane that holds a shard's lock, or -1."""
+        self._check_shard(shard)
+        return <int64_t> fps_lock_owner(fps_lock_load(&self.arena.shard_header(shard).lock)) - 1
+
+    def recover_lock(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
+        """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+
+        By default the owner is the present one. An earlier owner's turn is taken, too. Raises IndexError for a lane that the
+        arena has not.
+
+        What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
+        """
+        cdef int found
+        cdef uint32_t dead_generation
+        self.arena._check_lane(dead_lane)
+        if generation is None:
+            generation = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state))
+        dead_generation = generation
+        with nogil:
+            found = self._recover_locks(dead_lane, dead_generation, now_ns)
+        return found
+
+    cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
+        cdef uint32_t shard
+        cdef int outcome, found = COMBINE_BUSY
+        cdef uint32_t helping = fps_help_load(&self.arena.lane(dead_lane).helping)
+        if helping and fps_member_generation(helping) == generation:
+            fps_help_end(&self.arena.lane(dead_lane).helping, helping)
+        for shard in range(self.n_shards):
+            (<Combiner> self._combiners[shard]).resume(now_ns)
+            outcome = (<Combiner> self._combiners[shard]).recover_lock(dead_lane, generation, now_ns)
+            if outcome != COMBINE_BUSY:
+                found = outcome
+        return found
+
+    def recover_stale_locks(self, int64_t now_ns=0):
+        """As `recover_lock`, of every owner that is known to have ended, by its lane's own word.
+
+        Whoever buries a lane breaks its turn first, but for who comes to own it: that one buries, claims, then breaks, and may
+        die or be stopped in between.
+        """
+        with nogil:
+            self._recover_stale_locks(now_ns)
+
+    cdef void _recover_stale_locks(self, int64_t now_ns) noexcept nogil:
+        cdef uint32_t shard, index, helping, lanes = self.arena.header.n_lanes + self.arena.header.n_servers
+        cdef uint64_t lock
+        for index in range(lanes):
+            helping = fps_help_load(&self.arena.lane(index).helping)
+            if helping and self._is_stale(index, fps_member_generation(helping), 0xffffff):
+                fps_help_end(&self.arena.lane(index).helping, helping)
+        for shard in range(self.n_shards):
+            lock = fps_lock_load(&self.arena.shard_header(shard).lock)
+            index = <uint32_t> fps_lock_owner(lock)
+            if 0 < index <= lanes and self._is_stale(index - 1, fps_lock_generation(lock), 0xffff):
+                (<Combiner> self._combiners[shard]).recover_lock(index - 1, fps_lock_generation(lock), now_ns)
+
+    cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil:
+        """Whether an owner of a lane has ended; of its generation the bits `known` are given."""
+        cdef uint32_t member = fps_state_acquire(&self.arena.lane(lane).state)
+        cdef uint32_t state = fps_member_state(member)
+        return (fps_member_generation(member) & known) != generation or state == FPS_LANE_DEAD or state == FPS_LANE_LEFT
+
+    # -- writing by hand: the start, and loading a checkpoint --------------------------------------
+
+    def hold(self, uint32_t shard=0):
+        """Take a shard's lock and keep it; False when another has it. The caller writes buffers, then calls `release`."""
+        self._check_shard(shard)
+        return (<Combiner> self.combiners[shard]).take()
+
+    def spare(self, uint32_t shard=0):
+        """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""
+        cdef Commit commit
+        cdef int64_t buffer
+        self._check_shard(shard)
+        commit = (<Combiner> self.combiners[shard]).commit
+        buffer = commit.find_spare()
+        if buffer < 0:
+            raise RuntimeError("every weights buffer is pinned: more readers than the arena was made for")
+        return buffer, commit.spare_state
+
+    def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
+        """While holding: publish the spare buffers as they are (the version stays), or not; then run the shard lock as
+        usual.
+        """
+        cdef Combiner combiner
+        cdef int outcome
+        self._check_shard(shard)
+        combiner = self.combiners[shard]
+        with nogil:
+            outcome = combiner.release(publish, now_ns)
+        return outcome
+
+    # -- folds -------------------------------------------------------------------------------------
+
+    def set_user_rule(self, uintptr_t address):
+        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the shard lock calls it. It must outlive this
+        lane.
+        """
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.item.user_rule = <fps_user_rule> address
+        self.helper.item.user_rule = <fps_user_rule> address
+
+    def fold_with(self, device not None, shards not None):
+        """Fold the given shards by calling `device`, and take no other shard's lock: their memory is on another device.
+
+        `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
+        slot, scale, rate_scale), queues the fold on its device; an error that it raises ends the shard lock as BAD_FOLD and is
+        `fold_failure`.
+        """
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.device = device
+            combiner.fold.on_device = True
+            combiner.hands_over = combiner.shard not in shards
+
+    @property
+    def fold_failure(self):
+        """The error of the last fold on a device that failed, or None."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            if combiner.fold.failure is not None:
+                return combiner.fold.failure
+        return None
+
+    def hand_over(self, bint hands_over):
+        """Whether this lane leaves every shard's lock to the server. It may still hold one, and lets go without draining."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.hands_over = hands_over
+
+    def wake_all(self):
+        """Wake whoever sleeps, for a push that this lane cannot fold itself."""
+        (<Combiner> self.combiners[0]).wake_all()
+
+    def share_folds(self, uint32_t helpers, bytes cores not None=b""):
+        """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
+
+        Everyone begins with one of `helpers` + 1 parts: what its core read and wrote in the last fold. `cores` says for each
+        core by its number which part that is; without it every lane has its own. Folds that are too short to be worth it are
+        not shared. Only where one thread at a time uses the lane.
+        """
+        cdef Combiner combiner
+        self.helpers = helpers
+        self.helper.share(helpers, cores)
+        for combiner in self.combiners:
+            combiner.fold.share(helpers, cores)
+
+    def stream_folds(self, bint streaming):
+        """Whether this lane's folds store past the caches, as the combiner; the results have the same bits."""
+        cdef Combiner combiner
+        for combiner in self.combiners:
+            combiner.fold.item.streaming = streaming
+
+    def begins_with(self, uint64_t chunks):
+        """With which chunks this lane begins a shared fold of so many, at most 56: one bit each."""
+        if not 1 <= chunks <= FPS_MAX_CHUNKS:
+            raise ValueError(f"expected 1 to {FPS_MAX_CHUNKS} chunks, found {chunks}")
+        return self.helper.own_part(chunks)
+
+    @property
+    def helped(self):
+        """Chunks of others' folds that this lane has folded."""
+        return self.helper.helped
+
+    cdef bint _is_offered(self) noexcept nogil:
+        """Whether a shard lock waits for this lane to take it. Looked at after the event, which moves when a shard lock is offered."""
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            if (<Combiner> self._combiners[shard]).is_offered():
+                return True
+        return False
+
+    cdef bint _help(self) noexcept nogil:
+        """Take part in every shard's fold that is being made."""
+        cdef uint32_t shard
+        cdef bint helped = False
+        for shard in range(self.n_shards):
+            self.helper.switch_to(shard)
+            helped = self.helper.help() or helped
+        return helped
