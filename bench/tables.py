@@ -1,8 +1,8 @@
 """`python -m fastps.bench.tables`: write the tables of docs/benchmarks.md from the figures in docs/benchmarks/*.json.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->` and is made from NAME.json: command, machine, statistic,
-columns and rows. Numbers keep the digits that the file has, so that 1.10 stays 1.10. With `--check` the page stays as it is, and
-the exit code is 1 if it differs. Standard library only; it measures nothing.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->` and is made from NAME.json: command, machine,
+statistic, columns and rows. Numbers keep the digits that the file has, so that 1.10 stays 1.10. With `--check` the page stays
+as it is, and the exit code is 1 if it differs. Standard library only; it measures nothing.
 """
 
 import argparse
