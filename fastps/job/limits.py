@@ -19,11 +19,13 @@ OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the tu
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
 # Where workers outnumber the cores, who waits lets others run before it sleeps, if its last wait was shorter than this: to
-# sleep and be woken takes long beside the steps of small models, and nothing beside those of large ones (docs/performance.md).
+# sleep and be woken takes long beside the steps of small models, and nothing beside those of large ones (docs/experiments/yielding.md).
 SHORT_WAIT_NS = 1_000_000
 POLLS_AWAKE = 4  # between two looks at the clock
 ROUNDS_AWAKE = 10  # of so many looks, at most
-STREAMED_BYTES = 28 << 20  # read and written by a fold: from here stores past the caches pay (docs/performance.md)
+STREAMED_BYTES = (
+    28 << 20
+)  # read and written by a fold: from here stores past the caches pay (docs/experiments/non-temporal-stores.md)
 STAGED_BYTES = 128 << 20  # written by a fold of a rule whose results go through a stage: the same, where two cores share it
 DEFAULT_TIMEOUT_S = 300.0
 

@@ -13,12 +13,14 @@ from fastps.reproduce.expectations import short
 from fastps.reproduce.row import Effort, Row, Verdict
 from fastps.reproduce.rows import reproduce
 
-INTRODUCTION = """Made by the command below. Parameters are of the papers' texts; what a text does not give is named after
-"Assumed". All times are virtual: the store's own scheduler, played as docs/architecture.md says. "Real gradients" are torch's,
-each computed at its virtual moment with the weights that its worker would have read. Where a
-setting was chosen after others had been tried, its row says so, and what they gave.
+INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
+a footnote, after "Assumed". All times are virtual: the store's own scheduler plays them
+([Virtual time](architecture/simulation.md)). "Real gradients" are torch's, each computed at its virtual moment with the weights
+that its worker would have read. Where a setting was chosen after others had been tried, the footnote says so and what
+they gave.
 
 """
+MOST_LINES = 6  # of a cell; a longer one stands in the row's footnote
 
 
 def reproduce_watched(rows: Sequence[Row], effort: Effort, console: Console, *, progress: bool = True) -> list[Verdict]:
@@ -84,26 +86,66 @@ def numbers(measured: dict[str, Any]) -> str:
 
 
 def markdown(verdicts: Sequence[Verdict], command: str) -> str:
-    """The same as a document: a table a paper, then the notes."""
+    """The same as a document: a table a paper, and a footnote a row for long cells and notes."""
     parts = [f"`{command}` gives {summary(verdicts)}.\n"]
     for paper in dict.fromkeys(verdict.row.paper for verdict in verdicts):
         parts.append(f"## {paper}\n\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|")
         chosen = [verdict for verdict in verdicts if verdict.row.paper == paper]
-        for verdict in chosen:
-            found = verdict.as_json()
-            cells = (
-                f"{found['id'].partition('/')[2]} ({found['source']})",
-                found["claim"],
-                "<br>".join(_expected(each) for each in _all(found["expected"])),
-                numbers(found["measured"]).replace("\n", "<br>"),
-                found["tolerance"],
-                "ok" if verdict.ok else "**no**",
-            )
-            parts.append(f"| {' | '.join(cells)} |")
+        parts.extend(f"| {' | '.join(_cells(verdict))} |" for verdict in chosen)
         parts.append("")
-        parts.extend(f"- *{verdict.row.id.partition('/')[2]}*: {verdict.note}" for verdict in chosen if verdict.note)
+        parts.extend(_footnote(verdict) for verdict in chosen if _footnote(verdict))
         parts.append("")
     return "\n".join(parts)
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    """A row of the document; the name has the mark of its footnote."""
+    found = verdict.as_json()
+    mark = f"[^{_mark(verdict)}]" if _footnote(verdict) else ""
+    lists = [_short(lines) for lines in _lists(verdict).values()]
+    name = f"{found['id'].partition('/')[2]}{mark} ({found['source']})"
+    return [name, _literal(found["claim"]), *lists, _once(found["tolerance"]), "ok" if verdict.ok else "**no**"]
+
+
+def _footnote(verdict: Verdict) -> str:
+    """The long cells and the note of a row, each a paragraph; "" where there are none."""
+    long = {what: lines for what, lines in _lists(verdict).items() if len(lines) > MOST_LINES}
+    paragraphs = [f"{what}: {'; '.join(lines)}." for what, lines in long.items()]
+    paragraphs += [_literal(verdict.note)] if verdict.note else []
+    return f"[^{_mark(verdict)}]: " + "\n\n    ".join(paragraphs) + "\n" if paragraphs else ""
+
+
+def _lists(verdict: Verdict) -> dict[str, list[str]]:
+    found = verdict.as_json()
+    expected = "<br>".join(_expected(each) for each in _all(found["expected"])).split("<br>")
+    lists = {"Expected": expected, "We get": numbers(found["measured"]).split("\n")}
+    return {what: [_literal(line) for line in lines] for what, lines in lists.items()}
+
+
+def _short(lines: list[str]) -> str:
+    return "<br>".join(lines) if len(lines) <= MOST_LINES else f"{len(lines)} figures"
+
+
+def _literal(text: str) -> str:
+    r"""Text as it is written, where Markdown would see a tag or emphasis.
+
+    >>> _literal("<sigma> of adv*")
+    '&lt;sigma> of adv\\*'
+    """
+    return text.replace("<", "&lt;").replace("*", "\\*")
+
+
+def _once(tolerance: str) -> str:
+    """Each kind of tolerance once, in order.
+
+    >>> _once("order; order; range")
+    'order; range'
+    """
+    return "; ".join(dict.fromkeys(tolerance.split("; ")))
+
+
+def _mark(verdict: Verdict) -> str:
+    return verdict.row.id.replace("/", "-")
 
 
 def write_markdown(verdicts: Sequence[Verdict], command: str, file: Path) -> None:

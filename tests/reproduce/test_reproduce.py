@@ -134,4 +134,13 @@ def test_an_unknown_id_is_refused_and_the_list_measures_nothing() -> None:
 
 def test_the_document_of_a_verdict_says_what_was_expected() -> None:
     text = markdown(reproduce(choose(["r2sp/table-2"]), Effort(quick=True)), "fastps reproduce r2sp/table-2 --quick")
-    assert "g3.4x: 1264" in text and "gives 1 of 1 rows" in text and "*table-2*: Assumed:" in text
+    assert "g3.4x: 1264" in text and "gives 1 of 1 rows" in text
+    assert "| table-2[^r2sp-table-2] (Table II) |" in text and "\n[^r2sp-table-2]: Assumed: " in text
+
+
+def test_long_cells_of_the_document_are_footnotes_and_text_is_literal() -> None:
+    measured = {f"<sigma> of adv*, {n}": 1.0 for n in range(7)}
+    row = Row(id="a/b", source="Table 1", claim="A < B.", measure=lambda effort: measured, expect=(Near({"x": 1.0}, 0.1),))
+    text = markdown([row.judge(measured)], "fastps reproduce a/b")
+    assert "| b[^a-b] (Table 1) | A &lt; B. | x: 1 | 7 figures | ±0.1 | **no** |" in text
+    assert r"We get: &lt;sigma> of adv\*, 0: 1; " in text

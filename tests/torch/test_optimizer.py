@@ -204,7 +204,10 @@ def test_after_close_the_parameters_are_private_copies() -> None:
         optimizer.step()
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason="by attributes they go stale: docs/architecture.md")
+@pytest.mark.skipif(
+    why_not_compiled() is not None,
+    reason="by attributes they go stale: docs/architecture/decisions/015-tensors-without-python.md",
+)
 def test_what_shares_a_parameters_memory_follows_it_as_in_torch() -> None:
     def run(model: torch.nn.Module, optimizer: Any) -> None:
         aliases = [parameter.detach() for parameter in model.parameters()]
