@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastps.bench.measure import BenchOptions, Floats, Row, aligned, check, interleaved, repeated, whole_lines
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.update import fold
 
 LEARNING_RATE, MOMENTUM, BETA2, EPSILON = 0.01, 0.9, 0.999, 1e-8
@@ -77,7 +77,7 @@ class Case:
 
     def loop(self, name: str, streaming: bool) -> Side:
         """The limit, with one kind of stores."""
-        loop = limit.Loop(
+        loop = roofline.Loop(
             self.gradients,
             self.weights,
             self.state,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.protocol.ring import Ring
 
 RING_SIZE = 16
@@ -56,7 +56,7 @@ def _works(memory: mmap.mmap, first: bool, count: int) -> dict[str, Callable[[in
     size = Ring.bytes_for(RING_SIZE)
     there, back, stream = (Ring(memoryview(memory)[_PAGE * at : _PAGE * at + size], RING_SIZE) for at in range(3))
     mine, theirs = (there, back) if first else (back, there)
-    word = memoryview(memory)[3 * _PAGE : 3 * _PAGE + 2 * limit.LINE]
+    word = memoryview(memory)[3 * _PAGE : 3 * _PAGE + 2 * roofline.LINE]
 
     def pass_through(_times: int) -> None:
         if first:
@@ -67,7 +67,7 @@ def _works(memory: mmap.mmap, first: bool, count: int) -> dict[str, Callable[[in
     return {
         "post-to-seen": lambda _times: mine.echo(theirs, first, count),
         "throughput": pass_through,
-        "limit": lambda _times: limit.spin(word, first, count),
+        "limit": lambda _times: roofline.spin(word, first, count),
     }
 
 

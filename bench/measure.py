@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
@@ -100,7 +100,7 @@ def elapsed(run: Callable[[int], object], times: int) -> float:
 def aligned(rows: int, length: int, memory: Any = None) -> Floats:
     """float32[rows, length]; each row begins on a cache line if length is a multiple of 16. Zeros, unless memory is given."""
     floats = np.zeros(rows * length + 16, np.float32) if memory is None else np.frombuffer(memory, np.float32)
-    skip = -floats.ctypes.data % limit.LINE // 4
+    skip = -floats.ctypes.data % roofline.LINE // 4
     found: Floats = floats[skip : skip + rows * length].reshape(rows, length)
     return found
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastps.bench.measure import aligned, whole_lines
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.protocol.lane import Lane
 from fastps.torch.optimizer import DistributedOptimizer
 
@@ -104,13 +104,13 @@ class Limit:
         self.read = [torch.from_numpy(rows[count + read])[self.part] for read in (0, 2)]
         self.streaming = streaming
 
-    def _loop(self, rows: npt.NDArray[np.float32], count: int, read: int, written: int) -> limit.Loop:
+    def _loop(self, rows: npt.NDArray[np.float32], count: int, read: int, written: int) -> roofline.Loop:
         """From one pair of weights and momentum, `read` rows behind the gradients, to another."""
         weights, weights_out = rows[count + read], rows[count + written]
         momentum, momentum_out = (rows[count + pair + 1 : count + pair + 2] for pair in (read, written))
         gradients = [rows[row] for row in range(count)]
         rates = {"learning_rate": LEARNING_RATE / count, "momentum": MOMENTUM}
-        return limit.Loop(gradients, weights, momentum, weights_out, momentum_out, **rates)
+        return roofline.Loop(gradients, weights, momentum, weights_out, momentum_out, **rates)
 
     def run(self, steps: int) -> None:
         """So many passes, without Python in between."""
