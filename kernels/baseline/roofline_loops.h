@@ -1,7 +1,8 @@
-/* The roofline's loops, compiled once for each instruction set: the includer defines FPS_ISA(name), FPS_VECTOR and its operations.
+/* The roofline's loops, compiled once for each instruction set: the includer defines FPS_ISA(name), FPS_VECTOR and its
+ * operations.
  *
- * The number of gradients is a constant of each inlined call, so that the loop has no branch. For a number without a loop of its
- * own, partial sums of one block at a time stand for one gradient. */
+ * The number of gradients is a constant of each inlined call, so that the loop has no branch. For a number without a loop of
+ * its own, partial sums of one block at a time stand for one gradient. */
 
 #define FPS_WIDTH ((int64_t)(sizeof(FPS_VECTOR) / sizeof(float)))
 #define FPS_AT(pointer, i) (*(const FPS_VECTOR *)((pointer) + (i)))
@@ -31,7 +32,8 @@ static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *li
     for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) FPS_STORE_STREAMING(line + j * FPS_WIDTH, values[j]);
 }
 
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_roofline_job *job, int64_t first, int64_t last,
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_roofline_job *job, int64_t first, int64_t
+last,
                                                                          const int count) {
     const FPS_VECTOR none = {0}, momentum = none + job->momentum, minus_rate = none + job->minus_rate;
     int64_t i = first;

@@ -9,7 +9,7 @@ import pytest
 
 from fastps.job.specs import parse_policy
 from fastps.kernels.baseline import roofline
-from fastps.kernels.baseline.scheduler_load import Arrivals
+from fastps.kernels.baseline.scheduler_load import SchedulerLoad
 from fastps.kernels.protocol.ring import Ring
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.kernels.update import fold
@@ -135,8 +135,8 @@ def test_two_processes_echo_descriptors_and_spin() -> None:
 )
 def test_arrivals_make_the_folds_that_their_pushes_earn(spec: str, folds: int) -> None:
     scheduler = Scheduler(8, **parse_policy(spec).values(8))
-    arrivals = Arrivals(scheduler)
-    found = sum(arrivals.play(events) for events in (300, 500))
+    load = SchedulerLoad(scheduler)
+    found = sum(load.play(events) for events in (300, 500))
     assert found == scheduler.version
     # Pushes that wait for their place in the order are folded later.
     assert folds - (8 if spec.startswith("r2sp") else 0) <= found <= folds
@@ -145,5 +145,5 @@ def test_arrivals_make_the_folds_that_their_pushes_earn(spec: str, folds: int) -
 
 def test_arrivals_too_late_are_dropped_as_a_store_would() -> None:
     scheduler = Scheduler(8, **parse_policy("backup:1").values(8))
-    folds = Arrivals(scheduler).play(800)
+    folds = SchedulerLoad(scheduler).play(800)
     assert folds * 7 + sum(scheduler.dropped(worker) for worker in range(8)) == pytest.approx(800, abs=8)
