@@ -1,1 +1,4 @@
-"""fastps.bench: microbenchmarks, peers and the papers' tables. Never a test: it prints figures and judges nothing."""
+"""fastps.bench: benchmarks of the kernels, the protocol and whole jobs, beside other ways to synchronize.
+
+Border: it prints figures and judges nothing; it is never a test.
+"""

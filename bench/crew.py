@@ -1,7 +1,7 @@
-"""A crew: processes that wait for orders between measurements, so that several sides can take turns.
+"""A crew: processes that wait for commands between measurements, so that several sides can alternate.
 
-Most are forked, because importing torch in each process would take longer than many a measurement; who needs a launcher of its
-own (mpi.py) connects back. Refuses to time anything: what an order returns is each member's own.
+Most crews are forked, because importing torch in each process takes longer than many measurements; members with a launcher of
+their own connect back. Members time themselves: a command returns their own measurements.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from typing import Any, Self
 from fastps.errors import Error
 from fastps.system.processes import die_with_parent
 
-Order = Callable[[Any], Any]
+Command = Callable[[Any], Any]
 _context = multiprocessing.get_context("fork")
-_ORDER_S = 120.0
+_COMMAND_S = 120.0
 _END_S = 30.0
 _END = "end"
 
@@ -29,13 +29,13 @@ class CrewError(Error):
 
 
 class Crew:
-    """Members behind connections. Use as a context manager, which ends them; subclasses say how they begin and end."""
+    """Members behind connections, as a context manager that ends them; subclasses start and end the processes."""
 
     def __init__(self, connections: Sequence["Connection[Any, Any]"]) -> None:
         self._connections = list(connections)
 
     def call(self, order: object) -> list[Any]:
-        """Give every member the order, and return what each answered. Raises CrewError."""
+        """Send every member the command and return their answers. Raises CrewError."""
         for connection in self._connections:
             connection.send(order)
         return self._answers()
@@ -44,16 +44,18 @@ class Crew:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._connections):
             waiting = [pair for pair in enumerate(self._connections) if pair[0] not in answers]
-            ready = wait([connection for _, connection in waiting], _ORDER_S)
+            ready = wait([connection for _, connection in waiting], _COMMAND_S)
             if not ready:
-                raise CrewError(f"members {[rank for rank, _ in waiting]} of a benchmark did not answer within {_ORDER_S:g} s")
+                raise CrewError(
+                    f"members {[rank for rank, _ in waiting]} of a benchmark did not answer within {_COMMAND_S:g} s"
+                )
             for rank, connection in waiting:
                 if connection in ready:
                     answers[rank] = _answer_of(rank, connection)
         return [answers[rank] for rank in range(len(self._connections))]
 
     def _end(self, killed: bool) -> None:
-        """Wait until the members have ended, as they were told; `killed`: one failed, and others may wait for it forever."""
+        """Wait until the members have ended; `killed`: one failed, so the others may wait for it forever."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -68,17 +70,17 @@ class Crew:
 
 
 class ForkedCrew(Crew):
-    """`size` forked processes; each calls `begin(rank)` for the function that answers its orders.
+    """`size` forked processes; each calls `begin(rank)` for the function that answers its commands.
 
-    If the function has an attribute `close`, it is called at the end. With `paused` the processes are stopped between orders:
-    for those with threads that poll all the time, which would take the cores from the sides whose turn it is.
+    If the function has an attribute `close`, it is called at the end. With `paused` the processes are stopped between commands:
+    threads that poll all the time would take the cores from the other sides.
     """
 
-    def __init__(self, size: int, begin: Callable[[int], Order], *, paused: bool = False) -> None:
+    def __init__(self, size: int, begin: Callable[[int], Command], *, paused: bool = False) -> None:
         die_with_crew = die_with_parent(os.getpid())
 
         def live(rank: int, connection: "Connection[Any, Any]") -> None:
-            die_with_crew()  # also when it is stopped, or when another fork keeps its connection open
+            die_with_crew()  # needed while it is stopped, or while another fork keeps its connection open
             serve(rank, begin, connection)
 
         self._paused = paused
@@ -93,7 +95,7 @@ class ForkedCrew(Crew):
             theirs.close()
 
     def call(self, order: object) -> list[Any]:
-        """Give every member the order, and return what each answered. Raises CrewError."""
+        """Send every member the command and return their answers. Raises CrewError."""
         self._signal(signal.SIGCONT)
         answers = super().call(order)
         self._signal(signal.SIGSTOP)
@@ -127,9 +129,9 @@ def _answer_of(rank: int, connection: "Connection[Any, Any]") -> Any:
     return answer
 
 
-def serve(rank: int, begin: Callable[[int], Order], connection: "Connection[Any, Any]") -> None:
-    """A member's life: answer orders until the end, or until whoever gives them is gone."""
-    answer: Order | None = None
+def serve(rank: int, begin: Callable[[int], Command], connection: "Connection[Any, Any]") -> None:
+    """Answer commands until the end, or until the sender is gone."""
+    answer: Command | None = None
     with contextlib.suppress(EOFError):
         while (order := connection.recv()) != _END:
             try:

@@ -1,6 +1,6 @@
-"""A fold on a device with buffers of its own, for benchmarks and checks: given arrays go there, results come back.
+"""A fold on a device with its own buffers, for benchmarks and checks: it copies given arrays there and results back.
 
-Refuses to know workers: it is one process, one stream, one fold at a time, on any fastps.device.interface.Device.
+It runs in one process, on one stream, one fold at a time, on any fastps.device.interface.Device.
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.interface import Device
-from fastps.kernels.cuda import host_fold as device_fold
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import host_fold, launch_args
 
 _PIECE_BYTES = 1 << 22
 
 Push = tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
-"""A gradient as it lies on the device (float32, or 16-bit words), and the rest as of kernels/update/reference.py's Push."""
+"""A gradient in the device's form (float32, or 16-bit words), and the other fields as in the reference's Push."""
 
 
 class DeviceFold:
-    """Buffers, order and tiles of one fold. `close` gives the memory back.
+    """The buffers, launch arguments and tiles of one fold. `close` frees the memory.
 
     >>> from fastps.device.host import HostDevice
-    >>> shape = device_order.Shape(0, 0, 0.0, ((0, 3, 0),))
+    >>> shape = launch_args.Shape(0, 0, 0.0, ((0, 3, 0),))
     >>> pushes = [(np.ones(16, np.float32), [(0.5, 0, 0, 0, 0, 0, 0, 0, 0)], [True], 1.0, 1.0)]
     >>> weights, state, steps = np.ones(16, np.float32), np.zeros((0, 16), np.float32), np.zeros(1, np.int64)
     >>> device = HostDevice("host")
@@ -37,7 +36,7 @@ class DeviceFold:
     def __init__(
         self,
         device: Device,
-        shape: device_order.Shape,
+        shape: launch_args.Shape,
         mode: int,
         pushes: Sequence[Push],
         weights: npt.NDArray[np.float32],
@@ -57,17 +56,17 @@ class DeviceFold:
         self._flags = self._room(4 * max(1, len(pushes)))
         self._weights_in = self._sent(weights)
         state_in = self._sent(state)
-        buffers = device_order.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
+        buffers = launch_args.Buffers(self._weights_in, self._weights_out, state_in, self._state_out, len(weights))
         made = [
-            device_order.DevicePush(self._sent(gradient), hypers, np.array(presence, np.bool_), scale, rate_scale)
+            launch_args.DevicePush(self._sent(gradient), hypers, np.array(presence, np.bool_), scale, rate_scale)
             for gradient, hypers, presence, scale, rate_scale in pushes
         ]
-        order, self.steps = device_order.make_order(shape, mode, made, steps, buffers, scale=scale, nonfinite=self._flags)
-        tiles = device_order.tiles_of(shape)
-        self._blocks = len(tiles) // device_fold.TILE_BYTES
-        self._order, self._tiles = self._sent(order), self._sent(tiles)
-        # For a benchmark nobody looks for values that are not finite, as in the store.
-        plain, _ = device_order.make_order(shape, mode, made, steps, buffers, scale=scale)
+        args, self.steps = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale, nonfinite=self._flags)
+        tiles = launch_args.tiles_of(shape)
+        self._blocks = len(tiles) // host_fold.TILE_BYTES
+        self._args, self._tiles = self._sent(args), self._sent(tiles)
+        # Benchmarks do not check for non-finite values, like a store's fold.
+        plain, _ = launch_args.make_launch_args(shape, mode, made, steps, buffers, scale=scale)
         self._plain = self._sent(plain)
 
     def _room(self, size: int) -> int:
@@ -75,7 +74,7 @@ class DeviceFold:
         return self._addresses[-1]
 
     def _sent(self, values: npt.NDArray[Any]) -> int:
-        """The address of a copy on the device, made in pieces through page-locked memory."""
+        """Copy values to the device in pieces, through page-locked memory, and return their address."""
         address = self._room(values.nbytes)
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         for first in range(0, data.nbytes, _PIECE_BYTES):
@@ -86,7 +85,7 @@ class DeviceFold:
         return address
 
     def _fetched(self, address: int, size: int) -> npt.NDArray[np.uint8]:
-        """A copy of what lies at an address."""
+        """Copy `size` bytes back from an address."""
         values = np.empty(size, np.uint8)
         for first in range(0, size, _PIECE_BYTES):
             piece = values[first : first + _PIECE_BYTES]
@@ -96,34 +95,34 @@ class DeviceFold:
         return values
 
     def run(self) -> None:
-        """Fold once, with the look for values that are not finite, and wait."""
-        self._device.launch_fold(self._rule, self._dtype, self._order, self._tiles, self._blocks, self._stream)
+        """Fold once, with the check for non-finite values, and wait."""
+        self._device.launch_fold(self._rule, self._dtype, self._args, self._tiles, self._blocks, self._stream)
         self._device.synchronize(self._stream)
 
     def run_often(self, times: int) -> None:
-        """Fold so often from the same buffers into the same buffers, and wait once."""
+        """Fold `times` times from the same buffers into the same buffers, and wait once."""
         for _ in range(times):
             self._device.launch_fold(self._rule, self._dtype, self._plain, self._tiles, self._blocks, self._stream)
         self._device.synchronize(self._stream)
 
     def copy_often(self, times: int) -> None:
-        """Copy the weights into the place of the new ones so often, and wait once: what the device's memory allows."""
+        """Copy the weights to the new weights' buffer `times` times, and wait once: the roofline of the device's memory."""
         for _ in range(times):
             self._device.copy(self._weights_out, self._weights_in, 4 * self._shapes[0][0], self._stream)
         self._device.synchronize(self._stream)
 
     def results(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Weights, state and steps after `run`."""
+        """Return weights, state and steps after `run`."""
         weights = self._fetched(self._weights_out, 4 * int(np.prod(self._shapes[0]))).view(np.float32)
         state = self._fetched(self._state_out, 4 * int(np.prod(self._shapes[1]))).view(np.float32)
         return weights.reshape(self._shapes[0]), state.reshape(self._shapes[1]), self.steps
 
     def nonfinite(self) -> list[int]:
-        """For each push whether it had a value that is not finite, 0 or 1."""
+        """Return for each push whether it had a non-finite value, 0 or 1."""
         return self._fetched(self._flags, 4 * self._pushes).view(np.int32).tolist()  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for address in self._addresses:
             self._device.close(address)
         self._addresses.clear()

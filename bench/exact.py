@@ -1,7 +1,6 @@
-"""One fold in double precision, from the optimizers' formulas: what a check compares kernels with, whatever their rounding.
+"""One fold in double precision from the optimizers' formulas, for checks of kernels up to their rounding.
 
-Written from the formulas of torch.optim's documentation, not from kernels/update/reference.py, so that a common error would be
-seen. Refuses to be bit for bit: kernels/update/reference.py is.
+It follows the formulas of torch.optim's documentation and not the bit-exact reference, so that an error of both would show.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ Doubles = npt.NDArray[np.float64]
 def step(
     rule: int, weight: Doubles, planes: Doubles, gradient: Doubles, hyper: tuple[float, ...], steps: int
 ) -> tuple[Doubles, Doubles]:
-    """Weight and planes (float64[planes, n]) after one application on a scaled gradient, which `steps` were before."""
+    """Return weight and planes (float64[planes, n]) after one application on a scaled gradient, after `steps` others."""
     rate, momentum, dampening, decay, beta1, beta2, epsilon, rate_decay, bits = hyper
     flags, planes = int(bits), planes.copy()
     if flags & fold.HYPER_MAXIMIZE:
@@ -54,7 +53,7 @@ def step(
 def fold_of(
     rule: int, mode: int, pushes: Any, weights: Any, state: Any, steps: int, scale: float, ema_decay: float
 ) -> tuple[Doubles, Doubles]:
-    """One parameter after a fold: pushes are (gradient, hyper, scale); with `ema_decay` the last plane is the average."""
+    """Return a parameter after a fold: pushes are (gradient, hyper, scale); with `ema_decay` the last plane is the average."""
     weight, planes = weights.astype(np.float64), state.astype(np.float64)
     average = planes[-1:] if ema_decay else planes[:0]
     planes = planes[: len(planes) - len(average)]

@@ -1,8 +1,8 @@
-"""Everything of fastps that needs a GPU, checked on one: `python -m fastps.bench.gpu_check`.
+"""Checks of everything in fastps that needs a GPU: `python -m fastps.bench.gpu_check`.
 
-Each kernel against double precision, the bandwidth that the kernels reach, two processes on one GPU through CUDA IPC against
-the CPU path, and training on real images. Figures go to bench/results/, with the machine and the date. Refuses to pass anything
-that it could not run: what is missing is a row with its reason, and the exit code says so.
+It checks each kernel against double precision, the kernels' bandwidth, two processes on one GPU through CUDA IPC against the
+CPU path, and training on real images. Figures go to bench/results/, with the machine and the date. A check that cannot run
+counts as failed: it has a row with its reason.
 
 Exit codes: 0 all checks passed, 1 a check failed or could not run, 3 there is no GPU here.
 """
@@ -26,7 +26,7 @@ from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.interface import Device, DeviceError
 from fastps.errors import Error
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 from fastps.processes.launcher import Launcher
 from fastps.system.machine import machine
@@ -38,10 +38,10 @@ TOLERANCE = 2e-5  # of a weight after one fold in single precision, relative to 
 SHARE = 0.85  # of the copy's bandwidth, for SGD with momentum and Adam in single precision
 EQUAL = 1e-5  # greatest difference of weights over the greatest weight, GPU against CPU path
 LEAST_ACCURACY = 0.85
-CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of two processes
+CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
 
 _D, _N, _C, _M = fold.HYPER_DECOUPLED, fold.HYPER_NESTEROV, fold.HYPER_CENTERED, fold.HYPER_MAXIMIZE
-RULES: dict[str, tuple[int, int, tuple[float, ...]]] = {  # name: rule, planes, hyper-parameters as in device_order.Hypers
+RULES: dict[str, tuple[int, int, tuple[float, ...]]] = {  # name: rule, planes, hyper-parameters as in launch_args.Hypers
     "sgd": (fold.RULE_SGD, 0, (0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, _M)),
     "momentum": (fold.RULE_SGD, 1, (0.1, 0.9, 0.3, 0.01, 0.0, 0.0, 0.0, 0.0, 0)),
     "nesterov": (fold.RULE_SGD, 1, (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, _N)),
@@ -57,11 +57,11 @@ RULES: dict[str, tuple[int, int, tuple[float, ...]]] = {  # name: rule, planes, 
 
 
 def check_kernels(device: Device) -> list[Row]:
-    """A row a rule, dtype of the gradients and mode, over all sizes: the greatest relative difference from double precision."""
+    """Return a row for each rule, gradient dtype and mode: the greatest relative difference from double precision."""
     return [
         _kernel_row(device, name, dtype, mode)
         for name in RULES
-        for dtype in device_order.DTYPES
+        for dtype in launch_args.DTYPES
         for mode in (fold.FOLD_SUM, fold.FOLD_EACH)
     ]
 
@@ -76,10 +76,10 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
         state = random.standard_normal((planes + (ema_decay > 0), size), np.float32)
         if rule != fold.RULE_SGD:
             plane = 1 if rule == fold.RULE_ADAM else 0
-            state[plane] = np.abs(state[plane]) + 16  # a square that is greater than the square of a mean
+            state[plane] = np.abs(state[plane]) + 16  # a mean square must exceed the square of the mean
         raw = [_raw(random, size, dtype) for _ in range(pushes)]
         scales = [1.0 + index for index in range(pushes)]
-        shape = device_order.Shape(rule, len(state), ema_decay, ((0, size, 0),))
+        shape = launch_args.Shape(rule, len(state), ema_decay, ((0, size, 0),))
         made = [(gradient, [hyper], [True], scale, 1.0) for gradient, scale in zip(raw, scales, strict=True)]
         scale = 1.0 / pushes if mode == fold.FOLD_SUM else 1.0
         folded = DeviceFold(device, shape, mode, made, weights, state, np.full(1, 5, np.int64), dtype, scale=scale)
@@ -104,14 +104,14 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
 
 
 def check_nonfinite(device: Device) -> list[Row]:
-    """Whether a kernel tells the one push of three that has a value that is not finite, wherever it is."""
+    """Check that a kernel flags the one push of three with a non-finite value, at any place."""
     hyper = RULES["sgd"][2]
     right = []
-    for dtype in device_order.DTYPES:
+    for dtype in launch_args.DTYPES:
         for place in (0, 4095, 4096, 5000):
             raw = [_raw(np.random.default_rng(place), 5001, dtype) for _ in range(3)]
             raw[1][place] = {"float32": np.inf, "float16": np.nan, "bfloat16": 0x7F80}[dtype]
-            shape = device_order.Shape(fold.RULE_SGD, 0, 0.0, ((0, 5001, 0),))
+            shape = launch_args.Shape(fold.RULE_SGD, 0, 0.0, ((0, 5001, 0),))
             weights, state = np.ones(5001, np.float32), np.zeros((0, 5001), np.float32)
             pushes = [(gradient, [hyper], [True], 1.0, 1.0) for gradient in raw]
             made = DeviceFold(device, shape, fold.FOLD_SUM, pushes, weights, state, np.zeros(1, np.int64), dtype)
@@ -133,7 +133,7 @@ def _widened(values: Any, dtype: str) -> Any:
 
 
 def _difference(found: Any, expected: Any) -> float:
-    """The greatest absolute difference over the greatest value, 0 for nothing; not a number counts as infinitely far."""
+    """Return the greatest absolute difference over the greatest value; 0 for empty arrays, infinity for NaN."""
     if not expected.size:
         return 0.0
     difference = float(np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max())))
@@ -144,7 +144,7 @@ def _difference(found: Any, expected: Any) -> float:
 
 
 def check_bandwidth(device: Device, parameters: int) -> list[Row]:
-    """The rows of `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy."""
+    """Run `fastps bench kernels --backend cuda` at one size; SGD with momentum and Adam must reach SHARE of a copy."""
     rows = kernels_cuda.rows_on(device, BenchOptions(parameters=(parameters,), repeats=9, repeat_s=0.2))
     for row in rows:
         row["check"] = "bandwidth"
@@ -157,7 +157,7 @@ def check_bandwidth(device: Device, parameters: int) -> list[Row]:
 
 
 def run_job(job: GpuJob, workers: int, placement: str) -> list[dict[str, Any]]:
-    """Run a job's workers, all on GPU 0 where they use one; returns what each wrote. Raises Error if one failed."""
+    """Run a job's workers, all on GPU 0 if they use one, and return what each wrote. Raises Error if one failed."""
     kept = {name: os.environ.get(name) for name in ("FASTPS_GPUS", "FASTPS_PLACEMENT")}
     with tempfile.TemporaryDirectory(prefix="fastps-gpu-check-") as folder:
         path = Path(folder) / "options.json"
@@ -180,7 +180,7 @@ def run_job(job: GpuJob, workers: int, placement: str) -> list[dict[str, Any]]:
 
 
 def check_processes(device: str, placement: str) -> Iterator[Row]:
-    """Two processes on one GPU against two on the CPU: bsp with momentum and Adam, and dssp with what any order sums to."""
+    """Compare two processes on one GPU with two on the CPU: bsp with momentum and Adam, dssp and asp with order-free sums."""
     for sync, optimizer in CASES:
         name = f"{sync}-{optimizer}-{placement}"
         try:
@@ -204,7 +204,7 @@ def check_processes(device: str, placement: str) -> Iterator[Row]:
 
 
 def check_training(device: str, placement: str, data: str, epochs: int = 3) -> Iterator[Row]:
-    """Two workers on one GPU train a small network on images; also with autocast and a GradScaler."""
+    """Train a small network on images with two workers on one GPU; also with autocast and a GradScaler."""
     for scaler in (False, True):
         name = f"{data}{'-amp' if scaler else ''}-{placement}"
         try:
@@ -228,7 +228,7 @@ def check_training(device: str, placement: str, data: str, epochs: int = 3) -> I
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all checks, or those that are named, and write their rows; returns the exit code."""
+    """Run all checks, or one kind, write their rows, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastps.bench.gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the figures (default: %(default)s)")
     parser.add_argument("--parameters", type=int, default=100_000_000, help="size for the bandwidth (default: %(default)s)")
@@ -250,14 +250,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name, part in parts.items():
         if options.only in (None, name):
             rows += part()
-            write(rows, options.out, gpu)  # after each part, so that what was measured is kept if the next one hangs
+            write(rows, options.out, gpu)  # after each part, so that its rows survive if the next one hangs
     for row in rows:
         sys.stdout.write(f"{'ok  ' if row['ok'] else 'FAIL'} {row['check']} {row['name']} {_figures(row)}\n")
     return EXIT_OK if all(row["ok"] for row in rows) else EXIT_FAILED
 
 
 def _gpu() -> dict[str, Any]:
-    """What the GPU is, asked in a process of its own: this one must not touch CUDA before it starts others."""
+    """Describe the GPU, by a separate process: this one must not initialize CUDA before it starts workers."""
     source = (
         "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
         " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
@@ -282,7 +282,7 @@ def _on_gpu(check: Callable[[Device], list[Row]]) -> list[Row]:
 
 
 def write(rows: list[Row], folder: Path, gpu: dict[str, Any]) -> Path:
-    """Write the rows with the machine, the GPU and the date; returns the file, named after the GPU and the day."""
+    """Write the rows with the machine, the GPU and the date; return the file, named after the GPU and the day."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def write(rows: list[Row], folder: Path, gpu: dict[str, Any]) -> Path:
 
 
 def _figures(row: Row) -> str:
-    """What of a row people want to see."""
+    """Format the main figures of a row."""
     shown = {"difference": "{:.2g}", "limit_share": "{:.3f}", "accuracy": "{:.3f}", "steps_per_s": "{:.0f}", "missing": "{}"}
     return " ".join(f"{key}={form.format(row[key])}" for key, form in shown.items() if key in row)
 

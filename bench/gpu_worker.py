@@ -1,7 +1,7 @@
 """A worker of the GPU check: `python -m fastps.bench.gpu_worker OPTIONS.json`, started by fastps' own launcher.
 
-Either fixed gradients, which do not depend on the weights, so that runs on a GPU and on the CPU can be compared number by
-number; or training on real images. What it ends with goes to a file beside the options. Refuses to judge.
+It uses fixed gradients, which do not depend on the weights, so that runs on a GPU and on the CPU are comparable number by
+number, or trains on real images. Its results go to a file beside the options.
 """
 
 import json
@@ -23,7 +23,7 @@ SHAPES = ((513, 300), (300,), (64, 3, 7, 7), (1,), (100_001,))
 
 @dataclass(frozen=True)
 class GpuJob:
-    """What the workers of one run do."""
+    """The job of one run's workers."""
 
     device: str
     sync: str
@@ -39,14 +39,14 @@ class GpuJob:
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """The torch optimizers of the check."""
+    """Make one of the check's torch optimizers."""
     if name == "adam":
         return torch.optim.Adam(parameters, lr=0.01)
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9 if name == "momentum" else 0.0)
 
 
 def run_fixed(job: GpuJob) -> dict[str, Any]:
-    """Steps with gradients that are given by rank and step; returns the final weights."""
+    """Take steps with gradients determined by rank and step; return the final weights."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(job.device)) for shape in SHAPES]
     with fastps.DistributedOptimizer(optimizer_of(job.optimizer, parameters), sync=job.sync) as optimizer:
@@ -54,7 +54,7 @@ def run_fixed(job: GpuJob) -> dict[str, Any]:
         for step in range(job.steps):
             generator.manual_seed(1000 * fastps.rank() + step)
             for parameter in parameters:
-                # Through backward, so that the hooks put the gradients where they belong.
+                # Through backward, so that the optimizer's hooks place the gradients.
                 gradient = torch.randn(parameter.shape, generator=generator).to(job.device)
                 parameter.grad = None
                 (parameter * gradient).sum().backward()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ def run_fixed(job: GpuJob) -> dict[str, Any]:
 
 
 def run_training(job: GpuJob) -> dict[str, Any]:
-    """Train on images with autocast and a GradScaler where the job says so; returns the accuracy of the final weights."""
+    """Train on images, optionally with autocast and a GradScaler; return the accuracy of the final weights."""
     data = load(job.data)
     torch.manual_seed(0)
     model = model_for(data).to(job.device)
@@ -93,14 +93,14 @@ def run_training(job: GpuJob) -> dict[str, Any]:
 
 
 def _on_cpu(model: torch.nn.Module, data: Any) -> torch.nn.Module:
-    """A copy on the CPU, for the judge; the model itself stays where its optimizer knows it."""
+    """Copy the model to the CPU for evaluation; its optimizer needs the model itself unmoved."""
     judge = model_for(data)
     judge.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     return judge
 
 
 def main() -> None:
-    """Run what the options file says and write RANK.npz beside it."""
+    """Run the job of the options file and write RANK.npz beside it."""
     path = Path(sys.argv[1])
     job = GpuJob(**json.loads(path.read_text()))
     result = run_training(job) if job.data else run_fixed(job)

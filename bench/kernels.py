@@ -1,7 +1,7 @@
-"""The fold's kernels on one core beside the plain C loop that is their limit, and beside torch's fused optimizers.
+"""The fold's kernels on one core, beside the plain C loop that is their roofline and torch's fused optimizers.
 
-The loop writes fresh buffers, as the fold must (others still read the old weights); of its two kinds of stores the better one
-is the limit. torch's optimizers write in place, which is less work. Refuses to time allocation, Python or other processes.
+The loop writes fresh buffers, as the fold must (readers still use the old weights); the better of its two kinds of stores is
+the roofline. torch's optimizers write in place, which is less work. Allocation, Python and other processes are not timed.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastps.bench.measure import BenchOptions, Floats, Row, aligned, check, interleaved, repeated, whole_lines
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.update import fold
 
 LEARNING_RATE, MOMENTUM, BETA2, EPSILON = 0.01, 0.9, 0.999, 1e-8
@@ -20,7 +20,7 @@ Side = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: planes of rule state (2 is Adam), and how many gradients are summed first."""
+    """One kernel: its number of state planes (2 is Adam), and the number of gradients summed first."""
 
     name: str
     planes: int
@@ -28,7 +28,7 @@ class Kernel:
 
     @property
     def floats_moved(self) -> int:
-        """Floats read and written for one parameter: gradients, and weights and state both ways."""
+        """Floats read and written for one parameter: gradients in, weights and state in and out."""
         return self.gradients + 2 * (1 + self.planes)
 
 
@@ -36,7 +36,7 @@ KERNELS = (Kernel("sgd-momentum", 1, 1), Kernel("adam", 2, 1), Kernel("sum-4-sgd
 
 
 class Case:
-    """The inputs of a kernel at one size, and the sides that work on them."""
+    """A kernel's inputs at one size, and the sides that use them."""
 
     def __init__(self, kernel: Kernel, size: int) -> None:
         random = np.random.default_rng(0)
@@ -51,11 +51,11 @@ class Case:
 
     def _outputs(self, name: str) -> tuple[Floats, Floats]:
         self.outputs[name] = aligned(1, self.size)[0], aligned(self.kernel.planes, self.size)
-        self.outputs[name][0][:] = self.outputs[name][1][:] = 1.0  # every page is there before the clock runs
+        self.outputs[name][0][:] = self.outputs[name][1][:] = 1.0  # touch every page before the clock runs
         return self.outputs[name]
 
     def fold(self, name: str, streaming: bool) -> Side:
-        """fastps' own, with one kind of stores; a job's folds have that which suits its size."""
+        """Make the side of fastps' fold with one kind of stores; a job chooses the kind by its size."""
         is_adam = self.kernel.planes == 2
         hyper = (LEARNING_RATE, 0.0 if is_adam else MOMENTUM, 0.0, 0.0, MOMENTUM, BETA2, EPSILON, 0.0, 0)
         steps = np.full(1, 0 if is_adam else 1, np.int64)  # not SGD's first step, which would read no momentum
@@ -76,8 +76,8 @@ class Case:
         return lambda times: folding.run(0, self.size, times)
 
     def loop(self, name: str, streaming: bool) -> Side:
-        """The limit, with one kind of stores."""
-        loop = limit.Loop(
+        """Make the side of the roofline with one kind of stores."""
+        loop = roofline.Loop(
             self.gradients,
             self.weights,
             self.state,
@@ -90,7 +90,7 @@ class Case:
         return lambda times: loop.run(0, self.size, streaming, times)
 
     def torch_fused(self) -> Side:
-        """torch's fused optimizer on one flat tensor, after summing the gradients in place of the first one's copy."""
+        """Make the side of torch's fused optimizer on one flat tensor, which first sums several gradients into another."""
         weights = torch.from_numpy(self.weights.copy()).requires_grad_()
         gradients = [torch.from_numpy(gradient) for gradient in self.gradients]
         total = torch.empty_like(gradients[0])
@@ -114,7 +114,7 @@ class Case:
         return run
 
     def checked_sides(self) -> dict[str, Side]:
-        """All sides by name, after one run of each, whose results were compared."""
+        """Return all sides by name, after one checked run of each."""
         sides = {
             "fold": self.fold("fold", streaming=False),
             "fold-streaming": self.fold("fold-streaming", streaming=True),
@@ -128,7 +128,7 @@ class Case:
         return sides
 
     def check(self) -> None:
-        """All sides must have computed the fold's weights, to within what contracting products may change."""
+        """Check that all sides computed the fold's weights, up to contracted products."""
         for name, (weights, _) in self.outputs.items():
             difference = float(np.abs(weights - self.outputs["fold"][0]).max())
             check(difference < 1e-4, f"{name}'s weights to be the fold's", f"a difference of {difference:g}")
@@ -137,7 +137,7 @@ class Case:
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a kernel, size and backend."""
+    """Return a row for each kernel, size and backend."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -150,7 +150,7 @@ def _case_rows(kernel: Kernel, size: int, options: BenchOptions) -> list[Row]:
     case = Case(kernel, size)
     sides = case.checked_sides()
     spreads = interleaved({name: repeated(side, options.repeat_s) for name, side in sides.items()}, options.repeats)
-    limit_s = min(spreads["limit"].median, spreads["limit-streaming"].median)
+    roofline_s = min(spreads["limit"].median, spreads["limit-streaming"].median)
     return [
         {
             "bench": "kernels",
@@ -159,7 +159,7 @@ def _case_rows(kernel: Kernel, size: int, options: BenchOptions) -> list[Row]:
             "backend": backend,
             **spread.row(),
             "bytes_per_s": 4 * kernel.floats_moved * case.size / spread.median,
-            "limit_share": limit_s / spread.median,
+            "limit_share": roofline_s / spread.median,
             "checked": True,
         }
         for backend, spread in spreads.items()

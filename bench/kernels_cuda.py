@@ -1,7 +1,8 @@
 """The fold's kernels on a GPU beside the bandwidth of a plain copy there: `fastps bench kernels --backend cuda`.
 
 Bytes are those that must be moved: gradients read, weights and state read and written. A copy reads and writes each byte.
-Refuses to time compilation, launches one by one, and the making of orders: a step's host work is `bench step --device cuda`'s.
+Compilation, single launches and the making of launch arguments are not timed: `bench step --device cuda` times a step's host
+work.
 """
 
 import numpy as np
@@ -10,12 +11,12 @@ from fastps.bench.device_fold import DeviceFold
 from fastps.bench.kernels import BETA2, EPSILON, KERNELS, LEARNING_RATE, MOMENTUM, Kernel
 from fastps.bench.measure import BenchOptions, Row, check, interleaved, repeated, whole_lines
 from fastps.device.interface import Device
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a kernel, dtype of the gradients and size. Raises DeviceError where there is no GPU."""
+    """Return a row for each kernel, gradient dtype and size. Raises DeviceError without a GPU."""
     from fastps.device.cuda import CudaDevice
 
     device = CudaDevice()
@@ -26,12 +27,12 @@ def measure(options: BenchOptions) -> list[Row]:
 
 
 def rows_on(device: Device, options: BenchOptions) -> list[Row]:
-    """The same on a device that is given."""
+    """Return the same rows for a given device."""
     return [
         row
         for kernel in KERNELS
         for size in options.parameters
-        for dtype in device_order.DTYPES
+        for dtype in launch_args.DTYPES
         for row in [_row(device, kernel, size, dtype, options)]
     ]
 
@@ -47,7 +48,7 @@ def _row(device: Device, kernel: Kernel, parameters: int, dtype: str, options: B
     state = np.zeros((kernel.planes, size), np.float32)
     made = DeviceFold(
         device,
-        device_order.Shape(rule, kernel.planes, 0.0, ((0, size, 0),)),
+        launch_args.Shape(rule, kernel.planes, 0.0, ((0, size, 0),)),
         fold.FOLD_SUM,
         [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
         weights,
@@ -63,7 +64,7 @@ def _row(device: Device, kernel: Kernel, parameters: int, dtype: str, options: B
         spreads = interleaved(sides, options.repeats)
     finally:
         made.close()
-    moved_bytes = size * (kernel.gradients * device_order.DTYPE_BYTES[dtype] + 8 * (1 + kernel.planes))
+    moved_bytes = size * (kernel.gradients * launch_args.DTYPE_BYTES[dtype] + 8 * (1 + kernel.planes))
     bytes_per_s = moved_bytes / spreads["fold"].median
     copy_bytes_per_s = 8 * size / spreads["copy"].median
     return {

@@ -1,7 +1,7 @@
-"""A lane between two processes on two cores: how long a descriptor takes from post to seen, and how many pass in a second.
+"""A lane between two processes on two cores: a descriptor's latency from post to seen, and descriptors per second.
 
-The limit is one number in one cache line, handed to and fro. Refuses to measure wake-ups from sleep, and two processes that
-share a core.
+The roofline is one number in one cache line, passed back and forth. Wake-ups from sleep, and processes that share a core, are
+not measured.
 """
 
 import mmap
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fastps.bench.crew import Crew, ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, elapsed, interleaved
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.protocol.ring import Ring
 
 RING_SIZE = 16
@@ -18,7 +18,7 @@ _PAGE = mmap.PAGESIZE
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row for each of the lane's two figures, and one for the limit."""
+    """Return a row for each of the lane's two figures, and one for the roofline."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return [{"bench": "lane", "name": "post-to-seen", "missing": f"needs 2 cores, found {len(cores)}", "checked": False}]
@@ -45,18 +45,18 @@ def measure(options: BenchOptions) -> list[Row]:
             **spread.row(),
             "ns_per_op": spread.median * 1e9,
             "limit_share": shares.get(name),
-            "checked": True,  # each side compares every descriptor with what was sent, and raises
+            "checked": True,  # the receiver compares every descriptor with the one sent, and raises
         }
         for name, spread in spreads.items()
     ]
 
 
 def _works(memory: mmap.mmap, first: bool, count: int) -> dict[str, Callable[[int], None]]:
-    """What one of the two processes does for each figure."""
+    """Return one process's work for each figure."""
     size = Ring.bytes_for(RING_SIZE)
     there, back, stream = (Ring(memoryview(memory)[_PAGE * at : _PAGE * at + size], RING_SIZE) for at in range(3))
     mine, theirs = (there, back) if first else (back, there)
-    word = memoryview(memory)[3 * _PAGE : 3 * _PAGE + 2 * limit.LINE]
+    word = memoryview(memory)[3 * _PAGE : 3 * _PAGE + 2 * roofline.LINE]
 
     def pass_through(_times: int) -> None:
         if first:
@@ -67,11 +67,11 @@ def _works(memory: mmap.mmap, first: bool, count: int) -> dict[str, Callable[[in
     return {
         "post-to-seen": lambda _times: mine.echo(theirs, first, count),
         "throughput": pass_through,
-        "limit": lambda _times: limit.spin(word, first, count),
+        "limit": lambda _times: roofline.spin(word, first, count),
     }
 
 
 def _side(crew: Crew, name: str, count: int) -> Callable[[], float]:
-    """Seconds of one way, by the first process' clock: its round trips are whole."""
+    """Return a function for the seconds of one way. For round trips the first process's clock counts."""
     ways = 1 if name == "throughput" else 2
     return lambda: crew.call(name)[1 if name == "throughput" else 0] / count / ways

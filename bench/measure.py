@@ -1,6 +1,6 @@
-"""How a benchmark measures: sides take turns (A B A B), each repeat is long enough for the clock, and medians are shown.
+"""The benchmarks' method: sides alternate (A B A B), each repeat is long enough for the clock, and medians are shown.
 
-Figures of one run are comparable with each other and with nothing else. Refuses to know what is measured, and to judge.
+Figures of one run are comparable only with each other.
 """
 
 import statistics
@@ -13,22 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 
 Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
-OTHERWISE = ("alone", "plain", "streaming", "attributes", "server")  # fastps itself with one choice made otherwise
-PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", *OTHERWISE)
+ABLATIONS = ("alone", "plain", "streaming", "attributes", "server")  # fastps itself with one design choice changed
+PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", *ABLATIONS)  # "limit" is the roofline
 
 
 class WrongResultError(Error):
-    """A benchmark's own result was not what it must be: its figures mean nothing."""
+    """A benchmark computed a wrong result, so its figures mean nothing."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure, and how long. `smoke` makes everything tiny: it proves that benchmarks run, and measures nothing."""
+    """What to measure, and how long. `smoke` makes everything tiny: it shows that benchmarks run, and measures nothing."""
 
     smoke: bool = False
     repeats: int = 7
@@ -63,17 +63,17 @@ class Spread:
 
     @property
     def median(self) -> float:
-        """The figure that is shown."""
+        """The figure shown."""
         return statistics.median(self.seconds)
 
     def row(self) -> Row:
-        """The keys that every row of a measurement has."""
+        """Return the keys common to every row of a measurement."""
         keys = {"seconds_median": self.median, "seconds_min": min(self.seconds), "seconds_max": max(self.seconds)}
         return {**keys, "repeats": len(self.seconds)}
 
 
 def interleaved(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Spread]:
-    """Let every side measure once a round, in turn; each returns the seconds of one operation."""
+    """Let every side measure once a round, one after the other; each returns the seconds of one operation."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, measure in sides.items():
@@ -82,7 +82,7 @@ def interleaved(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def repeated(run: Callable[[int], object], repeat_s: float) -> Callable[[], float]:
-    """A side of `interleaved` that runs `run(times)` for about `repeat_s`; the first calls, which warm up, decide how often."""
+    """Make a side of `interleaved` that calls `run(times)` for about `repeat_s`; warm-up calls determine `times`."""
     times = 1
     while (seconds := elapsed(run, times)) < repeat_s / 4:
         times *= 4
@@ -91,26 +91,26 @@ def repeated(run: Callable[[int], object], repeat_s: float) -> Callable[[], floa
 
 
 def elapsed(run: Callable[[int], object], times: int) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     began_ns = time.perf_counter_ns()
     run(times)
     return (time.perf_counter_ns() - began_ns) / 1e9
 
 
 def aligned(rows: int, length: int, memory: Any = None) -> Floats:
-    """float32[rows, length]; each row begins on a cache line if length is a multiple of 16. Zeros, unless memory is given."""
+    """Return float32[rows, length], whose rows begin on cache lines if length is a multiple of 16: zeros, or given memory."""
     floats = np.zeros(rows * length + 16, np.float32) if memory is None else np.frombuffer(memory, np.float32)
-    skip = -floats.ctypes.data % limit.LINE // 4
+    skip = -floats.ctypes.data % roofline.LINE // 4
     found: Floats = floats[skip : skip + rows * length].reshape(rows, length)
     return found
 
 
 def whole_lines(parameters: int) -> int:
-    """The least number of floats that fills cache lines and is not fewer."""
+    """Round a number of floats up to whole cache lines."""
     return -(-parameters // 16) * 16
 
 
 def check(is_right: bool, what: str, found: object) -> None:
-    """Raise WrongResultError unless the benchmark computed what it must."""
+    """Raise WrongResultError unless the benchmark's result is right."""
     if not is_right:
         raise WrongResultError(f"expected {what}, found {found}: the benchmark did not do its work, so its time says nothing")

@@ -1,7 +1,7 @@
-"""MPI as a side of the benchmark: mpiexec of the package mpich starts the members (mpi_member.py), which connect back.
+"""MPI as a side of the benchmark: mpiexec of the package mpich starts the members, which connect back.
 
-Between orders a member sleeps on its connection, not in MPI, so the other sides have the cores. Refuses to import MPI, which
-belongs to the members, and to use an MPI other than that package's: another build would be another figure.
+Between commands a member sleeps on its connection, not in MPI, so the other sides have the cores. Only members import MPI. Only
+that package's MPI is used, because another build would give another figure.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ _END_S, _FAILED_END_S = 30.0, 3.0
 
 
 def missing_reason() -> str | None:
-    """Why MPI cannot be measured here, or None."""
+    """Return why MPI cannot be measured here, or None."""
     for name, is_found in (("mpi4py", importlib.util.find_spec("mpi4py") is not None), ("mpich", _file("mpiexec") is not None)):
         if not is_found:
             return f"the package {name} is not installed: {how_to_install('peers')}"
@@ -33,7 +33,7 @@ def missing_reason() -> str | None:
 
 
 def _file(name: str) -> Path | None:
-    """A file of the package mpich, by its last name."""
+    """Find a file of the package mpich by its name."""
     try:
         files = importlib.metadata.files("mpich") or []
     except importlib.metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def _file(name: str) -> Path | None:
 
 
 class LaunchedCrew(Crew):
-    """The workers of an MPI job. Raises CrewError when they do not all connect."""
+    """The workers of an MPI job. Raises CrewError if not all of them connect."""
 
     def __init__(self, job: Job, parameters: int) -> None:
         address = Path(job.folder) / "mpi"
@@ -68,7 +68,7 @@ class LaunchedCrew(Crew):
                 raise
 
     def _connected(self, listener: socket.socket, size: int) -> "list[Connection[Any, Any]]":
-        """Every member's connection, by its rank, which is the first thing that it says."""
+        """Accept every member's connection; each sends its rank first."""
         found: dict[int, Connection[Any, Any]] = {}
         deadline_s = time.perf_counter() + _START_S
         while len(found) < size:
@@ -85,7 +85,7 @@ class LaunchedCrew(Crew):
         return [found[rank] for rank in range(size)]
 
     def _end(self, killed: bool) -> None:
-        """Also after a failure members may end by themselves first, for a killed MPI leaves its shared memory behind."""
+        """Let members end by themselves first, also after a failure: a killed MPI leaves its shared memory behind."""
         try:
             self._process.wait(_FAILED_END_S if killed else _END_S)
         except subprocess.TimeoutExpired:

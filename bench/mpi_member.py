@@ -1,7 +1,7 @@
 """One worker of the side `mpi`, started by mpiexec: `python -m fastps.bench.mpi_member WORKERS PARAMETERS FOLDER ADDRESS`.
 
-Allreduce in place on one flat float32 tensor, and torch's fused optimizer: the best that users of mpi4py write by hand.
-Refuses to do anything but obey the orders that come from ADDRESS.
+It uses Allreduce in place on one flat float32 tensor and torch's fused optimizer, the best handwritten form with mpi4py, and
+answers the commands that come from ADDRESS.
 """
 
 import socket
@@ -18,7 +18,7 @@ from fastps.bench.peers import Job, Peer, averaging_sgd
 
 
 class Mpi(Peer):
-    """One flat tensor, Allreduce, one fused step on it that makes the mean."""
+    """One flat tensor, Allreduce, and one fused step on it that divides by the number of workers."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.weights = torch.ones(job.size).requires_grad_()
@@ -27,13 +27,13 @@ class Mpi(Peer):
         self.optimizer = averaging_sgd(self.weights, job.workers)
 
     def step(self) -> None:
-        """The mean stays in the gradient, so that the next step's mean is the same."""
+        """Take one step; the mean stays in the gradient, so the next step's mean is the same."""
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, self.gradient)
         self.optimizer.step()
 
 
 def main(workers: int, parameters: int, folder: str, address: str) -> None:
-    """Connect, say the rank, and obey."""
+    """Connect, send the rank, and answer commands."""
     rank = MPI.COMM_WORLD.rank
     job = Job("mpi", workers, parameters, folder)
     with socket.socket(socket.AF_UNIX) as caller:

@@ -1,8 +1,8 @@
-"""The ways to synchronize one step that `fastps bench step` compares: each a class that a forked worker makes and steps.
+"""The ways to synchronize one step that `fastps bench step` compares: each is a class that a forked worker makes and steps.
 
-SGD with momentum on 60 tensors of equal size, gradients ready before the step. Every worker's gradient is constant (1, 2, ...
-by rank; 1 under asynchronous ones), so that the weights can be foretold. Refuses straw men: peers get flat tensors, fused
-optimizers and the threads that are theirs. Refuses to time anything.
+The job is SGD with momentum on 60 tensors of equal size, with gradients ready before the step. Every worker's gradient is
+constant (1, 2, ... by rank; 1 in asynchronous jobs), so that the weights are predictable. No peer is a straw man: each gets
+flat tensors, fused optimizers and its share of the threads.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fastps.bench.measure import aligned, whole_lines
-from fastps.kernels.baseline import roofline as limit
+from fastps.kernels.baseline import roofline
 from fastps.kernels.protocol.lane import Lane
 from fastps.torch.optimizer import DistributedOptimizer
 
@@ -30,31 +30,31 @@ BUCKET_FLOATS, FIRST_BUCKET_FLOATS = 25 * 2**18, 2**18  # DDP's 25 MiB, and 1 Mi
 
 
 class Job:
-    """What the workers of one side agree on: the size of the model, each worker's gradient, and a folder to meet in."""
+    """Facts shared by the workers of one side: the model's size, each worker's gradient, and a folder for rendezvous."""
 
     def __init__(self, name: str, workers: int, parameters: int, folder: str) -> None:
         self.name = name
         self.workers = workers
-        self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # a little more, so that tensors fill lines
+        self.size = TENSORS * whole_lines(math.ceil(parameters / TENSORS))  # rounded up, so that tensors fill lines
         self.folder = folder
         self.is_level = name not in ASYNCHRONOUS
 
     def gradient(self, rank: int) -> float:
-        """Every element of a worker's gradient."""
+        """Return the value of every element of a worker's gradient."""
         return rank + 1.0 if self.is_level else 1.0
 
     def part(self, rank: int, parts: int) -> slice:
-        """One of `parts` runs of whole cache lines."""
+        """Return one of `parts` runs of whole cache lines."""
         lines = self.size // 16
         return slice(16 * (lines * rank // parts), 16 * (lines * (rank + 1) // parts))
 
     def tensors_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The model's tensors as views of one flat tensor."""
+        """Return the model's tensors as views of one flat tensor."""
         return list(flat.view(TENSORS, -1).unbind())
 
 
 class ForkedJob(Job):
-    """A job whose workers are forked from the process that makes it: `shared`, float32[rows, size], and a barrier."""
+    """A job of workers forked from its creator, with `shared`, float32[rows, size], and a barrier."""
 
     def __init__(self, name: str, workers: int, parameters: int, folder: str, rows: int) -> None:
         super().__init__(name, workers, parameters, folder)
@@ -64,19 +64,19 @@ class ForkedJob(Job):
 
 
 def fused_sgd(tensors: list[torch.Tensor], learning_rate: float = LEARNING_RATE) -> torch.optim.SGD:
-    """The optimizer of every peer."""
+    """Make every peer's optimizer."""
     return torch.optim.SGD(tensors, lr=learning_rate, momentum=MOMENTUM, fused=True)
 
 
 def averaging_sgd(flat: torch.Tensor, workers: int) -> torch.optim.SGD:
-    """The same on a sum of gradients: it divides in its own pass, as if to undo a loss' scale, and leaves the mean there."""
+    """Make the optimizer for a sum of gradients: it divides in its own pass, like undoing a loss scale, and stores the mean."""
     optimizer = fused_sgd([flat])
     optimizer.grad_scale = torch.tensor(float(workers))  # type: ignore[attr-defined]
     return optimizer
 
 
 def add_up(gradients: list[torch.Tensor], total: torch.Tensor) -> None:
-    """Their sum, in as few passes as torch makes."""
+    """Sum gradients in as few passes as torch allows."""
     if len(gradients) == 1:
         total.copy_(gradients[0])
         return
@@ -85,11 +85,11 @@ def add_up(gradients: list[torch.Tensor], total: torch.Tensor) -> None:
         total.add_(gradient)
 
 
-class Limit:
-    """One pass over memory, by as many processes as there are cores, which never wait for each other: no step can be faster.
+class Roofline:
+    """One pass over memory by one process a core, without any waiting: no step can be faster.
 
-    Each pass reads what the one before has written, as steps do. Rows of shared: gradients, weights, momentum, and both once
-    more, to write.
+    Each pass reads the results of the one before, as steps do. Rows of shared: gradients, weights, momentum, and a second pair
+    of weights and momentum to write.
     """
 
     def __init__(self, job: ForkedJob, rank: int, streaming: bool) -> None:
@@ -104,16 +104,16 @@ class Limit:
         self.read = [torch.from_numpy(rows[count + read])[self.part] for read in (0, 2)]
         self.streaming = streaming
 
-    def _loop(self, rows: npt.NDArray[np.float32], count: int, read: int, written: int) -> limit.Loop:
-        """From one pair of weights and momentum, `read` rows behind the gradients, to another."""
+    def _loop(self, rows: npt.NDArray[np.float32], count: int, read: int, written: int) -> roofline.Loop:
+        """Make the loop from one pair of weights and momentum, `read` rows after the gradients, to another."""
         weights, weights_out = rows[count + read], rows[count + written]
         momentum, momentum_out = (rows[count + pair + 1 : count + pair + 2] for pair in (read, written))
         gradients = [rows[row] for row in range(count)]
         rates = {"learning_rate": LEARNING_RATE / count, "momentum": MOMENTUM}
-        return limit.Loop(gradients, weights, momentum, weights_out, momentum_out, **rates)
+        return roofline.Loop(gradients, weights, momentum, weights_out, momentum_out, **rates)
 
     def run(self, steps: int) -> None:
-        """So many passes, without Python in between."""
+        """Run `steps` passes without Python in between."""
         there, back = self.loops
         there.run(self.part.start, self.part.stop, self.streaming, steps, back)
         if steps % 2:
@@ -122,45 +122,45 @@ class Limit:
 
     @property
     def weights(self) -> torch.Tensor:
-        """This process' part of what was written last: the next pass reads it."""
+        """This process's part of the weights written last."""
         return self.read[0]
 
 
 class Peer:
-    """A worker of a side: `step` is one synchronization step, `weights` what it holds then."""
+    """A worker of a side: `step` is one synchronization step, and `weights` its weights after it."""
 
     weights: torch.Tensor
 
     def step(self) -> None:
-        """One synchronization step."""
+        """Take one synchronization step."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
-        """So many steps, from Python, as a training script takes them."""
+        """Take steps from Python, as a training script does."""
         for _ in range(steps):
             self.step()
 
     def close(self) -> None:
-        """The end."""
+        """Release resources."""
 
 
 def fold_alone(lane: Lane) -> None:
-    """Who has the turn folds by itself."""
+    """Ablation: the combiner folds without helpers."""
     lane.share_folds(0)
 
 
 def store_plainly(lane: Lane) -> None:
-    """Folds store into the caches, whatever their size."""
+    """Ablation: folds use normal stores at every size."""
     lane.stream_folds(False)
 
 
 def store_past_caches(lane: Lane) -> None:
-    """Folds store past the caches, whatever their size."""
+    """Ablation: folds use non-temporal stores at every size."""
     lane.stream_folds(True)
 
 
 class Fastps(Peer):
-    """fastps: gradients in the slot, step() with its swap of 60 tensors; `choose` makes one of its choices otherwise."""
+    """fastps: gradients in the slot, step() with its swap of 60 tensors; `choose` applies an ablation."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Fastps(Peer):
         self.unwritten = self.optimizer.worker.store.arena.slots
 
     def step(self) -> None:
-        """As a training script's, less the backward: the first steps write the slots, which then stay as they are."""
+        """Step like a training script without backward: the first steps write the slots, which then stay unchanged."""
         self.optimizer.expose_gradients()
         if self.unwritten:
             self.unwritten -= 1
@@ -194,7 +194,7 @@ class Fastps(Peer):
 
     @property
     def weights(self) -> torch.Tensor:  # type: ignore[override]
-        """The weights taken last."""
+        """The weights pulled last."""
         return torch.cat([parameter.detach() for parameter in self.parameters])
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class Fastps(Peer):
 
 
 class Gloo(Peer):
-    """torch.distributed: one flat tensor, all_reduce, one fused step on it that makes the mean."""
+    """torch.distributed: one flat tensor, all_reduce, and one fused step on it that divides by the number of workers."""
 
     def __init__(self, job: Job, rank: int) -> None:
         dist.init_process_group("gloo", init_method=f"file://{job.folder}/{job.name}", rank=rank, world_size=job.workers)
@@ -213,12 +213,12 @@ class Gloo(Peer):
         self.prepare(job)
 
     def prepare(self, job: Job) -> None:
-        """What is left to do once: the optimizer."""
+        """Make the optimizer."""
         self.weights.grad = self.gradient
         self.optimizer = averaging_sgd(self.weights, self.workers)
 
     def step(self) -> None:
-        """The mean stays in the gradient, so that the next step's mean is the same."""
+        """Take one step; the mean stays in the gradient, so the next step's mean is the same."""
         dist.all_reduce(self.gradient)
         self.optimizer.step()
 
@@ -228,10 +228,10 @@ class Gloo(Peer):
 
 
 class Ddp(Gloo):
-    """What DistributedDataParallel does after backward: all its buckets' all_reduce at once, then a step on 60 tensors."""
+    """DistributedDataParallel's work after backward: all_reduce of all its buckets at once, then a step on 60 tensors."""
 
     def prepare(self, job: Job) -> None:
-        """Gradients are views of the buckets, as with gradient_as_bucket_view."""
+        """Make gradients views of the buckets, as with gradient_as_bucket_view."""
         parameters = [torch.nn.Parameter(tensor) for tensor in job.tensors_of(self.weights.detach())]
         for parameter, gradient in zip(parameters, job.tensors_of(self.gradient), strict=True):
             parameter.grad = gradient
@@ -240,7 +240,7 @@ class Ddp(Gloo):
         self.optimizer = fused_sgd(list(parameters))
 
     def step(self) -> None:
-        """All buckets, then one optimizer step."""
+        """Reduce all buckets, then take one optimizer step."""
         works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
         for work, bucket in zip(works, self.buckets, strict=True):
             work.wait()
@@ -260,14 +260,14 @@ class Hogwild(Peer):
         self.optimizer = fused_sgd([self.weights])
 
     def step(self) -> None:
-        """One update of the shared weights."""
+        """Update the shared weights once."""
         self.optimizer.step()
 
 
 class Handmade(Peer):
-    """What is written by hand first: gradients in shared memory, and between two barriers one torch fused step for all.
+    """A simple handwritten way: gradients in shared memory, and between two barriers one torch fused step for all.
 
-    Worker 0 takes it, with all cores, while the others wait. Rows of shared: weights, then a gradient a worker.
+    Worker 0 takes the step with all cores while the others wait. Rows of shared: weights, then a gradient a worker.
     """
 
     def __init__(self, job: ForkedJob, rank: int) -> None:
@@ -283,7 +283,7 @@ class Handmade(Peer):
         self.optimizer = fused_sgd([self.weights], LEARNING_RATE / job.workers)
 
     def step(self) -> None:
-        """Everyone's gradients are there; worker 0 sums them and updates the weights."""
+        """Wait for all gradients; worker 0 sums them and updates the weights."""
         self.barrier.wait()
         if self.leads:
             add_up(self.gradients, self.total)
@@ -292,10 +292,10 @@ class Handmade(Peer):
 
 
 class HandmadeParts(Peer):
-    """The best that is written by hand: all in shared memory, each worker sums and updates its part between two barriers.
+    """The best handwritten way: all in shared memory; each worker sums and updates its part between two barriers.
 
-    Rows of shared: weights, then a gradient a worker, then room for the barrier. Where every worker has a core, the barrier
-    spins on counters (x86 only: other machines may reorder its plain stores); else it is multiprocessing's.
+    Rows of shared: weights, then a gradient a worker, then room for the barrier. If every worker has a core, the barrier spins
+    on counters (x86 only: other machines may reorder its plain stores); otherwise it is multiprocessing's.
     """
 
     def __init__(self, job: ForkedJob, rank: int) -> None:
@@ -314,7 +314,7 @@ class HandmadeParts(Peer):
         self.optimizer = fused_sgd([own], LEARNING_RATE / job.workers)
 
     def meet(self) -> None:
-        """Wait until everyone is here."""
+        """Wait at the barrier."""
         if not self.spins:
             self.barrier.wait()
             return
@@ -324,7 +324,7 @@ class HandmadeParts(Peer):
             pass
 
     def step(self) -> None:
-        """Everyone's gradients are there; sum one's part, update it, and wait for the others'."""
+        """Wait for all gradients, sum and update this worker's part, and wait for the other parts."""
         self.meet()
         add_up(self.gradients, self.total)
         self.optimizer.step()

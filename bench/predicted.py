@@ -1,9 +1,9 @@
-"""Predicted against live: what advice says of a run, beside runs of every discipline. `python -m fastps.bench.predicted`.
+"""Advice compared with live runs of every discipline: `python -m fastps.bench.predicted`.
 
 Workers are forked and compute for real (tanh of many floats with NumPy, one thread each), so that they compete for the cores;
-the straggler waits twice its processor time in each step. Disciplines take turns, `--repeats` times, and medians are shown.
-"replayed" is what a run's own trace predicts of it; "advised" is what the first trace, bsp's, predicts of it on the cores that
-others left to it, since runs that follow each other seldom have the same. Judges nothing.
+the straggler waits twice its processor time in each step. Disciplines alternate, `--repeats` times, and medians are shown.
+"replayed" is a run's prediction from its own trace; "advised" is its prediction from the first trace, bsp's, on the cores that
+other processes left to the run, because consecutive runs seldom have the same.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 import fastps
-from fastps.advice import advise as advice
 from fastps.advice import replay
-from fastps.bench.crew import ForkedCrew, Order
+from fastps.advice.advise import advise, predicted, self_test
+from fastps.bench.crew import Command, ForkedCrew
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.json_report import write_json
-from fastps.tracing import check as trace_check
+from fastps.tracing.check import check, push_log_row
 from fastps.tracing.file import Trace, read
 
 Row = dict[str, Any]
@@ -31,7 +31,7 @@ SPECS = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "softsync:2", "r2sp:0.8
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: `straggler` is worker 0's factor, `work` the floats that a step goes over so many `times`."""
+    """A run's settings: `straggler` is worker 0's factor; a step passes `times` times over `work` floats."""
 
     workers: int = 4
     straggler: float = 3.0
@@ -42,18 +42,18 @@ class Setting:
 
 
 def live(spec: str, setting: Setting, crew: ForkedCrew, folder: Path) -> Trace:
-    """One recorded run of a discipline."""
+    """Record one run of a discipline."""
     file = folder / "live.trace"
     file.unlink(missing_ok=True)
     crew.call((spec, asdict(setting), str(file), f"predicted-{SYSTEM_CLOCK.now_ns()}"))
     return read(file)
 
 
-def member(rank: int) -> Order:
-    """A worker's answer to an order: a recorded run of so many seconds."""
+def member(rank: int) -> Command:
+    """Return the function that answers a worker's commands: each is a recorded run."""
 
-    def answer(order: Any) -> None:
-        spec, values, file, job = order
+    def answer(command: Any) -> None:
+        spec, values, file, job = command
         run_worker(rank, spec, Setting(**values), Path(file), job)
 
     return answer
@@ -91,29 +91,29 @@ def _store(rank: int, weights: Any, update: Any, policy: fastps.Policy, workers:
 
 
 def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
-    """A row a discipline: steps per second live, predicted from its own trace, and predicted from bsp's."""
+    """Return a row for each discipline: steps per second live, predicted from its own trace, and predicted from bsp's."""
     rates: dict[str, list[float]] = {spec: [] for spec in specs}
     own: dict[str, list[float]] = {spec: [] for spec in specs}
     useful: dict[str, list[float]] = {spec: [] for spec in specs}
     advised_rates: dict[str, list[float]] = {spec: [] for spec in specs}
-    ledgers: dict[str, int] = dict.fromkeys(specs, 0)
+    violations: dict[str, int] = dict.fromkeys(specs, 0)
     left: list[float] = []
     with tempfile.TemporaryDirectory(prefix="fastps-predicted-") as folder, ForkedCrew(setting.workers, member) as crew:
         source = live("bsp", setting, crew, Path(folder))
-        advised = {row["sync"]: row for row in advice.advise(source, list(specs))}
+        advised = {row["sync"]: row for row in advise(source, list(specs))}
         for _ in range(repeats):
             for spec in specs:
                 trace = live(spec, setting, crew, Path(folder))
-                test = advice.self_test(trace)
+                test = self_test(trace)
                 rates[spec].append(test["measured"])
                 own[spec].append(test["predicted"])
                 cores = replay.cores_left(trace)
                 simulation = replay.simulation_of(source, cores)
-                advised_rates[spec].append(advice.predicted(fastps.parse_policy(spec), simulation)["useful_steps_per_s"])
+                advised_rates[spec].append(predicted(fastps.parse_policy(spec), simulation)["useful_steps_per_s"])
                 left.append(cores)
-                dropped = trace_check.ledger_row(trace)["dropped"] / max(1, len(trace.pushes))
+                dropped = push_log_row(trace)["dropped"] / max(1, len(trace.pushes))
                 useful[spec].append(test["measured"] * (1 - dropped))
-                ledgers[spec] += len(trace_check.check(trace))
+                violations[spec] += len(check(trace))
     return [
         {
             "sync": spec,
@@ -126,7 +126,7 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
             "advised": statistics.median(advised_rates[spec]),
             "advice_error": statistics.median(p / m - 1 for p, m in zip(advised_rates[spec], useful[spec], strict=True)),
             "recommended": advised[spec]["recommended"],
-            "violations": ledgers[spec],
+            "violations": violations[spec],
             "cores": statistics.median(left),
         }
         for spec in specs
@@ -134,7 +134,7 @@ def compare(specs: Sequence[str], setting: Setting, repeats: int) -> list[Row]:
 
 
 def overhead(repeats: int, steps: int = 2000, clock: Clock = SYSTEM_CLOCK) -> tuple[float, float]:
-    """Median us of a step of one worker that computes nothing: without and with recording; they take turns."""
+    """Return the median us of an empty step of one worker without and with recording; the two alternate."""
     weights, update = {"w": np.zeros(1000, np.float32)}, fastps.SGD(lr=0.01)
     found: tuple[list[float], list[float]] = ([], [])
     with tempfile.TemporaryDirectory(prefix="fastps-predicted-") as folder:
@@ -153,7 +153,7 @@ def overhead(repeats: int, steps: int = 2000, clock: Clock = SYSTEM_CLOCK) -> tu
 
 
 def main() -> None:
-    """Print a line a discipline, and whether the recommended one is near the best of those that were run."""
+    """Print a line for each discipline, and how far the recommended one is behind the best live one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sync", default=",".join(SPECS), help="disciplines, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,7 +1,7 @@
-"""torch.distributed.rpc as a side of the benchmark: a parameter server in worker 0's process, as torch's own tutorial has it.
+"""torch.distributed.rpc as a side of the benchmark: a parameter server in worker 0's process, as in torch's own tutorial.
 
-After "Implementing batch RPC processing using asynchronous executions" of torch's tutorials, with one flat tensor and the fused
-optimizer, which are faster than its 60 tensors. Refuses to be a server for anything else.
+It follows "Implementing batch RPC processing using asynchronous executions" of torch's tutorials, with one flat tensor and the
+fused optimizer, which are faster than 60 tensors.
 """
 
 import threading
@@ -14,12 +14,12 @@ from fastps.bench.peers import LEARNING_RATE, Job, Peer, fused_sgd
 
 
 def missing_reason() -> str | None:
-    """Why it cannot be measured here, or None."""
+    """Return why RPC cannot be measured here, or None."""
     return None if rpc.is_available() else "this build of torch has no torch.distributed.rpc"
 
 
 class Server:
-    """The weights, and the gradients of a step so far; the last gradient of a step updates and answers all."""
+    """The weights and the sum of a step's gradients so far; the last gradient of a step updates and answers all workers."""
 
     def __init__(self, size: int, workers: int) -> None:
         self.workers = workers
@@ -31,7 +31,7 @@ class Server:
         self.updated: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def push(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        """The weights after this step's update, which happens when every worker has pushed."""
+        """Return a future of the weights after this step's update, which follows the last worker's push."""
         with self.lock:
             if self.count == 0:
                 self.total.copy_(gradient)
@@ -52,14 +52,14 @@ _servers: list[Server] = []  # in worker 0's process: its one server
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _push(gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-    """Runs in worker 0's process."""
+    """Push a gradient, in worker 0's process."""
     return _servers[0].push(gradient)
 
 
 class Rpc(Peer):
-    """A worker: one call a step, which takes the gradient there and the new weights back.
+    """A worker: one call a step, which carries the gradient there and the new weights back.
 
-    Its transport polls shared memory all the time, so a crew of these is to be paused between its turns.
+    Its transport polls shared memory all the time, so its crew must be paused between commands.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -72,11 +72,11 @@ class Rpc(Peer):
             rpc_timeout=60.0,
             init_method=f"file://{job.folder}/{job.name}",
         )
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns of its own use of its own group
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns about its own use of process groups
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=job.workers, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Push, and take the weights that come back."""
+        """Push, and take the returned weights."""
         self.weights = rpc.rpc_sync("worker0", _push, args=(self.gradient,))
 
     def close(self) -> None:

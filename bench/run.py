@@ -1,4 +1,4 @@
-"""The benchmarks by name: what `fastps bench` calls. Refuses to measure, to print, and to import what is not asked for."""
+"""The benchmarks by name, for `fastps bench`; a benchmark is imported only when it is requested."""
 
 import importlib
 
@@ -9,7 +9,7 @@ BENCHES = ("kernels", "lane", "scheduler", "sim", "step", "train")
 
 
 def run(name: str, options: BenchOptions) -> list[Row]:
-    """The rows of one benchmark, or of all. Raises UsageError for another name, WrongResultError if a result was wrong."""
+    """Return the rows of one benchmark or of all. Raises UsageError for an unknown name, WrongResultError."""
     if name != "all" and name not in BENCHES:
         raise UsageError(f"expected one of {', '.join(BENCHES)}, all; found {name!r}")
     on_gpu = {"kernels": options.backend == "cuda", "step": options.device == "cuda"}

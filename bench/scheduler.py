@@ -1,22 +1,22 @@
-"""Nanoseconds of one decision of the scheduler: a push comes in, what is folded and who may go on comes out.
+"""Nanoseconds of one decision of the scheduler: the input is a push, the output its folds and the workers that may continue.
 
-A decision is the answer to one event: a push, or under r2sp and stagger a timer, which gives about two a push. Pushes arrive
-in random order and are played by compiled code, so that no Python call is timed; choosing the next worker is in the time.
-The scheduler is told of a push a few decisions before, as whoever has a queue of them can; among 100,000 workers a push that
-nobody expected takes about three reads of main memory longer. Refuses to measure folds and to be a pass or a failure.
+A decision answers one event: a push, or under r2sp and stagger a timer, which makes about two decisions a push. Compiled code
+plays pushes in random order, so that no Python call is timed; choosing the next worker is part of the time. The scheduler is
+told of a push a few decisions before, as a caller with a queue can do; among 100,000 workers an unannounced push takes about
+three reads of main memory longer. Folds are not measured.
 """
 
 from collections.abc import Callable
 
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved, repeated
 from fastps.job.specs import parse_policy
-from fastps.kernels.baseline.scheduler_load import Arrivals
+from fastps.kernels.baseline.scheduler_load import SchedulerLoad
 from fastps.kernels.scheduling.scheduler import Scheduler
 
 SIZES = (16, 1_000, 100_000)
-# What a decision may take, in ns, at so many workers and fewer.
+# Bound of a decision in ns, for up to so many workers.
 BOUNDS_NS = {16: 100, 100_000: 300}
-# Every discipline in each of its readings, and combinations of them.
+# Every discipline in each of its variants, and combinations of them.
 SPECS = (
     "bsp",
     "asp",
@@ -39,34 +39,34 @@ SPECS = (
 
 
 class Play:
-    """One scheduler that is played."""
+    """One scheduler under load."""
 
     def __init__(self, spec: str, workers: int) -> None:
         self.policy = parse_policy(spec)
         self.workers = workers
         self.scheduler = Scheduler(workers, **self.policy.values(workers))
-        self.arrivals = Arrivals(self.scheduler)
+        self.load = SchedulerLoad(self.scheduler)
         self.pushes = 0
 
     def run(self, times: int) -> None:
-        """Play so many pushes."""
-        self.arrivals.play(times)
+        """Play pushes."""
+        self.load.play(times)
         self.pushes += times
 
     def check(self) -> None:
-        """Every push was some worker's, and folds are as many as the fold's kind makes of them."""
+        """Check that every push counts for a worker, and that the number of folds fits the kind of fold."""
         clocks = sum(self.scheduler.clock(worker) for worker in range(self.workers))
         check(clocks == self.pushes, f"{self.pushes} pushes", clocks)
         needed = {"all": self.workers, "each": 1, "in-order": 1, "count": max(1, self.workers // max(1, self.policy.divisor))}
         fold = self.policy.fold
         if fold in needed:
             expected = self.pushes // needed[fold]
-            slack = self.workers if self.policy.groups or fold == "in-order" else 0  # pushes that wait for others'
+            slack = self.workers if self.policy.groups or fold == "in-order" else 0  # pushes that wait for other pushes
             check(abs(self.scheduler.version - expected) <= slack, f"{expected} folds under {fold}", self.scheduler.version)
 
 
 def bound_ns(workers: int) -> int:
-    """What a decision may take with so many workers, in ns.
+    """Return the bound of a decision with this many workers, in ns.
 
     >>> bound_ns(16), bound_ns(17)
     (100, 300)
@@ -75,7 +75,7 @@ def bound_ns(workers: int) -> int:
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a discipline and number of workers."""
+    """Return a row for each discipline and number of workers."""
     sizes = (16,) if options.smoke else SIZES
     return [row for size in sizes for row in _size_rows(size, options)]
 
@@ -91,13 +91,13 @@ def _size_rows(workers: int, options: BenchOptions) -> list[Row]:
 
 
 def _side(play: Play, repeat_s: float) -> Callable[[], float]:
-    """Seconds of a decision, from seconds of a push and how many decisions there were."""
+    """Return a function for the seconds of a decision, from the seconds of a push and the number of decisions."""
     seconds_per_push = repeated(play.run, repeat_s)
 
     def measure() -> float:
-        pushes, decisions = play.pushes, play.arrivals.decisions
+        pushes, decisions = play.pushes, play.load.decisions
         seconds = seconds_per_push()
-        return seconds * (play.pushes - pushes) / (play.arrivals.decisions - decisions)
+        return seconds * (play.pushes - pushes) / (play.load.decisions - decisions)
 
     return measure
 
@@ -110,7 +110,7 @@ def _row(play: Play, spec: str, spread: Spread) -> Row:
         "backend": f"{play.policy.fold}/{play.policy.grant}",
         **spread.row(),
         "ns_per_op": spread.median * 1e9,
-        "decisions_per_push": play.arrivals.decisions / play.pushes,
+        "decisions_per_push": play.load.decisions / play.pushes,
         "bound_ns": bound_ns(play.workers),
         "checked": True,
     }

@@ -1,4 +1,4 @@
-"""What `fastps bench` prints: the machine, a table a benchmark, and the bound that each is compared with. Judges nothing."""
+"""The text output of `fastps bench`: the machine, and a table for each benchmark with the bound of its figures."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ Columns = dict[str, Callable[[Row], str]]
 
 
 def _seconds(seconds: float) -> str:
-    """A time with three digits and the unit that fits."""
+    """Format a time with three digits and a fitting unit."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -92,7 +92,7 @@ _TABLES: dict[str, tuple[str, Columns]] = {
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the machine and a table for each benchmark that has rows; what is missing is named below its table."""
+    """Print the machine and a table for each benchmark with rows; missing sides are named below their table."""
     where = machine()
     memory = f"{where['memory_bytes'] / 2**30:.0f} GiB"
     console.print(f"{where['cpu']}, {where['cores']} cores, {memory}, Linux {where['kernel']}; medians, sides take turns")

@@ -1,8 +1,7 @@
 """Nanoseconds of one simulated event: 1,000 workers under every discipline, and runs of 100,000 from end to end.
 
-An event is what the simulator's queue gives out: the end of computing, an arrival, the end of a transfer, a timer. Latency
-alone is a constant; shared links make a transfer's end depend on all others'; busy servers handle one message after the
-other. Refuses to be a pass or a failure, and to measure gradients.
+An event is an entry of the simulator's queue: the end of computing, an arrival, the end of a transfer, a timer. Latency alone
+is a constant; shared links make a transfer's end depend on all other transfers; busy servers handle one message at a time.
 """
 
 import resource
@@ -12,7 +11,7 @@ from typing import Any
 from fastps.bench.measure import BenchOptions, Row, Spread, check, elapsed, interleaved, repeated
 from fastps.bench.scheduler import SPECS
 from fastps.job.specs import parse_policy
-from fastps.kernels.simulation import totals as simulation_totals
+from fastps.kernels.simulation.totals import totals
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import Simulation, build, simulate
 
@@ -20,7 +19,7 @@ WORKERS = 1_000
 LATENCY: dict[str, Any] = {"latency_ns": 50_000}
 SHARED: dict[str, Any] = {**LATENCY, "model_bytes": 1e6, "bandwidth": 100e9}
 BUSY: dict[str, Any] = {**LATENCY, "model_bytes": 1e6, "service_ns": 1_000, "service_rate": 1e12, "update_ns": 500}
-# What surrounds the scheduler, and what an event of it may take, in ns: 2 million and 200,000 events a second.
+# The simulated network and servers, and the bound of an event in ns: 2 million and 200,000 events a second.
 SURROUNDINGS: dict[str, tuple[dict[str, Any], int]] = {
     "latency": (LATENCY, 500),
     "shared links": (SHARED, 5_000),
@@ -31,7 +30,7 @@ WHOLE_SPECS = ("bsp", "asp", "dssp:3,15", "r2sp:0.8")
 
 
 class Play:
-    """One simulation without an end that is played on and on."""
+    """One simulation without an end."""
 
     def __init__(self, spec: str, workers: int, surroundings: dict[str, Any]) -> None:
         self.policy = parse_policy(spec)
@@ -39,20 +38,20 @@ class Play:
         self.simulator = build(self.policy, Simulation(workers=workers, steps=10**9, compute=compute, **surroundings))
 
     def run(self, events: int) -> None:
-        """Play so many events."""
+        """Play events."""
         self.simulator.run(events)
 
     def check(self) -> None:
-        """Every push that was received is folded, dropped, or one of the few that a worker may have waiting."""
-        totals, received = simulation_totals.totals(self.simulator), self.simulator.received
-        waiting = received - totals["folded"] - totals["dropped"]
+        """Check that every received push is folded, dropped, or one of the few that a worker may have waiting."""
+        sums, received = totals(self.simulator), self.simulator.received
+        waiting = received - sums["folded"] - sums["dropped"]
         workers, shards = self.simulator.n_workers, self.simulator.n_shards
         most = workers * shards * self.policy.slots(workers)
         check(received > 0 and 0 <= waiting <= most, f"0 to {most} of some pushes to wait", f"{waiting} of {received}")
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a discipline and surroundings, and one a whole run."""
+    """Return a row for each discipline and surroundings, and one for each whole run."""
     workers, whole = (16, (64, 10)) if options.smoke else (WORKERS, (WHOLE_WORKERS, WHOLE_STEPS))
     rows = []
     for backend, (surroundings, bound_ns) in SURROUNDINGS.items():
@@ -65,7 +64,7 @@ def measure(options: BenchOptions) -> list[Row]:
 
 
 def _side(play: Play, repeat_s: float) -> Callable[[], float]:
-    play.run(10 * play.simulator.n_workers)  # until computing, pushing and pulling are all under way
+    play.run(10 * play.simulator.n_workers)  # a steady state of computing, pushing and pulling
     return repeated(play.run, repeat_s)
 
 
@@ -84,7 +83,7 @@ def _row(spec: str, workers: int, backend: str, spread: Spread, bound_ns: int) -
 
 
 def _whole(spec: str, workers: int, steps: int, *, repeats: int) -> Row:
-    """From nothing to the end: seconds of the run, and the most memory that the process has had, which others' rows are in."""
+    """Measure a whole run: its seconds, and the process's peak memory, which includes other rows."""
     policy, simulation = parse_policy(spec), Simulation(workers=workers, steps=steps, **SHARED)
     found: list[Row] = []
     seconds = tuple(elapsed(lambda _: found.append(simulate(policy, simulation).row), 1) for _ in range(repeats))

@@ -1,7 +1,7 @@
 """One synchronization step of N workers, without compute: from gradients to new weights in every worker.
 
-Each side is a crew of its own; they take turns, and who waits sleeps. A repeat is some steps in a row: from the first worker's
-beginning to the last one's end. Rows give each side's ratio to fastps in the same run. Refuses to measure training.
+Each side has its own crew; crews alternate, and a waiting crew sleeps. A repeat is a run of steps, from the first worker's
+begin to the last one's end. Rows have each side's ratio to fastps in the same run.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from fastps.bench.member import Member, load_torch
 from fastps.bench.peers import LEARNING_RATE, MOMENTUM, ForkedJob, Job
 
 CHECKED_STEPS = 8
-# Asynchronous workers do not end together, and the last one folds alone: in a long repeat that counts as little as in training.
+# Asynchronous workers do not end together, and the last one folds alone: a long repeat makes that as negligible as in training.
 ASYNCHRONOUS_STEPS = 24
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One side: what makes a worker's peer, or None where MPI's launcher starts the workers, and the shared memory it needs.
+    """One side: the factory of a worker's peer (None: MPI's launcher starts the workers), and its shared memory.
 
-    `rows` of the model's size, and one more for each worker where `row_a_worker` is set. `paused` as in ForkedCrew.
+    It has `rows` rows of the model's size, and with `row_a_worker` one more for each worker. `paused` as in ForkedCrew.
     """
 
     make: Callable[[ForkedJob, int], Any] | None
@@ -40,10 +40,10 @@ OURS = {
     "fastps": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp")),
     "fastps-asp": Kind(lambda job, rank: peers.Fastps(job, rank, "asp")),
 }
-PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides that each stands for
+PEERS: dict[str, dict[str, Kind]] = {  # the sides of each name of --against; "limit" is the roofline
     "limit": {
-        "limit": Kind(lambda job, rank: peers.Limit(job, rank, streaming=False), 4, row_a_worker=True),
-        "limit-streaming": Kind(lambda job, rank: peers.Limit(job, rank, streaming=True), 4, row_a_worker=True),
+        "limit": Kind(lambda job, rank: peers.Roofline(job, rank, streaming=False), 4, row_a_worker=True),
+        "limit-streaming": Kind(lambda job, rank: peers.Roofline(job, rank, streaming=True), 4, row_a_worker=True),
     },
     "gloo": {"gloo": Kind(peers.Gloo)},
     "ddp": {"ddp": Kind(peers.Ddp)},
@@ -54,7 +54,7 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
     },
     "mpi": {"mpi": Kind(None)},
     "rpc": {"rpc": Kind(rpc.Rpc, paused=True)},
-    # fastps with one of its choices made otherwise: what each is worth.
+    # Ablations: fastps with one design choice changed.
     "alone": {"fastps-alone": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.fold_alone))},
     "plain": {"fastps-plain": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_plainly))},
     "streaming": {"fastps-streaming": Kind(lambda job, rank: peers.Fastps(job, rank, "bsp", peers.store_past_caches))},
@@ -67,7 +67,7 @@ PEERS: dict[str, dict[str, Kind]] = {  # the names of --against, and the sides t
 
 
 def missing_reason(name: str) -> str | None:
-    """Why a peer cannot be measured here, or None."""
+    """Return why a peer cannot be measured here, or None."""
     if name == "mpi":
         return mpi.missing_reason()
     if name == "rpc":
@@ -79,7 +79,7 @@ def missing_reason(name: str) -> str | None:
 
 
 class Side:
-    """One side: its crew, and the steps that each of its workers has taken."""
+    """One side: its crew, and the number of steps that each of its workers has taken."""
 
     def __init__(self, name: str, kind: Kind, workers: int, parameters: int, folder: str) -> None:
         self.steps = 0
@@ -94,13 +94,13 @@ class Side:
         self.crew = ForkedCrew(size, lambda rank: Member(job, lambda: make(job, rank)), paused=kind.paused)
 
     def run(self, steps: int) -> float:
-        """Seconds of one of so many steps."""
+        """Take steps and return the seconds of one."""
         spans = self.crew.call(steps)
         self.steps += steps + 1
         return float(max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e9 / steps
 
     def prepare(self, repeat_s: float) -> None:
-        """Check the first steps, and choose how many make a repeat."""
+        """Check the first steps, and choose the number of steps of a repeat."""
         self.run(CHECKED_STEPS - 1)
         self.check(tolerance=1e-4)
         seconds = self.run(2)
@@ -109,12 +109,13 @@ class Side:
             seconds = self.run(self.steps_a_repeat)
 
     def check(self, tolerance: float) -> None:
-        """Compare every weight of every worker with what the steps must have made of it."""
+        """Compare every weight of every worker with its expected value after the steps."""
         if self.job.is_level:
             lowest, highest = _weight_after(self.steps, _mean(self.job)), _weight_after(self.steps, _mean(self.job))
         else:
-            # Of racing updates some are lost, or not yet seen (under asp a worker goes on while its last two pushes wait): at
-            # least one worker's others were made, at most all. An update with the momentum of all is larger than with its own.
+            # Racing updates may be lost, or not yet visible (under asp a worker continues while its last two pushes wait): at
+            # least one worker's other updates happened, at most all. An update with the momentum of all exceeds one with its
+            # own.
             lowest, highest = _weight_after(self.steps * self.job.workers, 1.0), _weight_after(self.steps - 2, 1.0)
             lowest = min(lowest, 1.0 - self.job.workers * (1.0 - highest))
         slack = tolerance * max(1.0, abs(lowest))
@@ -128,7 +129,7 @@ def _mean(job: Job) -> float:
 
 
 def _weight_after(steps: int, gradient: float) -> float:
-    """A weight that began as 1, after so many steps of SGD with momentum."""
+    """Return a weight that began as 1, after steps of SGD with momentum."""
     weight, momentum = 1.0, 0.0
     for _ in range(steps):
         momentum = MOMENTUM * momentum + gradient
@@ -137,7 +138,7 @@ def _weight_after(steps: int, gradient: float) -> float:
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a side, number of workers and number of parameters; peers that cannot be measured have one, too."""
+    """Return a row for each side, number of workers and number of parameters, also for missing peers."""
     load_torch()
     pairs = [(workers, size) for size in options.parameters for workers in options.workers]
     return [row for workers, size in pairs for row in rows_of(workers, size, options, OURS, PEERS, missing_reason)]
@@ -151,7 +152,7 @@ def rows_of(
     against: dict[str, dict[str, Kind]],
     reason_of: Callable[[str], str | None],
 ) -> list[Row]:
-    """The rows of one number of workers and parameters: our sides, and the peers that the options name."""
+    """Return the rows of one number of workers and parameters: fastps' own sides, and the peers that the options name."""
     missing = {name: reason for name in options.against if (reason := reason_of(name)) is not None}
     kinds = ours | {name: kind for peer in options.against if peer not in missing for name, kind in against[peer].items()}
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
@@ -164,9 +165,9 @@ def rows_of(
         turns: dict[str, Callable[[], float]] = {name: _turn(side) for name, side in sides.items()}
         spreads = interleaved(turns, options.repeats)
         for name, side in sides.items():
-            if not name.startswith("limit"):  # a million short passes round visibly; its first ones are checked
+            if not name.startswith("limit"):  # a million short passes accumulate rounding; the first are checked
                 side.check(tolerance=0.05)
-    rows_of_sides = [_row(name, workers, size, spread, spreads) for name, spread in _with_better_limit(spreads).items()]
+    rows_of_sides = [_row(name, workers, size, spread, spreads) for name, spread in _with_better_roofline(spreads).items()]
     return rows_of_sides + [_missing_row(name, workers, size, reason) for name, reason in missing.items()]
 
 
@@ -174,8 +175,8 @@ def _turn(side: Side) -> Callable[[], float]:
     return lambda: side.run(side.steps_a_repeat)
 
 
-def _with_better_limit(spreads: dict[str, Spread]) -> dict[str, Spread]:
-    """Of the two kinds of stores the better is the limit."""
+def _with_better_roofline(spreads: dict[str, Spread]) -> dict[str, Spread]:
+    """Keep the better of the two kinds of stores as the roofline."""
     found = dict(spreads)
     streaming = found.pop("limit-streaming", None)
     if streaming is not None and streaming.median < found["limit"].median:

@@ -1,8 +1,8 @@
 """One synchronization step of workers on GPUs: `fastps bench step --device cuda --against nccl,limit`.
 
-As step.py, whose crews, checks and rows it uses: gradients are ready on the GPU, and a repeat ends when the GPU is done.
-Workers share the GPUs in turn, all on one where there is one. Refuses to touch CUDA in the process that starts the workers:
-they are forked from it.
+It uses the crews, checks and rows of the benchmark on the CPU. Gradients are ready on the GPU, and a repeat ends when the GPU
+is done. Workers are assigned to the GPUs round robin. The starting process never initializes CUDA, because workers are forked
+from it.
 """
 
 import os
@@ -21,14 +21,14 @@ from fastps.bench.peers import LEARNING_RATE, MOMENTUM, Fastps, Job, Peer, avera
 from fastps.bench.step import Kind
 from fastps.device.interface import DeviceError
 from fastps.device.placement import gpu_variables
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 
 _DEVICES = Path("/dev")
 
 
 def gpus() -> int:
-    """GPUs of this machine, told without CUDA."""
+    """Count this machine's GPUs without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -36,13 +36,13 @@ def gpus() -> int:
 
 
 def settle(job: Job, rank: int) -> None:
-    """Give this process its GPU, as the launcher would, before it first uses CUDA."""
+    """Assign this process its GPU, as the launcher does, before it first uses CUDA."""
     os.environ["FASTPS_GPUS"] = ",".join(str(gpu) for gpu in range(min(job.workers, gpus())))
     os.environ.update(gpu_variables(rank, os.environ))
 
 
 class FastpsCuda(Fastps):
-    """fastps with its parameters on a GPU, wherever its placement then puts the shards."""
+    """fastps with its parameters on a GPU; its placement decides where the shards are."""
 
     def __init__(self, job: Job, rank: int, sync: str) -> None:
         settle(job, rank)
@@ -53,20 +53,20 @@ class FastpsCuda(Fastps):
                 parameter.grad = torch.full_like(parameter, self.gradient)
 
     def step(self) -> None:
-        """On the device the slots are written once; staged, each step copies the gradients, as one after a backward would."""
+        """Step: on the device the slots are written once; staged, each step copies the gradients, as after a backward."""
         if self.is_exposed:
             super().step()
         else:
             self.optimizer.step()
 
     def run(self, steps: int) -> None:
-        """So many steps, to the end of what they queued."""
+        """Take steps, and wait until the GPU is done."""
         super().run(steps)
         torch.cuda.synchronize()
 
 
 class Nccl(Peer):
-    """torch.distributed: one flat tensor, all_reduce by NCCL, one fused step on it that makes the mean. A GPU a worker."""
+    """torch.distributed: one flat tensor, all_reduce by NCCL, and one fused step that makes the mean. Needs a GPU a worker."""
 
     def __init__(self, job: Job, rank: int) -> None:
         settle(job, rank)
@@ -78,12 +78,12 @@ class Nccl(Peer):
         self.optimizer.grad_scale = self.optimizer.grad_scale.cuda()  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """The mean stays in the gradient, so that the next step's mean is the same."""
+        """Take one step; the mean stays in the gradient, so the next step's mean is the same."""
         dist.all_reduce(self.gradient)
         self.optimizer.step()
 
     def run(self, steps: int) -> None:
-        """So many steps, to the end of what they queued."""
+        """Take steps, and wait until the GPU is done."""
         super().run(steps)
         torch.cuda.synchronize()
 
@@ -92,8 +92,8 @@ class Nccl(Peer):
         dist.destroy_process_group()
 
 
-class LimitCuda:
-    """The fold's kernel alone on all gradients, by one process, without a step around it: no step can be quicker."""
+class RooflineCuda:
+    """The fold's kernel alone on all gradients, in one process, without a step around it: no step can be faster."""
 
     def __init__(self, job: Job, rank: int) -> None:
         from fastps.device.cuda import CudaDevice
@@ -105,7 +105,7 @@ class LimitCuda:
         gradients = [np.full(job.size, job.gradient(each), np.float32) for each in range(job.workers)]
         self.fold = DeviceFold(
             self.device,
-            device_order.Shape(fold.RULE_SGD, 1, 0.0, ((0, job.size, 0),)),
+            launch_args.Shape(fold.RULE_SGD, 1, 0.0, ((0, job.size, 0),)),
             fold.FOLD_SUM,
             [(gradient, [hyper], [True], 1.0, 1.0) for gradient in gradients],
             np.ones(job.size, np.float32),
@@ -117,17 +117,17 @@ class LimitCuda:
         self.fold.run()
 
     def run(self, steps: int) -> None:
-        """So many folds from the same buffers into the same buffers."""
+        """Fold `steps` times from the same buffers into the same buffers."""
         if self.works:
             self.fold.run_often(steps)
 
     @property
     def weights(self) -> torch.Tensor:
-        """What the fold made."""
+        """The fold's weights."""
         return torch.from_numpy(self.fold.results()[0])
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.fold.close()
         self.device.shut()
 
@@ -136,11 +136,11 @@ OURS = {
     "fastps": Kind(lambda job, rank: FastpsCuda(job, rank, "bsp")),
     "fastps-asp": Kind(lambda job, rank: FastpsCuda(job, rank, "asp")),
 }
-PEERS = {"limit": {"limit": Kind(LimitCuda)}, "nccl": {"nccl": Kind(Nccl)}}
+PEERS = {"limit": {"limit": Kind(RooflineCuda)}, "nccl": {"nccl": Kind(Nccl)}}
 
 
 def missing_reason(workers: int) -> Callable[[str], str | None]:
-    """Why a peer cannot be measured here with so many workers, or None."""
+    """Return the function that says why a peer cannot be measured here with this many workers, or None."""
 
     def reason(name: str) -> str | None:
         if name not in PEERS:
@@ -153,7 +153,7 @@ def missing_reason(workers: int) -> Callable[[str], str | None]:
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """As step.measure. Raises DeviceError where there is no GPU."""
+    """Return the rows as step.measure does. Raises DeviceError without a GPU."""
     if not gpus():
         raise DeviceError("expected a GPU for --device cuda, found none on this machine: `fastps doctor` shows what there is")
     load_torch()

@@ -1,8 +1,8 @@
 """Training steps per second: the same loop, images and model under fastps, DistributedDataParallel, Hogwild and one process.
 
-Two models on MNIST-5k: the main job's CNN, where a step is short, and a perceptron of 20 million parameters, where moving them
-costs more. Sides take turns; their first steps must give the same weights, and each must learn. Refuses to measure accuracy or
-time to it: `fastps compare` does.
+It trains two models on MNIST-5k: the demo job's CNN, with short steps, and a perceptron of 20 million parameters, which cost
+more to move. Sides alternate; their first steps must give the same weights, and each must learn. `fastps compare` measures
+accuracy and the time to reach it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ OURS = ("bsp", "dssp:3,15")
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of one side share; `shared` is float32, one run of whole lines a parameter, for Hogwild's weights."""
+    """Facts shared by one side's workers; `shared` is float32, whole cache lines for each parameter of Hogwild's weights."""
 
     name: str
     sync: str
@@ -59,13 +59,13 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """How many share the work: one, for the side that is a single process with the batch of all."""
+        """Number of processes: 1 for the side of a single process with the batches of all workers."""
         return 1 if self.name == "single" else self.workers
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a side puts into the common loop."""
+    """A side's part of the common loop."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +73,7 @@ class Loop:
 
 
 def model_of(name: str, data: Dataset, smoke: bool) -> nn.Module:
-    """One of the two models, the same in every process."""
+    """Make one of the two models, the same in every process."""
     torch.manual_seed(0)
     if name == "cnn":
         return model_for(data)
@@ -88,7 +88,7 @@ def _sgd(model: nn.Module, *, fused: bool = True) -> torch.optim.SGD:
 
 
 def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
-    """The two lines that fastps changes in a loop."""
+    """Make the two changes that fastps needs in a loop."""
     names = f"{job.folder.name}-{job.model}-{job.workers}-{job.sync}"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.workers), FASTPS_JOB=names)
     optimizer = DistributedOptimizer(_sgd(model, fused=False), job.sync, model=model)
@@ -96,7 +96,7 @@ def _fastps(job: Job, rank: int, model: nn.Module) -> Loop:
 
 
 def _ddp(job: Job, rank: int, model: nn.Module) -> Loop:
-    """DistributedDataParallel with the options that make it fastest here: gradients are views of its buckets."""
+    """Set up DistributedDataParallel with its fastest options here: gradients are views of its buckets."""
     method = f"file://{job.folder}/ddp-{job.model}-{job.workers}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=job.workers)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -104,7 +104,7 @@ def _ddp(job: Job, rank: int, model: nn.Module) -> Loop:
 
 
 def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
-    """All workers' weights are one shared memory, which each changes in place when it likes; momentum is each one's own."""
+    """Set up Hogwild: workers update weights in one shared memory without synchronization, each with its own momentum."""
     first = 0
     for parameter in model.parameters():
         view = torch.from_numpy(job.shared[first : first + parameter.numel()]).view(parameter.shape)
@@ -117,7 +117,7 @@ def _hogwild(job: Job, rank: int, model: nn.Module) -> Loop:
 
 
 def _single(job: Job, rank: int, model: nn.Module) -> Loop:
-    """Plain torch, all cores, the batch of all workers."""
+    """Set up plain torch with all cores and the batches of all workers."""
     return Loop(model, _sgd(model))
 
 
@@ -130,7 +130,7 @@ MAKERS: dict[str, Callable[[Job, int, nn.Module], Loop]] = {
 
 
 class Trainer:
-    """A worker process of one side, and the orders that it answers."""
+    """A worker process of one side, which answers its crew's commands."""
 
     def __init__(self, job: Job, rank: int) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.processes))
@@ -143,21 +143,21 @@ class Trainer:
         self.loop = MAKERS[job.name](job, rank, self.model)
         self.close = self.loop.close
 
-    def __call__(self, order: int | str) -> Any:
-        """So many steps, after one that brings all together: (begin, end) in ns. Or "loss", or "weights": float32, flat."""
-        if order == "loss":
+    def __call__(self, command: int | str) -> Any:
+        """Take steps after one that aligns all workers: (begin, end) in ns. Or "loss", or "weights": float32, flat."""
+        if command == "loss":
             with torch.no_grad():
                 return float(nn.functional.cross_entropy(self.model(self.judged[0]), self.judged[1]))
-        if order == "weights":
+        if command == "weights":
             return np.concatenate([parameter.detach().numpy().ravel() for parameter in self.model.parameters()])
         self.step()
         began_ns = time.monotonic_ns()
-        for _ in range(int(order)):
+        for _ in range(int(command)):
             self.step()
         return began_ns, time.monotonic_ns()
 
     def step(self) -> None:
-        """What a training script does, reading the batch included."""
+        """Take one step like a training script, including reading the batch."""
         parts = [batches.next() for batches in self.batches]
         inputs, labels = parts[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*parts, strict=True))
         self.loop.optimizer.zero_grad()
@@ -166,7 +166,7 @@ class Trainer:
 
 
 class Side:
-    """One side: its crew, and the steps that it has taken."""
+    """One side: its crew, and the number of steps taken."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -176,13 +176,13 @@ class Side:
         self.first_loss = self.last_loss = float("nan")
 
     def run(self, steps: int) -> float:
-        """Seconds of one of so many steps, which every worker takes."""
+        """Let every worker take steps; return the seconds of one."""
         spans = self.crew.call(steps)
         self.steps += steps + 1
         return float(max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e9 / steps
 
     def prepare(self, repeat_s: float) -> Floats:
-        """Take the checked steps, choose how many make a repeat, and return worker 0's weights after the checked ones."""
+        """Take the checked steps, choose the steps of a repeat, and return worker 0's weights after the checked ones."""
         self.first_loss = self.crew.call("loss")[0]
         self.run(CHECKED_STEPS - 1)
         weights = self.weights()
@@ -191,7 +191,7 @@ class Side:
         return weights
 
     def weights(self) -> Floats:
-        """Worker 0's, after a look whether all hold the same where they must."""
+        """Return worker 0's weights; check that all workers hold the same if they must."""
         first: Floats
         first, *others = self.crew.call("weights")
         if self.job.is_level:
@@ -202,14 +202,14 @@ class Side:
         return first
 
     def finish(self) -> None:
-        """Check what the training came to."""
+        """Check the weights and the loss at the end."""
         self.weights()
         self.last_loss = self.crew.call("loss")[0]
         check(self.last_loss < self.first_loss, f"{self.job.name}: a loss below {self.first_loss:.3f}", self.last_loss)
 
 
 def measure(options: BenchOptions) -> list[Row]:
-    """A row a model, number of workers and side."""
+    """Return a row for each model, number of workers and side."""
     try:
         data = load("mnist5k")
     except UsageError as error:
@@ -244,7 +244,7 @@ def _rows(model: str, workers: int, data: Dataset, folder: Path, options: BenchO
 
 
 def _check_same(found: list[tuple[Side, Floats]]) -> None:
-    """After the same steps the level sides have the same weights, to within the order of sums."""
+    """Check that after the same steps the synchronous sides have the same weights, up to the order of sums."""
     level = [(side, weights) for side, weights in found if side.job.is_level]
     reference = level[0][1]
     for side, weights in level[1:]:

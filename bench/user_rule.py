@@ -1,6 +1,6 @@
-"""How fast a user's own rule is folded beside the built-in one of the same arithmetic: SGD with momentum.
+"""The speed of a user's own rule beside the built-in rule of the same arithmetic, SGD with momentum.
 
-Run it: python -m fastps.bench.user_rule. It prints medians of interleaved folds and their ratio, and judges nothing.
+Run it: python -m fastps.bench.user_rule. It prints medians of interleaved folds and their ratio.
 """
 
 import statistics
@@ -14,18 +14,18 @@ from fastps.kernels.update import fold
 
 LENGTH = 1 << 20
 ROUNDS = 31
-FOLDS = 20  # a call allocates its results once for as many folds, so that the allocation hardly counts
+FOLDS = 20  # a call allocates its results once for this many folds, so the allocation is negligible
 
 
 @fastps.rule(state=("momentum_buffer",), hyper=("learning_rate", "momentum"))
 def momentum_sgd(weight, gradient, momentum_buffer, learning_rate, momentum):  # type: ignore[no-untyped-def]
-    """What torch.optim.SGD does with a momentum and no dampening; a first buffer of zeros gives the same first step."""
+    """Compute torch.optim.SGD with momentum and no dampening; a first buffer of zeros gives the same first step."""
     momentum_buffer = momentum * momentum_buffer + gradient
     return weight - learning_rate * momentum_buffer, momentum_buffer
 
 
 def folding(rule: int, address: int) -> Callable[[], None]:
-    """FOLDS folds of one push into LENGTH weights, from and to the same memory each time."""
+    """Return a function that folds one push into LENGTH weights FOLDS times, from and to the same memory each time."""
     random = np.random.default_rng(0)
     weights, gradient = (random.standard_normal(LENGTH).astype(np.float32) for _ in range(2))
     state = random.standard_normal((1, LENGTH)).astype(np.float32)

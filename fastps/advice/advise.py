@@ -1,7 +1,7 @@
-"""Advice: a recorded run's steps played under every discipline, ranked by speed, and one of them recommended, with the reason.
+"""Advice: a recorded run's steps simulated under every discipline, ranked by speed, and one recommended with the reason.
 
-What is predicted is speed, staleness and waiting; what a stale gradient does to the loss is not, so that of those who are about
-as fast the least stale is recommended. Refuses to know where a trace comes from, and to change a run (auto_sync.py does).
+Advice predicts speed, staleness and waiting, but not the effect of stale gradients on the loss. Of the disciplines that are
+about equally fast it therefore recommends the least stale.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from fastps.simulation.simulate import Simulation, simulate
 from fastps.tracing.file import Trace
 
 Row = dict[str, Any]
-ABOUT_AS_FAST = 0.05  # of the fastest one's speed: within it staleness decides
+ABOUT_AS_FAST = 0.05  # share of the fastest one's speed within which staleness decides
 
 
 def candidates(workers: int, batch: int = 1) -> list[str]:
-    """The specs that are compared: every discipline, over a range of its numbers.
+    """Return the specs to compare: every discipline with a range of parameters.
 
     >>> candidates(2)[:4]
     ['bsp', 'asp', 'ssp:1', 'ssp:2']
@@ -42,9 +42,9 @@ def advise(
     cores: float = 0.0,
     tick: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
-    """A row a discipline, the fastest first; one is recommended. `tick(done, of)` is called after each.
+    """Return a row for each discipline, the fastest first, one of them recommended. `tick(done, of)` is called after each.
 
-    `useful_steps_per_s` counts what is folded: not the dropped, and a tuned batch as the first batches that it is worth. Raises
+    `useful_steps_per_s` counts folded pushes only, and a tuned batch as the number of default batches it contains. Raises
     UsageError for a trace that is too short, PolicyError for specs that do not fit.
     """
     simulation = simulation_of(trace, cores)
@@ -71,7 +71,7 @@ def advise(
 
 
 def predicted(policy: Policy, simulation: Simulation) -> Row:
-    """What a simulation says of one policy, as advice needs it."""
+    """Simulate one policy, and return the row that advice compares."""
     row = simulate(policy, for_policy(simulation, policy)).row
     shards, seconds = row["shards"], row["seconds"]
     dropped_share = row["dropped"] / max(1, shards * row["steps"])
@@ -88,7 +88,7 @@ def predicted(policy: Policy, simulation: Simulation) -> Row:
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
-    """Of the rows that are about as fast as the first, the least stale; and why."""
+    """Return the least stale of the rows that are about as fast as the first, with the reason."""
     fastest = rows[0]
     near = [row for row in rows if row["useful_steps_per_s"] >= (1 - ABOUT_AS_FAST) * fastest["useful_steps_per_s"]]
     chosen = min(near, key=lambda row: (row["staleness_mean"], row["staleness_max"], -row["useful_steps_per_s"]))
@@ -104,7 +104,7 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
 
 
 def self_test(trace: Trace, cores: float = 0.0) -> Row:
-    """How well the replay predicts the run that it was recorded from: steps per second of its steady part."""
+    """Compare the replay's steps per second with those of the recorded run's steady part."""
     measured = steady_part(trace).steps_per_s
     found = predicted(policy_of(trace), simulation_of(trace, cores))["steps_per_s"]
     return {"sync": trace.header["sync"], "measured": measured, "predicted": found, "error": found / measured - 1}

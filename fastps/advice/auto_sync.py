@@ -1,10 +1,10 @@
-"""`sync="auto"`: some steps under bsp, recorded in memory; then advice, and a switch of all workers at the same step.
+"""`sync="auto"`: a warm-up under bsp, recorded in memory; then advice, and a switch of all workers at the same step.
 
-Before its last push of the warm-up each worker writes its lines into its room of the arena; that step's grant says that all
-have (a push is posted after its worker's lines, and bsp grants after the last push). So everybody reads the same lines, plays
-the same simulations and comes to the same discipline, without a word more. Then all leave, and the weights and the rule's state
-move to a new arena: a scheduler is never changed while it is in use. If the advice is bsp, nothing happens at all.
-Refuses to tune anything but the discipline, and to switch twice.
+Before its last push of the warm-up each worker writes its records into its room of the arena. That step's grant implies that
+all workers have done so, because a worker posts its push after its records, and bsp grants after the last push. All workers
+thus read the same records, run the same simulations and choose the same discipline without further messages. Then all leave,
+and the weights and the rule's state move to a new arena: a scheduler is never changed in use. If the advice is bsp, nothing
+changes. A job switches once, and only its discipline.
 """
 
 import json
@@ -25,17 +25,17 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.store import Store
 from fastps.store.worker import Worker
-from fastps.tracing import recorder as recording
+from fastps.tracing import recorder
 from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Trace
 
 logger = logging.getLogger("fastps.auto")
 
 _NOTE_BYTES = 1024
-_CONNECT_S = 0.5  # between two looks at the peers while worker 0 makes the new arena
+_CONNECT_S = 0.5  # between two checks of the peers while worker 0 makes the new arena
 
 
 def room_bytes(policy: Policy) -> int:
-    """Bytes of a lane's room for its lines: their number, the note's length, the lines, the note."""
+    """Return the bytes of a lane's room: the number of records, the note's length, the records, the note."""
     return 16 + policy.warm_up * STEP_DTYPE.itemsize + _NOTE_BYTES if policy.warm_up else 0
 
 
@@ -46,23 +46,23 @@ class WarmUp:
         self.steps = store.layout.policy.warm_up
         self._store = store
         self._worker = worker
-        self._recorder = recording.keep(worker)
+        self._recorder = recorder.keep(worker)
 
     def publish(self) -> None:
-        """Before the last push of the warm-up: write this worker's lines where the others will read them."""
-        lines = np.array(self._recorder.kept, STEP_DTYPE)
+        """Write this worker's records for the other workers to read. Call it before the last push of the warm-up."""
+        records = np.array(self._recorder.kept, STEP_DTYPE)
         note = json.dumps({"load": self._recorder.load(), "transfer_ns": self._worker.injected_transfer_ns}).encode()
-        assert len(note) <= _NOTE_BYTES and len(lines) < self.steps
-        text = lines.tobytes() + note
+        assert len(note) <= _NOTE_BYTES and len(records) < self.steps
+        text = records.tobytes() + note
         room = self._room(self._worker.rank)
         room[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
-        room[:16] = np.frombuffer(len(lines).to_bytes(8, "little") + len(note).to_bytes(8, "little"), np.uint8)
+        room[:16] = np.frombuffer(len(records).to_bytes(8, "little") + len(note).to_bytes(8, "little"), np.uint8)
 
     def choose(self) -> Policy | None:
-        """After that step: the discipline that all workers go on with; None if it is the warm-up's own."""
+        """Return the discipline that all workers switch to after that step; None: they stay with bsp."""
         self._recorder.end_keeping()
         if self._store.layout.workers == 1:
-            return None  # there is nobody to wait for
+            return None  # a single worker has no peers to wait for
         trace = self._trace()
         if trace is None:
             logger.warning("a worker ended before the warm-up of %d steps was over: bsp stays", self.steps)
@@ -76,23 +76,23 @@ class WarmUp:
         return self._store.extra_view(lane)[-room_bytes(self._store.layout.policy) :]
 
     def _trace(self) -> Trace | None:
-        """What all workers have written; None if one has not."""
-        lines, notes = [], {}
+        """Read all workers' records and notes; None if a worker wrote none."""
+        records, notes = [], {}
         for lane in range(self._store.layout.workers):
             data = self._room(lane).tobytes()
             count, length = (int.from_bytes(data[begin : begin + 8], "little") for begin in (0, 8))
             if not count:
                 return None
             end = 16 + count * STEP_DTYPE.itemsize
-            lines.append(np.frombuffer(data, STEP_DTYPE, count, 16))
+            records.append(np.frombuffer(data, STEP_DTYPE, count, 16))
             notes[str(lane)] = json.loads(data[end : end + length])
         ranks = list(range(self._store.layout.workers))
-        header = {**recording.job_note(self._worker), "sync": "bsp", "recorded": ranks, "unfinished": [], "of_worker": notes}
-        return Trace(header, np.concatenate(lines), np.empty(0, PUSH_DTYPE))
+        header = {**recorder.job_note(self._worker), "sync": "bsp", "recorded": ranks, "unfinished": [], "of_worker": notes}
+        return Trace(header, np.concatenate(records), np.empty(0, PUSH_DTYPE))
 
 
 def _may_be_chosen(spec: str) -> bool:
-    """Not what needs the training loop's help (batches that it must follow or tell), nor threads of its own."""
+    """Return whether a discipline works without the training loop's help (for batch sizes) and without its own threads."""
     try:
         policy = parse_policy(spec)
     except PolicyError:
@@ -101,7 +101,7 @@ def _may_be_chosen(spec: str) -> bool:
 
 
 def with_modifiers(policy: Policy, before: Policy) -> Policy:
-    """The policy with what belongs to the training and not to the discipline: the weights' moving average, and clipping.
+    """Return the policy with the training's modifiers, which are no part of a discipline: the weights' average and clipping.
 
     >>> with_modifiers(parse_policy("ssp:3"), parse_policy("auto,clip=1")).spec
     'ssp:3,clip=1.0'
@@ -111,9 +111,9 @@ def with_modifiers(policy: Policy, before: Policy) -> Policy:
 
 
 def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worker:
-    """All workers call this at the same step: the same weights and rule state in a new arena, under another policy.
+    """Move the weights and the rule's state to a new arena under another policy. All workers call this at the same step.
 
-    The old worker has left then and must still be closed. For a moment there are two arenas. Raises WorkerDiedError or
+    Afterwards the old worker has left and must still be closed. Both arenas exist for a moment. Raises WorkerDiedError or
     TimeoutExceededError.
     """
     worker.wait_for_others()
@@ -137,7 +137,7 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
 
 
 def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> Store:
-    """Find the new arena; looks at the peers meanwhile, for worker 0 may die before it has made it."""
+    """Connect to the new arena; check the peers meanwhile, because worker 0 may die before it has made it."""
     old = worker.store
     deadline_ns = old.clock.now_ns() + int(old.timeout_s * 1e9)
     while True:
@@ -154,7 +154,7 @@ def _connect(worker: Worker, layout: Layout, hypers: list[Hyper], job: str) -> S
 
 
 def _weights_of(worker: Worker) -> Callable[[list[Any]], None]:
-    """What writes the worker's pulled weights, the final ones, into a new arena."""
+    """Return the function that writes the worker's last pulled weights into a new arena."""
 
     def write(views: list[Any]) -> None:
         for view, source in zip(views, worker.store.weight_views(worker.buffers), strict=True):
@@ -164,7 +164,7 @@ def _weights_of(worker: Worker) -> Callable[[list[Any]], None]:
 
 
 def _state_of(worker: Worker) -> Callable[[Store], None]:
-    """What copies the rule's state into a new store: planes, and how often it was applied to each parameter."""
+    """Return the function that copies the rule's state into a new store: its tensors, and each parameter's step count."""
 
     def write(store: Store) -> None:
         worker.hold_turns()

@@ -1,7 +1,7 @@
-"""A recorded run as the simulator's input: what each step needed of a core, and what it waited without one.
+"""A recorded run as the simulator's input: each step's time on a core, and its waiting time without one.
 
-A step's processor time competes with the other workers' for the cores that the machine had left; sleeping, files and a
-straggler's extra wait take their time whatever the others do. Refuses to predict: simulate.py does.
+A step's processor time competes with the other workers' for the cores that other processes left; sleeping, files and a
+straggler's extra wait do not depend on other workers.
 """
 
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from fastps.simulation.simulate import Simulation
 from fastps.tracing.file import Lines, Trace, TraceError
 from fastps.tracing.summary import blocked_ns
 
-_MODEL_BYTES = 1e6  # what an injected transfer carries in the simulation: any number does, its bandwidth follows
+_MODEL_BYTES = 1e6  # size of an injected transfer in the simulation: arbitrary, because the bandwidth follows from it
 _MOST_STEPS = 5000
 _LEAST_STEPS = 200
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The part of a run in which every worker was at work: its beginning and end in ns, and its steps."""
+    """The part of a run in which every worker was active: its beginning and end in ns, and its steps."""
 
     begin_ns: int
     end_ns: int
@@ -38,7 +38,7 @@ class Steady:
 
 
 def policy_of(trace: Trace) -> Policy:
-    """The policy that the run was under; of a warm-up (`auto`) bsp, which it is. Raises TraceError."""
+    """Return the run's policy; for a warm-up (`auto`) bsp. Raises TraceError."""
     try:
         policy = Policy(**trace.header["policy"])
     except TypeError as error:
@@ -47,9 +47,9 @@ def policy_of(trace: Trace) -> Policy:
 
 
 def steady_part(trace: Trace) -> Steady:
-    """From the time when all workers have done their first step until the first ends its last. Raises UsageError if too short.
+    """Return the part from the end of all first steps until the first worker's end. Raises UsageError if it is too short.
 
-    First steps are left out because they pay for what libraries do once.
+    First steps are left out because they include libraries' one-time costs.
     """
     per_worker = [trace.steps_of(worker) for worker in range(trace.workers)]
     short = next((worker for worker, steps in enumerate(per_worker) if len(steps) < 4), None)
@@ -70,9 +70,9 @@ def steady_part(trace: Trace) -> Steady:
 
 
 def cores_left(trace: Trace) -> float:
-    """The cores that the run had: the machine's, less the mean of what was spent meanwhile by others than its workers' threads.
+    """Return the run's cores: the machine's, less the mean use by anything except the workers' own threads.
 
-    A worker's helpers (a thread that reads ahead, a library's own) are others, too: what they do is not in the steps' lines.
+    A worker's helper threads (for prefetching, or a library's) count as other use, because steps' records do not contain them.
     """
     cores = float(trace.header["machine"]["cores"])
     loads = [note["load"] for note in trace.header["of_worker"].values() if note.get("load") and note["load"]["now_ns"] > 0]
@@ -84,7 +84,7 @@ def cores_left(trace: Trace) -> float:
 
 
 def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
-    """What each step needs of a core, in ns: for computing, and for posting, turns and pulls, but not for spinning."""
+    """Return each step's core time in ns: for computing, posting, combining and pulls, but not for spinning."""
     store_ns = steps["store_cpu_ns"]
     if trace.header["spins"]:
         store_ns = np.minimum(store_ns, (steps["pushed_ns"] - steps["computed_ns"]) + (steps["end_ns"] - steps["granted_ns"]))
@@ -93,7 +93,7 @@ def core_ns(trace: Trace, steps: Lines) -> npt.NDArray[np.int64]:
 
 
 def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
-    """The simulation that replays a trace's steps, on so many cores; 0: those that the run had. Raises UsageError."""
+    """Return the simulation that replays a trace's steps on `cores` cores; 0: the run's own. Raises UsageError."""
     steady = steady_part(trace)
     demand, blocked = core_ns(trace, steady.steps), blocked_ns(steady.steps)
     of = [steady.steps["worker"] == worker for worker in range(trace.workers)]
@@ -115,10 +115,10 @@ def simulation_of(trace: Trace, cores: float = 0.0) -> Simulation:
 
 
 def for_policy(simulation: Simulation, policy: Policy) -> Simulation:
-    """The simulation with links as this policy's injected transfers have them (transfers.py): one transfer after the other.
+    """Return the simulation with links like those of this policy's injected transfers: one transfer at a time.
 
-    A server that handles one message after the other is such a link. Links of leaves and of workers are shared evenly by the
-    few transfers that meet there.
+    A server that handles one message at a time models such a link. The few transfers that meet on links of leaves and of
+    workers share them evenly.
     """
     if not simulation.bandwidth or policy.groups or policy.overlap:
         return simulation

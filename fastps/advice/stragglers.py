@@ -1,11 +1,11 @@
-"""How long a synchronous step waits for its last gradients, and how many backup workers that suggests.
+"""The cost of stragglers: how long a synchronous step waits for its last gradients, and how many backup workers that suggests.
 
-Section 3.1 of "Revisiting Distributed Synchronous SGD" (Chen et al.) as arithmetic: the time of the k-th arrival within a
+It is section 3.1 of "Revisiting Distributed Synchronous SGD" (Chen et al.) as arithmetic: the time of the k-th arrival within a
 version (its Figures 3 and 4), the iterations that N gradients a step need (Figure 5), and their product, the estimated time to
-converge for each split of N + b workers (Figure 6). As there, one shard stands for all.
+converge for each split of N + b workers (Figure 6). As in the paper, one shard represents all.
 
-Pure functions of a run's histograms; refuses to run anything, and to draw. The estimate takes a worker's speed to be its own:
-where workers share cores, the first gradients come early because the last are still waiting for a core.
+All functions are pure functions of a run's histograms. The estimate assumes that workers do not slow each other down: if they
+share cores, the first gradients come early because the last workers still wait for a core.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from itertools import pairwise
 from fastps.errors import UsageError
 
 Histogram = Sequence[tuple[int, int]]
-"""(least time of the bucket in ns, count), least first; eight buckets an octave, as kernels/shm/arena.h has them."""
+"""(least time of the bucket in ns, count), least first; eight buckets an octave, as in the arena."""
 
 Iterations = Callable[[int], float | None]
-"""Iterations to converge when N gradients are aggregated; None where nothing is known."""
+"""Iterations to converge when N gradients are aggregated; None if unknown."""
 
 PAPER_EXPONENT = 0.85
 """Figure 5: 137.5e3 iterations with N = 50 and 76.2e3 with N = 100, so N^-0.85: ln(137.5 / 76.2) / ln 2 = 0.85."""
@@ -26,7 +26,7 @@ PAPER_EXPONENT = 0.85
 
 @dataclass(frozen=True)
 class Arrival:
-    """When the k-th gradient of a version came, counted from the version's beginning; k begins at 1."""
+    """The time of a version's k-th gradient, from the version's beginning; k begins at 1."""
 
     k: int
     count: int
@@ -42,7 +42,7 @@ class Arrival:
 class Split:
     """One way to use the workers: `waited_for` gradients are aggregated, those of the `backups` slowest are dropped.
 
-    `time` is iteration_s x iterations: seconds where iterations are a count, else relative to other splits only.
+    `time` is iteration_s x iterations: seconds if iterations are a count, otherwise only comparable with other splits.
     """
 
     waited_for: int
@@ -53,7 +53,7 @@ class Split:
 
 
 def width_ns(least_ns: int) -> int:
-    """How many nanoseconds the bucket has that begins at `least_ns`.
+    """Return the width in ns of the bucket that begins at `least_ns`.
 
     >>> [width_ns(least) for least in (0, 15, 16, 1_048_576)]
     [1, 1, 2, 131072]
@@ -62,7 +62,7 @@ def width_ns(least_ns: int) -> int:
 
 
 def mean_s(histogram: Histogram) -> float:
-    """Mean time in seconds, each count taken at the middle of its bucket: off by a sixteenth at most. 0 when empty.
+    """Return the mean time in seconds, from the buckets' middles: the error is at most a sixteenth. 0 if empty.
 
     >>> mean_s([(10, 3), (14, 1)]) * 1e9
     11.0
@@ -73,7 +73,7 @@ def mean_s(histogram: Histogram) -> float:
 
 
 def quantile_s(histogram: Histogram, share: float) -> float:
-    """The time by which `share` of all had come, in seconds; counts are spread evenly over their bucket. 0 when empty.
+    """Return the time in seconds by which `share` of all had come, with counts spread evenly in their bucket. 0 if empty.
 
     >>> quantile_s([(1_048_576, 10), (2_097_152, 10)], 0.75) * 1e9
     2228224.0
@@ -88,7 +88,7 @@ def quantile_s(histogram: Histogram, share: float) -> float:
 
 
 def cdf(histogram: Histogram) -> list[tuple[float, float]]:
-    """(seconds, share that had come by then), a point at the end of each bucket that is not empty.
+    """Return (seconds, share that had come by then) at the end of each bucket that is not empty.
 
     >>> cdf([(1_000_000_000, 3), (2_000_000_000, 1)])
     [(1.067108864, 0.75), (2.134217728, 1.0)]
@@ -103,9 +103,9 @@ def cdf(histogram: Histogram) -> list[tuple[float, float]]:
 
 
 def arrivals(arrivals_ns: Sequence[Histogram]) -> list[Arrival]:
-    """A row for each k whose histogram is not empty.
+    """Return a row for each k whose histogram is not empty.
 
-    Raises UsageError when all are empty: the run was too short, or not a synchronous one.
+    Raises UsageError if all are empty: the run was too short, or not synchronous.
     """
     rows = [
         Arrival(
@@ -127,7 +127,7 @@ def arrivals(arrivals_ns: Sequence[Histogram]) -> list[Arrival]:
 
 
 def power_law(workers: int, exponent: float = PAPER_EXPONENT) -> Iterations:
-    """Iterations in proportion to N^-exponent, relative to those of all `workers`; with 1, twice the gradients halve them.
+    """Return iterations proportional to N^-exponent, relative to those of all `workers`; with 1, doubling N halves them.
 
     >>> round(power_law(100)(50), 2)
     1.8
@@ -136,7 +136,7 @@ def power_law(workers: int, exponent: float = PAPER_EXPONENT) -> Iterations:
 
 
 def interpolated(points: Sequence[tuple[int, float]]) -> Iterations:
-    """Iterations measured for some N, on straight lines between them as in the paper; None outside. Raises UsageError.
+    """Return measured iterations, interpolated linearly between some N as in the paper; None outside. Raises UsageError.
 
     >>> iterations = interpolated([(50, 137.5e3), (100, 76.2e3)])
     >>> iterations(75), iterations(49)
@@ -158,7 +158,7 @@ def interpolated(points: Sequence[tuple[int, float]]) -> Iterations:
 
 
 def splits(rows: Sequence[Arrival], iterations: Iterations) -> list[Split]:
-    """Every split of the workers for which iterations are known, the best first; of equal ones that with fewer backups.
+    """Return every split with known iterations, the best first; among equal ones, the one with fewer backups.
 
     >>> slow_last = arrivals([[(1_000, 9)], [(1_000, 9)], [(1_000, 9)], [(4_096, 9)]])
     >>> [(split.waited_for, split.backups) for split in splits(slow_last, power_law(4))]

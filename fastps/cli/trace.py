@@ -50,7 +50,7 @@ def trace(
         rows.append({"kind": "perfetto", "file": str(perfetto), "events": count})
     violations: list[trace_check.Violation] = []
     if check:
-        violations, ledger = trace_check.check(found), trace_check.ledger_row(found)
+        violations, ledger = trace_check.check(found), trace_check.push_log_row(found)
         for line in trace_report.check_lines(violations, ledger):
             console.print(line, markup=False, highlight=False)
         rows.append({"kind": "check", "ok": not violations, **ledger})

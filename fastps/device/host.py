@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
-from fastps.kernels.cuda import host_fold as device_fold
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import host_fold, launch_args
 from fastps.membership.rendezvous import pidfd_alive
 
 _HANDLE = struct.Struct("<qqq16s")  # process, descriptor, size, secret
@@ -251,8 +250,8 @@ class HostDevice:
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: HostStream) -> None:
         """See Device."""
-        number = device_order.DTYPES[dtype]
-        self._queue(stream, lambda: device_fold.launch(rule, number, order, tiles, blocks, device_order.THREADS))
+        number = launch_args.DTYPES[dtype]
+        self._queue(stream, lambda: host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS))
 
     def _queue(self, stream: HostStream, work: Callable[[], object]) -> None:
         delay_s = self._delay_s if stream.thread is not None else 0.0

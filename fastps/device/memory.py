@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from fastps.device.interface import HANDLE_BYTES, Device, Event, Stream
 from fastps.errors import UnsupportedError
-from fastps.kernels.cuda import host_fold as device_fold
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING, STATE_BUFFERS
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 SHOWN, FILLED = 1, 2  # a board's `ready`: handles are there; and the first weights have been written (lane 0)
 _RING_ENTRIES = 8  # orders that may be on their way to the device at a time
-_LEAST_ORDER_BYTES = 1 << 16
+_LEAST_ARGS_BYTES = 1 << 16
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
@@ -88,7 +87,7 @@ class Region:
 
 def regions_of(layout: "Layout") -> list[Region]:
     """The region of each shard."""
-    measures = layout.buffers, layout.planes, layout.workers, layout.slots, device_order.DTYPE_BYTES[layout.gradient_type]
+    measures = layout.buffers, layout.planes, layout.workers, layout.slots, launch_args.DTYPE_BYTES[layout.gradient_type]
     return [Region(first, last - first, *measures) for first, last in layout.shards]
 
 
@@ -110,12 +109,12 @@ class DeviceArena:
         self._ring = OrderRing(device)
         self.folds = 0
 
-    def _shape_of(self, shard: int) -> device_order.Shape:
+    def _shape_of(self, shard: int) -> launch_args.Shape:
         parameters = [parameter for parameter in self._layout.parameters if parameter.shard == shard]
         first = self._regions[shard].first
         segments = tuple((parameter.offset - first, parameter.length, parameter.group) for parameter in parameters)
         try:
-            return device_order.Shape(self._layout.rule.number, self._layout.planes, self._layout.policy.ema, segments)
+            return launch_args.Shape(self._layout.rule.number, self._layout.planes, self._layout.policy.ema, segments)
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
@@ -272,7 +271,7 @@ class DeviceArena:
     ) -> None:
         """Queue a fold: what Lane.fold_with is given. Returns at once; the turn's holder then flips the commit word."""
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
-        buffers = device_order.Buffers(
+        buffers = launch_args.Buffers(
             base + region.weights(weights_in),
             base + region.weights(weights_out),
             base + region.state(state_in),
@@ -282,10 +281,10 @@ class DeviceArena:
         span = self._span_of(shard)
         steps_in, steps_out = self._steps(state_in)[span], self._steps(state_out)[span]
         made = [
-            device_order.DevicePush(base + region.gradient(lane, slot), *self._slot_words(lane, slot, span), *scales)
+            launch_args.DevicePush(base + region.gradient(lane, slot), *self._slot_words(lane, slot, span), *scales)
             for lane, slot, *scales in pushes
         ]
-        order, counted = device_order.make_order(shape, mode, made, steps_in, buffers, scale=scale, rate_scale=rate_scale)
+        order, counted = launch_args.make_launch_args(shape, mode, made, steps_in, buffers, scale=scale, rate_scale=rate_scale)
         for computed, folded in self._present_peers():
             self._device.wait(computed, self._stream)
             self._device.wait(folded, self._stream)
@@ -321,13 +320,13 @@ class DeviceArena:
     def _tiles_of(self, shard: int) -> tuple[int, int]:
         """The shard's table of tiles on this device; written there at its first fold."""
         if shard not in self._tiles:
-            tiles = device_order.tiles_of(self._shapes[shard])
+            tiles = launch_args.tiles_of(self._shapes[shard])
             address = self._device.allocate(max(256, tiles.nbytes))
             if tiles.nbytes:
                 staging = self._device.host_memory(tiles.nbytes)
                 staging[:] = tiles
                 self._device.copy(address, staging.ctypes.data, tiles.nbytes, self._stream)
-            self._tiles[shard] = address, tiles.nbytes // device_fold.TILE_BYTES
+            self._tiles[shard] = address, tiles.nbytes // host_fold.TILE_BYTES
         return self._tiles[shard]
 
 
@@ -360,6 +359,6 @@ class OrderRing:
 
     def _grow(self, size: int) -> None:
         """Room for larger orders; the old memory stays until the device is shut, for the stream may still read it."""
-        self._capacity = max(_LEAST_ORDER_BYTES, 1 << (size - 1).bit_length())
+        self._capacity = max(_LEAST_ARGS_BYTES, 1 << (size - 1).bit_length())
         self._address = self._device.allocate(self._capacity * self._entries)
         self._staging = [self._device.host_memory(self._capacity) for _ in range(self._entries)]

@@ -1,8 +1,7 @@
-"""Seeded simulation of the real protocol under faults: many seeds, in as many processes as there are cores, and one verdict.
+"""Seeded simulation of the real protocol under faults: many seeds in one process a core, and one verdict.
 
-The simulation is in the build with test hooks (`make hooks`), which nobody trains with: this module finds that build and runs
-the seeds in child processes that import it. Refuses to know what a seed means (chaos_worlds.py) and what is checked
-(kernels/chaos/invariants.pyx).
+The simulation needs the build with failpoints (`make hooks`), which is not for training: this module finds that build and runs
+the seeds in child processes that import it.
 """
 
 import json
@@ -19,20 +18,20 @@ from fastps.diagnostics.chaos_worlds import plan_of
 from fastps.errors import UsageError
 
 KINDS = ("crashes", "restarts", "stalls", "spurious_wakes", "skewed_clocks", "slow_processes")
-_BATCH = 250  # seeds between two lines of a child
+_BATCH = 250  # seeds of one line of a child's output
 
 
 @dataclass
 class Findings:
-    """What was simulated, and what was violated.
+    """The totals of simulated seeds, and the violations found.
 
     Attributes:
-        seeds: seeds played.
-        steps: accesses to shared memory, at each of which everything was checked.
+        seeds: number of seeds.
+        steps: accesses to shared memory; all invariants are checked at each.
         versions: commits.
-        faults: how many, by kind.
-        violations: one dict a failing seed: seed, spec, violation.
-        worst_detection_s: simulated seconds from a death to its first survivor's notice.
+        faults: number of faults by kind.
+        violations: one dict for each failing seed: seed, spec, violation.
+        worst_detection_s: longest simulated time from a death until the first survivor detects it.
     """
 
     seeds: int = 0
@@ -43,7 +42,7 @@ class Findings:
     worst_detection_s: float = 0.0
 
     def add(self, other: "Findings") -> None:
-        """Count the other's seeds, too."""
+        """Add the other's totals."""
         self.seeds += other.seeds
         self.steps += other.steps
         self.versions += other.versions
@@ -53,7 +52,7 @@ class Findings:
 
 
 def hooks_path() -> Path:
-    """Where the build with test hooks is: FASTPS_HOOKS_PATH, else build/hooks beside the sources. Raises UsageError."""
+    """Return the build with failpoints: FASTPS_HOOKS_PATH, or build/hooks beside the sources. Raises UsageError."""
     given = os.environ.get("FASTPS_HOOKS_PATH")
     sources = Path(__file__).resolve().parents[2]
     path = Path(given) if given else sources / "build" / "hooks"
@@ -66,16 +65,16 @@ def hooks_path() -> Path:
 
 
 def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = None, stop: bool = False) -> Findings:
-    """Play the seeds from `first` on, in this process, which must have imported the build with test hooks.
+    """Simulate the seeds from `first` on, in this process, which must have imported the build with failpoints.
 
-    `mutant`: a fault of the protocol that is switched on. `stop`: end at the first violation.
+    `mutant`: a fault of the protocol to switch on. `stop`: end at the first violation.
     """
-    from fastps.kernels.chaos import failpoints as hooks
-    from fastps.kernels.chaos import world as chaos
+    from fastps.kernels.chaos import failpoints
+    from fastps.kernels.chaos.world import World
 
     findings = Findings()
-    world = world or chaos.World()
-    hooks.switch_on(mutant)
+    world = world or World()
+    failpoints.switch_on(mutant)
     try:
         for seed in range(first, first + count):
             plan = plan_of(seed)
@@ -88,12 +87,12 @@ def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = 
             if stop and findings.violations:
                 break
     finally:
-        hooks.switch_on(None)
+        failpoints.switch_on(None)
     return findings
 
 
 def mutants(path: Path) -> dict[str, str]:
-    """The mutants of the build at `path`: name to what is wrong."""
+    """Return the mutants of the build at `path`: name to description."""
     code = "import json; from fastps.kernels import hooks; print(json.dumps(hooks.MUTANTS))"
     environment = {**os.environ, "PYTHONPATH": str(path)}
     ended = subprocess.run(
@@ -104,10 +103,10 @@ def mutants(path: Path) -> dict[str, str]:
 
 
 def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callable[[Findings], None] | None = None) -> Findings:
-    """Play `seeds` seeds from `first` on, in a child process a core; `watch` is called with what is known so far.
+    """Simulate `seeds` seeds from `first` on, in one child process a core; `watch` is called with the totals so far.
 
-    Raises UsageError when there is no build with test hooks, RuntimeError when a child ends without a word: a crash of the
-    simulated code itself, whose last seeds are named.
+    Raises UsageError without a build with failpoints, and RuntimeError if a child dies, which means a crash of the simulated
+    code itself.
     """
     path = hooks_path()
     known = mutants(path)
@@ -140,7 +139,7 @@ def run(seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callabl
 
 
 def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[Findings]:
-    """The findings of all children as they come, a line each."""
+    """Yield the children's findings, one line each, as they come."""
     with selectors.DefaultSelector() as selector:
         for child in children:
             assert child.stdout is not None
@@ -155,10 +154,10 @@ def _lines_of(children: list[subprocess.Popen[str]]) -> Iterator[Findings]:
 
 
 def _play(first: int, count: int, mutant: str | None) -> None:
-    """A child's work: a line of JSON for each batch of seeds."""
-    from fastps.kernels.chaos import world as chaos
+    """Do a child's work: print a line of JSON for each batch of seeds."""
+    from fastps.kernels.chaos.world import World
 
-    world = chaos.World()
+    world = World()
     for begin in range(first, first + count, _BATCH):
         findings = simulate(begin, min(_BATCH, first + count - begin), mutant=mutant, world=world)
         sys.stdout.write(json.dumps(findings.__dict__) + "\n")

@@ -1,6 +1,6 @@
-"""What a seed of `fastps chaos` means: a job's measures, its policy and its faults, drawn by the seed.
+"""The simulated job of each seed of `fastps chaos`: its sizes, its policy and its faults, drawn from the seed.
 
-One seed, one history: the same numbers on every machine. Refuses to run anything (chaos.py and kernels/chaos/world.pyx do).
+One seed is one history: the numbers are the same on every machine.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Any
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 
-# Timers in simulated time, in which a push takes some tens of microseconds.
+# Timers are in simulated time, in which a push takes some tens of microseconds.
 SPECS = (
     "bsp",
     "asp",
@@ -33,7 +33,7 @@ SPECS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """One simulated job. `measures` are the arguments of kernels/chaos/world.pyx's World.run."""
+    """One simulated job. `measures` are the arguments of World.run."""
 
     seed: int
     spec: str
@@ -42,7 +42,7 @@ class Plan:
 
 @cache
 def _policy_of(spec: str) -> Policy:
-    """The policy, with a mean where the discipline scales otherwise: the witness knows the mean only."""
+    """Return the policy, with scale=mean for sums: the invariant checker supports only the mean."""
     policy = parse_policy(spec)
     if policy.fold not in ("each", "in-order") and policy.scale != "mean":
         return policy.with_options("scale=mean", scale="mean")
@@ -55,7 +55,7 @@ def _values_of(spec: str, workers: int) -> Mapping[str, Any]:
 
 
 def bound_of(policy: Policy) -> int:
-    """How far ahead of the slowest a worker may be when it is granted a step; -1 where the policy promises nothing."""
+    """Return the largest lead over the slowest worker at a grant; -1 if the policy guarantees none."""
     if policy.fold == "all":
         return 0
     if policy.grant == "bounded" and (policy.hard_bound or policy.release == "printed"):
@@ -64,7 +64,7 @@ def bound_of(policy: Policy) -> int:
 
 
 def plan_of(seed: int) -> Plan:
-    """What the seed draws.
+    """Draw the seed's job.
 
     >>> plan_of(7) == plan_of(7)
     True
@@ -76,7 +76,7 @@ def plan_of(seed: int) -> Plan:
     faulty = rng.random() < 0.9
     restarts = rng.choice((0, 1, 3)) if faulty else 0
     shards = max(policy.shards, rng.choice((1, 1, 2)))
-    # Who joins has the clock of the first shard in all of them, and others may be ahead there: no bound holds then.
+    # A worker that joins gets the first shard's clock in all shards, and others may be ahead there: then no bound holds.
     is_bounded = policy.pull == 1 and (shards == 1 or restarts == 0)
     measures = {
         "workers": workers,
@@ -91,7 +91,7 @@ def plan_of(seed: int) -> Plan:
         "partial": policy.pull < 1,
         "at_once": policy.at_once,
         "helpers": rng.choice((0, workers - 1)),
-        "shared_least": rng.choice((64, 1000)),  # or: of one push not, of several it is
+        "shared_least": rng.choice((64, 1000)),  # 1000: folds of one push are not shared, those of several are
         "spins": rng.choice((0, 2, 20)),
         "switch": rng.choice((0.003, 0.03, 0.2, 0.6)),
         "crash": rng.choice((1 / 300, 1 / 2000, 1 / 10_000)) if faulty else 0.0,

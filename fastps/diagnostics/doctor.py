@@ -1,7 +1,7 @@
-"""fastps doctor: what this machine offers to fastps, whether an arena works on it, and what a model would need.
+"""fastps doctor: what this machine offers to fastps, whether an arena works on it, and the memory that a model needs.
 
-Every check does the real thing: an arena is made, two workers step in it and one of them sleeps for the other. What a model
-needs is read off the arena's own plan. Refuses to repair anything, and to guess.
+Every check is real: two workers step in a real arena, and one sleeps until the other wakes it. A model's needs are read from
+the arena's own plan, not estimated.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
-from fastps.kernels.shm import arena as words
+from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
 from fastps.store.store import Store
-from fastps.system import shared_memory as memory_of
+from fastps.system import shared_memory
 from fastps.torch.tensor_loops import why_not_compiled
 
 OPTIMIZERS: dict[str, Rule] = {
@@ -43,12 +43,12 @@ OPTIMIZERS: dict[str, Rule] = {
 }
 _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE = 128
-_ADDRESSABLE_BYTES = 1 << 47  # of a process on x86-64
-_MAP_NORESERVE = 0x4000  # of x86-64 and arm64; the module mmap does not have it in every Python
+_ADDRESSABLE_BYTES = 1 << 47  # by a process on x86-64
+_MAP_NORESERVE = 0x4000  # on x86-64 and arm64; not every Python's mmap module defines it
 
 
 def examine() -> list[Finding]:
-    """What there is, each with whether fastps can work with it; a check that fails says why."""
+    """Run all checks; each finding says whether fastps can work with it, and a failed check says why."""
     return [
         _cores(),
         *_memory(),
@@ -63,7 +63,7 @@ def examine() -> list[Finding]:
 
 
 def _checked(name: str, check: Callable[[], str]) -> Finding:
-    """The check's answer, or the error that it raised."""
+    """Return the check's result as a finding, or the error that it raised."""
     try:
         return Finding(name, "works", check())
     except (Error, OSError) as error:
@@ -78,7 +78,7 @@ def _cores() -> Finding:
 
 def _memory() -> list[Finding]:
     memory = psutil.virtual_memory()
-    free, limit = memory_of.available_bytes()
+    free, limit = shared_memory.available_bytes()
     return [
         Finding("memory", memory.total, f"{shown_bytes(memory.total)}, of which {shown_bytes(memory.available)} are available"),
         Finding("memory for an arena", free, f"{shown_bytes(free)}, by the {limit}", ok=free > 0),
@@ -99,22 +99,22 @@ def _instruction_sets() -> Finding:
     return Finding("instruction sets", used, f"{', '.join(available)}; folds use {used}")
 
 
-# -- checks that do the real thing ---------------------------------------------------------------------------------------
+# -- checks by real use --------------------------------------------------------------------------------------------------
 
 
 def _make_arena() -> str:
-    """A sealed memfd, as an arena's memory is made."""
+    """Make a sealed memfd, as for an arena's memory."""
     size = 1 << 20
-    descriptor = memory_of.create(size, "a check")
+    descriptor = shared_memory.create(size, "a check")
     try:
-        memory_of.map_shared(descriptor)
+        shared_memory.map_shared(descriptor)
     finally:
         os.close(descriptor)
     return f"{shown_bytes(size)} were made, sealed and mapped"
 
 
 def _futex() -> str:
-    """Wait for a word that has changed already: the kernel must say so (EAGAIN), and nothing else."""
+    """Wait for a word that has changed already: the kernel must answer EAGAIN."""
     number = _FUTEX_NUMBERS.get(platform.machine())
     if number is None:
         raise UsageError(f"expected x86-64 or arm64, found {platform.machine()}, whose system calls this check does not know")
@@ -127,13 +127,13 @@ def _futex() -> str:
 
 
 def _pidfd() -> str:
-    """What tells workers that another has died."""
+    """Open a pidfd, by which workers learn of another's death."""
     os.close(os.pidfd_open(os.getpid()))
     return "a process can be watched for its death"
 
 
 def _two_workers_step() -> str:
-    """Two workers in one job: worker 0 waits, asleep in the end, for worker 1's gradient. Raises Error, OSError."""
+    """Step two workers of one job: worker 0 waits for worker 1's gradient until it sleeps. Raises Error, OSError."""
     weights = np.zeros(1000, np.float32)
     failures: list[BaseException] = []
     with Store.create({"weights": weights}, SGD(lr=1.0), sync="bsp", workers=2, timeout_s=20.0) as store:
@@ -165,7 +165,7 @@ def _two_workers_step() -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory of a job in bytes. All of it is shared: an arena is mapped by all workers and exists once."""
+    """A job's memory in bytes. All of it is shared: an arena exists once, and all workers map it."""
 
     parameters: int
     workers: int
@@ -186,12 +186,12 @@ class Need:
 
 
 def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") -> Need:
-    """What the arena of such a job takes, read off its plan; no memory is taken.
+    """Return the memory of such a job's arena, read from its plan; none is allocated.
 
     >>> need = need_of(1_000_000, 4, "momentum")
     >>> need.weights_buffers, need.slots_per_worker
     (7, 1)
-    >>> need.rule_state_bytes // 1_000_000  # three buffers of one plane of 4 bytes
+    >>> need.rule_state_bytes // 1_000_000  # three buffers of one tensor of 4 bytes a parameter
     12
 
     Raises UsageError for an unknown optimizer or a number out of range, and PolicyError.
@@ -203,14 +203,14 @@ def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") ->
             raise UsageError(f"--{name}: expected at least 1, found {value}")
     policy = parse_policy(sync)
     policy.check_workers(workers)
-    tensors = min(policy.shards, parameters)  # a shard ends at the border of a parameter
+    tensors = min(policy.shards, parameters)  # a shard ends at a parameter's end
     sizes = [parameters * (index + 1) // tensors - parameters * index // tensors for index in range(tensors)]
     placed = place([(f"tensor {index}", (size,), (1,), 0) for index, size in enumerate(sizes)], policy.shards)
     return _measured(Layout(placed, 1, OPTIMIZERS[optimizer], policy, workers), optimizer)
 
 
 def _measured(layout: Layout, optimizer: str) -> Need:
-    """Format an arena in memory that is only promised, and ask it where its parts begin."""
+    """Format an arena in reserved but untouched memory, and read where its parts begin."""
     refusal = f"--model-size: expected a model whose arena can be addressed, found {layout.buffer_floats:,} parameters"
     if 4 * layout.buffer_floats >= _ADDRESSABLE_BYTES:
         raise UsageError(refusal)
@@ -224,7 +224,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
         raise UsageError(f"{refusal} ({error})") from None
     segments = [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters]
     format_memory(memory, header, segments, shards=layout.shards, **layout.policy.values(layout.workers))
-    arena = words.Arena(memory)
+    arena = Arena(memory)
     slots = layout.workers * arena.slots * (arena.gradient_offset(0, 1) - arena.gradient_offset(0, 0))
     weights_begin, state_begin, extra_begin = arena.weights_offset(0), arena.steps_offset(0), arena.extra_offset(0)
     return Need(
@@ -243,8 +243,8 @@ def _measured(layout: Layout, optimizer: str) -> Need:
 
 
 def need_findings(need: Need) -> list[Finding]:
-    """The report's lines on a model, the last of which says whether it fits this machine now."""
-    free, limit = memory_of.available_bytes()
+    """Return the findings on a model; the last one says whether it fits this machine now."""
+    free, limit = shared_memory.available_bytes()
     fits = need.total_bytes <= free
     per_worker = f"{need.slots_per_worker} a worker, {shown_bytes(need.gradient_slots_bytes // need.workers)} each worker"
     verdict = "yes" if fits else "no: use fewer workers or a smaller model, or raise the limit"
@@ -261,7 +261,7 @@ def need_findings(need: Need) -> list[Finding]:
 
 
 def shown_bytes(size: int) -> str:
-    """Bytes with the unit that fits.
+    """Format bytes with a fitting unit.
 
     >>> shown_bytes(3 << 29), shown_bytes(5 << 20), shown_bytes(4096)
     ('1.50 GiB', '5.0 MiB', '4.0 KiB')

@@ -1,11 +1,11 @@
-"""One line of what `fastps doctor` found. Refuses to be more than a value: doctor.py and doctor_gpu.py look."""
+"""One line of the report of `fastps doctor`, as a value."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `value` is for programs (bytes, a number or a text), `shown` for people."""
+    """One line of the report: `value` for programs (bytes, a number or a text), `shown` for people."""
 
     name: str
     value: int | float | str | None

@@ -1,7 +1,7 @@
-"""What `fastps doctor` says of GPUs: which there are, whether memory can be shared between processes, and who reaches whom.
+"""The checks of `fastps doctor` for GPUs: which there are, whether processes can share memory, and peer access.
 
-Sharing is tried for real: this process allocates and records, another opens both handles and reads. Refuses to call anything
-wrong: a machine without a GPU trains on the CPU, and one without CuPy folds there.
+The check of sharing is real: this process allocates and records an event, another opens both handles and reads. Nothing here is
+a failure: a machine without a GPU trains on the CPU, and one without CuPy folds there.
 """
 
 import subprocess
@@ -12,22 +12,22 @@ import torch
 from fastps.device.cuda import CudaDevice
 from fastps.device.interface import DeviceError
 from fastps.diagnostics.finding import Finding
-from fastps.kernels.cuda import runtime as cuda
+from fastps.kernels.cuda import runtime
 
 _WORDS = b"fastps!!" * 8
 _CHILD_S = 60.0
 
 
 def gpu_findings() -> list[Finding]:
-    """The lines on GPUs: one where there is none."""
+    """Return the findings on GPUs: one line if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return [Finding("GPUs", 0, "torch finds none, which is fine: fastps trains on the CPU")]
     names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(count)}))
     found = [Finding("GPUs", count, f"{count} ({names}); torch {torch.__version__}, CUDA {torch.version.cuda}")]
     try:
-        cupy = cuda.load_cupy()
-    except cuda.CudaUnavailableError as error:
+        cupy = runtime.load_cupy()
+    except runtime.CudaUnavailableError as error:
         return [*found, Finding("shards on GPUs", "no", f"no, the fold runs on the CPU: {error}")]
     found.append(Finding("shards on GPUs", "yes", f"CuPy {cupy.__version__} compiles the kernels"))
     if count > 1:
@@ -47,7 +47,7 @@ def _peer_access(count: int) -> Finding:
 
 
 def _share_memory() -> str:
-    """Write a text on GPU 0, let another process read it through its handles. Raises DeviceError."""
+    """Write a text on GPU 0 and let another process read it through its handles. Raises DeviceError."""
     device = CudaDevice()
     try:
         stream, event, address = device.make_stream(), device.make_event(), device.allocate(256)
@@ -72,7 +72,7 @@ def _share_memory() -> str:
 
 
 def read_shared(memory_handle: bytes, event_handle: bytes) -> bytes:
-    """What lies in another process's memory once its event is over."""
+    """Return the contents of another process's memory after its event."""
     device = CudaDevice()
     try:
         stream = device.make_stream()

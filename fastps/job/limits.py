@@ -19,7 +19,8 @@ OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the tu
 LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
 SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
 # Where workers outnumber the cores, who waits lets others run before it sleeps, if its last wait was shorter than this: to
-# sleep and be woken takes long beside the steps of small models, and nothing beside those of large ones (docs/experiments/yielding.md).
+# sleep and be woken takes long beside the steps of small models, and nothing beside those of large ones
+# (docs/experiments).
 SHORT_WAIT_NS = 1_000_000
 POLLS_AWAKE = 4  # between two looks at the clock
 ROUNDS_AWAKE = 10  # of so many looks, at most

@@ -1,6 +1,4 @@
-"""Models of how long a step's computing takes, as values and as text. Refuses to draw: kernels/simulation/compute_time.pyx
-does.
-"""
+"""Compute-time models: how long a step's computing takes, as values and as text. The compiled models draw from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +28,10 @@ class ComputeModel:
         kind: "constant"; "normal"; "lognormal", whose sigma is the standard deviation of the logarithm; "pareto"; "replay".
         location_ns: the time, mean, median or least time, in ns.
         spread: of "normal" the standard deviation in ns, of "lognormal" sigma, of "pareto" the shape.
-        factors: worker to what its times are multiplied by; 1 where none is given.
-        bursts: (mean ns from one burst to the next, mean ns that one lasts, factor meanwhile), or None.
-        replay: of "replay" the times in ns: one list for all workers, or one for each; at its end a list begins again.
-        blocked: what each of these steps waits without a core beside its time, which needs one then; none without.
+        factors: worker to the factor of its times; default 1.
+        bursts: (mean ns from one burst to the next, mean ns of a burst, factor during a burst), or None.
+        replay: for "replay" the times in ns: one list for all workers, or one for each; lists repeat.
+        blocked: ns that each replayed step waits without a core; `replay` then has the step's time on a core. Empty: none.
     """
 
     kind: str = "constant"
@@ -45,7 +43,7 @@ class ComputeModel:
     blocked: Sequence[Sequence[int]] = ()
 
     def build(self, workers: int, seed: int) -> ComputeTimes:
-        """The compiled model for so many workers. Raises UsageError for values that do not fit."""
+        """Build the compiled model for a number of workers. Raises UsageError for invalid values."""
         beyond = next((worker for worker in self.factors if not 0 <= worker < workers), None)
         if beyond is not None:
             raise UsageError(f"expected factors for workers 0 to {workers - 1}, found one for worker {beyond}")
@@ -74,7 +72,7 @@ class ComputeModel:
 def parse_compute(text: str) -> ComputeModel:
     """Read a model such as "lognormal:10ms,0.3". Raises UsageError.
 
-    A file of "replay" has a line of times with units for all workers, or a line for each.
+    A file for "replay" has one line of times with units for all workers, or one for each.
 
     >>> parse_compute("normal:10ms,500us").spread
     500000.0

@@ -1,4 +1,4 @@
-"""The text of `fastps simulate`'s options, read into values. Refuses to simulate."""
+"""Parsing of the options of `fastps simulate` into values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from fastps.simulation.units import read_bytes, read_ns, read_rate
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationTexts:
-    """The options as they were written; `fastps simulate --help` says what each is."""
+    """The options as written; `fastps simulate --help` describes each."""
 
     compute: str
     speed: Sequence[str] = ()
@@ -33,7 +33,7 @@ class SimulationTexts:
 
 
 def read_simulation(texts: SimulationTexts, **numbers: Any) -> Simulation:
-    """The simulation that the options describe; `numbers` go to Simulation as they are. Raises UsageError."""
+    """Build the simulation that the options describe; `numbers` are passed to Simulation unchanged. Raises UsageError."""
     factors = {worker: 1 / factor for worker, factor in _factors("--speed", texts.speed).items()}
     for worker, factor in _factors("--straggler", texts.straggler).items():
         factors[worker] = factors.get(worker, 1.0) * factor
@@ -58,7 +58,7 @@ def read_simulation(texts: SimulationTexts, **numbers: Any) -> Simulation:
 
 
 def read_policies(sync: str, shards: int | None) -> list[Policy]:
-    """The policies of a list of specs, with so many shards if that is given. Raises PolicyError."""
+    """Parse a list of specs, and set the policies' number of shards if it is given. Raises PolicyError."""
     policies = parse_policies(sync)
     if shards is None:
         return policies
@@ -85,7 +85,7 @@ def _number(name: str, text: str, least: float, most: float) -> float:
 
 
 def _factors(name: str, texts: Sequence[str]) -> dict[int, float]:
-    """NUMBER:FACTOR or FIRST-LAST:FACTOR, several separated by commas.
+    """Parse NUMBER:FACTOR or FIRST-LAST:FACTOR, several separated by commas.
 
     >>> _factors("--speed", ["0:3,2-3:0.5"])
     {0: 3.0, 2: 0.5, 3: 0.5}
@@ -105,7 +105,7 @@ def _factors(name: str, texts: Sequence[str]) -> dict[int, float]:
 
 
 def _late(name: str, text: str | None) -> tuple[float, int]:
-    """SHARE:TIME."""
+    """Parse SHARE:TIME."""
     if text is None:
         return 0.0, 0
     share, delay = _split(name, text, 2, "SHARE:TIME such as 0.0016:4s")

@@ -1,12 +1,11 @@
-"""Simulations: a policy, workers that compute so long, and a network, played in virtual time by the store's own scheduler.
+"""Simulations of a policy, workers with compute times, and a network, in virtual time under the store's own scheduler.
 
-Says what is simulated and what came out; kernels/simulation/simulator.pyx plays it. Refuses to decide anything, and to show
-anything.
+This module describes a simulation and its outcome; the compiled simulator runs it.
 
 The model: each worker computes, pushes its gradient to every shard's server, waits until the scheduler grants its next step,
-and gets the weights with the grant. A server's port (a leaf's in a tree, a worker's own under overlap) is shared evenly by the
-transfers in progress, each direction by itself. In a tree a leaf sits beside the root, as it does on one node. A server takes
-no time unless it is given some; then it handles one message after the other.
+and gets the weights with the grant. The transfers in progress share a server's port evenly (a leaf's in a tree, a worker's own
+under overlap), each direction separately. In a tree a leaf is on the root's node. A server takes no time by default; otherwise
+it handles one message at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,52 +20,52 @@ from fastps.errors import Error, UsageError
 from fastps.job.links import link_of
 from fastps.job.metrics import zero_gap_share
 from fastps.job.policy import Policy
-from fastps.kernels.simulation import totals as simulation_totals
 from fastps.kernels.simulation.network import Network
-from fastps.kernels.simulation.simulator import LINES, Simulator
+from fastps.kernels.simulation.simulator import KINDS, Simulator
+from fastps.kernels.simulation.totals import shard_totals, staleness_counts, totals
 from fastps.simulation.compute_models import ComputeModel
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 Row = dict[str, Any]
 
-CORE_SLICE_NS = 4_000_000  # of Linux where its clock ticks 250 times a second; it changes workers at ticks
-SLICE_EVENTS = 200_000  # events between two looks at Ctrl-C and the progress: about a tenth of a second
+CORE_SLICE_NS = 4_000_000  # Linux at 250 clock ticks a second; it preempts at ticks
+SLICE_EVENTS = 200_000  # events between two checks for Ctrl-C and progress reports: about a tenth of a second
 MOST_WORKERS = 10_000_000
 MOST_LINKS_SHOWN = 64
 
 TRACE_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("version", "<i8"), ("detail", "<i8"), ("worker", "<i4"), ("shard", "<i2"), ("kind", "<i2")]
 )
-TRACE_KINDS = LINES  # a line's `kind` is an index of it; kernels/simulation/simulator.pyx says what each line holds
+TRACE_KINDS = KINDS  # a record's `kind` is an index of it
 
 
 class DeadlockError(Error, RuntimeError):
-    """Everybody waits, and nothing will happen any more."""
+    """Every worker waits and no event is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What is simulated.
+    """The description of a simulation.
 
     Attributes:
-        workers, steps: workers, and steps of each. The run ends when workers x steps pushes have been received, by whomever,
-            as a training run on a budget of samples does.
+        workers, steps: workers, and steps of each. The run ends when the shards have received workers x steps pushes from any
+            workers, like a training run on a budget of samples.
         leave: instead each worker leaves after its own steps, and the run ends with the last.
-        compute: how long a step's computing takes.
-        batch: samples of a step; batches that R2SP tunes take as much longer to compute.
-        model_bytes: of a push and of a pull, over all shards, which have equal parts.
-        bandwidth: bytes per second of each server's port, each direction; 0: without bound.
-        worker_bandwidth: of each worker's port, an even part of which each shard's transfer has at most; 0: without bound.
-        latency_ns: from a transfer's last byte sent to its arrival.
-        service_ns: of a server for each message that it handles, a push or an answer, one after the other.
-        service_rate: bytes per second at which it goes through a message, to sum a gradient or to send weights; 0: at once.
-        update_ns: of a server for each update that it makes.
-        slow_servers: shard to the factor by which its bandwidth is smaller, its latency and the server's own times larger.
-        late_pushes, late_pulls: (share of the messages, ns that they come late).
-        cores: that all workers share while they compute (kernels/simulation/cpu.pyx); 0: each has one of its own.
-        slice_ns: how long a worker has a core while others wait for one.
-        half_duplex: pushes and pulls share their server's port, as injected transfers do (transfers.py).
-        seed: decides all draws: one seed, one trace, on any machine.
+        compute: the model of compute times.
+        batch: samples of a step; compute times scale with batches that R2SP tunes.
+        model_bytes: size of a push and of a pull over all shards, which have equal parts.
+        bandwidth: bytes per second of each server's port in each direction; 0: unbounded.
+        worker_bandwidth: bytes per second of each worker's port; each shard's transfer gets at most an even part; 0: unbounded.
+        latency_ns: time from a transfer's last byte sent to its arrival.
+        service_ns: a server's time for each message, a push or an answer, one at a time.
+        service_rate: bytes per second at which a server sums a gradient or sends weights; 0: infinite.
+        update_ns: a server's time for each update.
+        slow_servers: shard to the factor that divides its bandwidth and multiplies its latency and its server's times.
+        late_pushes, late_pulls: (share of the messages, delay in ns).
+        cores: cores that all workers share while they compute; 0: each has its own.
+        slice_ns: time slice of a worker on a core while others wait for one.
+        half_duplex: pushes and pulls share their server's port, like injected transfers.
+        seed: determines all draws: one seed, one trace, on any machine.
     """
 
     workers: int = 4
@@ -109,7 +108,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of one simulation: the row of the report, and the trace's lines if they were asked for."""
+    """The outcome of one simulation: the report's row, and the trace's records if they were requested."""
 
     row: Row
     trace: npt.NDArray[np.void] | None
@@ -123,9 +122,9 @@ def simulate(
     tick: Callable[[int, int], None] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Outcome:
-    """Play one simulation. `tick(pushes, of)` is called every tenth of a second or so.
+    """Run one simulation; `tick(pushes, of)` is called about every tenth of a second.
 
-    Raises PolicyError, UsageError, or DeadlockError if everybody waits for ever.
+    Raises PolicyError, UsageError, or DeadlockError if every worker waits forever.
 
     >>> from fastps import SSP
     >>> row = simulate(SSP(3), Simulation(workers=2, steps=100, compute=ComputeModel(factors={0: 3.0}))).row
@@ -146,7 +145,7 @@ def simulate(
 
 
 def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Simulator:
-    """The compiled simulator of one run, not yet begun. Raises PolicyError and UsageError."""
+    """Make the compiled simulator of one run, not yet started. Raises PolicyError and UsageError."""
     if policy.overlap and policy.shards > 1:
         raise UsageError(f"{policy.spec}: overlapped pulls are simulated for one shard, found {policy.shards}")
     if policy.warm_up:
@@ -163,7 +162,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         link_of_worker,
         shards=policy.shards,
         shard_bytes=simulation.model_bytes / policy.shards,
-        # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
+        # Round up, except for rounding errors: 0.55 of 20 is 11, although the floating-point product is slightly more.
         needed=ceil(policy.pull * policy.shards - 1e-9),
         pull_timeout_ns=int(policy.pull_timeout * 1e9) if is_partial else -1,
         slots=policy.slots(simulation.workers),
@@ -179,7 +178,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
 
 
 def _links(policy: Policy, workers: int) -> tuple[int, npt.NDArray[np.int32]]:
-    """How many links there are, and each worker's first: its servers', its leaf's, or its own (fastps/store/transfers.py)."""
+    """Return the number of links, and each worker's first link: its servers', its leaf's, or its own."""
     first = np.fromiter((link_of(policy, rank, workers) for rank in range(workers)), np.int32, workers)
     return (int(first[-1]) + 1) * policy.shards, (first * policy.shards).astype(np.int32)
 
@@ -210,7 +209,7 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
 
 
 def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
-    """float64[shards, 3]: ns of each server for a message, a byte of it, and an update."""
+    """Return float64[shards, 3]: ns of each server for a message, a byte of it, and an update."""
     byte_ns = 1e9 / simulation.service_rate if simulation.service_rate else 0.0
     times_ns = np.tile([float(simulation.service_ns), byte_ns, float(simulation.update_ns)], (policy.shards, 1))
     for shard, factor in simulation.slow_servers.items():
@@ -219,11 +218,11 @@ def _service(policy: Policy, simulation: Simulation) -> npt.NDArray[np.float64]:
 
 
 def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: int) -> Row:
-    totals = simulation_totals.totals(simulator)
-    shards = [simulation_totals.shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
+    sums = totals(simulator)
+    shards = [shard_totals(simulator, shard) for shard in range(simulator.n_shards)]
     seconds = simulator.ended_ns / 1e9
     steps = simulator.received / simulator.n_shards
-    active_ns = max(1, totals["compute_ns"] + totals["wait_ns"])
+    active_ns = max(1, sums["compute_ns"] + sums["wait_ns"])
     return {
         "sync": policy.spec,
         "workers": simulation.workers,
@@ -232,14 +231,14 @@ def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: 
         "steps": int(steps),
         "steps_per_s": steps / seconds,
         "samples_per_s": simulator.samples / seconds,
-        "staleness_mean": totals["staleness_sum"] / max(1, totals["folded"]),
-        "staleness_max": totals["staleness_max"],
+        "staleness_mean": sums["staleness_sum"] / max(1, sums["folded"]),
+        "staleness_max": sums["staleness_max"],
         "sigma_mean": sum(shard["sigma_mean"] for shard in shards) / len(shards),
-        "staleness": simulation_totals.staleness_counts(simulator),
-        "wait_share": totals["wait_ns"] / active_ns,
-        "grant_wait_share": totals["grant_wait_ns"] / simulator.n_shards / active_ns,
-        "dropped": totals["dropped"],
-        "stale_blocks": totals["stale_blocks"],
+        "staleness": staleness_counts(simulator),
+        "wait_share": sums["wait_ns"] / active_ns,
+        "grant_wait_share": sums["grant_wait_ns"] / simulator.n_shards / active_ns,
+        "dropped": sums["dropped"],
+        "stale_blocks": sums["stale_blocks"],
         "updates": sum(shard["updates"] for shard in shards),
         "zero_gap_share": zero_gap_share(shards, seconds * simulation.workers / max(1.0, steps)),
         "gaps_ns": [shard["gaps_ns"] for shard in shards],
@@ -253,7 +252,7 @@ def _row(policy: Policy, simulation: Simulation, simulator: Simulator, wall_ns: 
 
 
 def _link_use(simulator: Simulator) -> Row:
-    """The share of each port's bandwidth that was used: mean, most, and each where they are few."""
+    """Return the used share of the ports' bandwidth: mean, maximum, and each port's up to MOST_LINKS_SHOWN links."""
     found = [simulator.network.use(port, simulator.ended_ns) for port in range(2 * simulator.network.n_links)]
     shares = [use["share"] for use in found]
     named = [
@@ -264,8 +263,8 @@ def _link_use(simulator: Simulator) -> Row:
 
 
 def _server_use(simulator: Simulator) -> Row:
-    """The share of the time that servers, in a tree also leaves, were busy: mean and most; and the longest line before one."""
-    found = [simulator.service.use(station, simulator.ended_ns) for station in range(simulator.service.n_stations)]
+    """Return the busy share of servers, in a tree also of leaves: mean and maximum; and the longest queue."""
+    found = [simulator.server_queue.use(station, simulator.ended_ns) for station in range(simulator.server_queue.n_stations)]
     shares = [use["busy_share"] for use in found]
     return {
         "server_share_mean": sum(shares) / len(shares),

@@ -1,4 +1,4 @@
-"""Times, sizes and rates as people write them: 10ms, 100MB, 10Gbit. Refuses to guess a unit for a time."""
+"""Parsing of times, sizes and rates with units: 10ms, 100MB, 10Gbit. A time needs a unit."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def read_ns(name: str, text: str) -> float:
-    """A time with its unit, in ns. Raises UsageError.
+    """Parse a time with its unit, in ns. Raises UsageError.
 
     >>> read_ns("--latency", "50us")
     50000.0
@@ -21,7 +21,7 @@ def read_ns(name: str, text: str) -> float:
 
 
 def read_bytes(name: str, text: str) -> float:
-    """A size, in bytes. Raises UsageError.
+    """Parse a size, in bytes. Raises UsageError.
 
     >>> read_bytes("--model-bytes", "100MB")
     100000000.0
@@ -30,7 +30,7 @@ def read_bytes(name: str, text: str) -> float:
 
 
 def read_rate(name: str, text: str) -> float:
-    """A rate, in bytes per second; "/s" may be written. Raises UsageError.
+    """Parse a rate, in bytes per second; "/s" is optional. Raises UsageError.
 
     >>> read_rate("--bandwidth", "10Gbit/s")
     1250000000.0

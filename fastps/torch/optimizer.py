@@ -84,7 +84,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
         on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
         server: who takes the turns: the "workers" that wait, or a "process" of its own that worker 0 starts; default: the
-            environment's FASTPS_SERVER, else "workers" (docs/architecture/decisions/013-optional-server.md says when it is worth it).
+            environment's FASTPS_SERVER, else "workers" (docs/architecture/decisions/013-optional-server.md says when it is
+            worth it).
         checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
             environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
         resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.

@@ -1,8 +1,7 @@
-"""A trace on disk: what a recorded run did, step by step and push by push. One file: a JSON header, then two tables of lines.
+"""The trace file of a recorded run: a JSON header, then a table of steps and a table of pushes.
 
 Layout, all little endian: the 16 bytes of `MAGIC`; uint64: bytes of the header; the header in JSON, padded with spaces to a
-multiple of 64 bytes; the tables one after the other, each as `header["tables"]` says. numpy reads them without a copy. Refuses
-to know how lines come about (recording.py) and what they mean together (trace_check.py, trace_summary.py, replay.py).
+multiple of 64 bytes; the tables one after the other, each as described in `header["tables"]`. numpy reads them without a copy.
 """
 
 import json
@@ -21,18 +20,18 @@ MAGIC = b"fastps-trace-v1\n"
 _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 26
 
-# One step of one worker. Times in ns on the machine's monotonic clock, durations in ns.
+# A record of one step of one worker. Times are in ns on the machine's monotonic clock, durations in ns.
 STEP_DTYPE = np.dtype(
     [
-        ("begin_ns", "<i8"),  # the weights are there: computing begins
-        ("computed_ns", "<i8"),  # the gradient is there: the push begins
+        ("begin_ns", "<i8"),  # weights arrived, computing begins
+        ("computed_ns", "<i8"),  # gradient ready, the push begins
         ("posted_ns", "<i8"),  # its descriptor is posted
-        ("pushed_ns", "<i8"),  # the push has returned; with overlap before it is posted
+        ("pushed_ns", "<i8"),  # the push returned; with overlap before its post
         ("granted_ns", "<i8"),  # the next step is granted
-        ("end_ns", "<i8"),  # the next weights are there
-        ("cpu_ns", "<i8"),  # of the worker's thread while it computed
-        ("queue_ns", "<i8"),  # time in which that thread could have run but had no core; -1: unknown
-        ("store_cpu_ns", "<i8"),  # of the worker's thread from computed_ns to end_ns
+        ("end_ns", "<i8"),  # the next weights arrived
+        ("cpu_ns", "<i8"),  # processor time of the worker's thread while it computed
+        ("queue_ns", "<i8"),  # time in which that thread was runnable but had no core; -1: unknown
+        ("store_cpu_ns", "<i8"),  # processor time of the worker's thread from computed_ns to end_ns
         ("push_transfer_ns", "<i8"),  # injected transfers (transfers.py), waiting for the link included
         ("pull_transfer_ns", "<i8"),
         ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
@@ -44,13 +43,13 @@ STEP_DTYPE = np.dtype(
     ]
 )
 
-# What became of one push in one shard.
+# A record of one push's outcome in one shard.
 PUSH_DTYPE = np.dtype(
     [
         ("position", "<i8"),  # of the worker's descriptors, from 0
         ("step", "<i8"),
         ("read_version", "<i8"),  # newest version of any shard that the gradient was computed with
-        ("version", "<i8"),  # folded: that it is part of; dropped: that it came too late for; undecided: -1
+        ("version", "<i8"),  # folded: the version it is part of; dropped: the version it was too late for; undecided: -1
         ("decided_ns", "<i8"),  # time of the event that decided; undecided: -1
         ("staleness", "<i4"),  # folded: versions of this shard between read and fold
         ("worker", "<i2"),
@@ -66,7 +65,7 @@ Lines = npt.NDArray[np.void]
 
 
 class TraceError(Error, ValueError):
-    """A file that is no trace, or a damaged one."""
+    """A file is not a trace, is damaged, or cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Trace:
 
     Attributes:
         header: what recording.py says of the job; "sync", "workers", "shards" and more.
-        steps: lines of STEP_DTYPE, by worker, then step.
-        pushes: lines of PUSH_DTYPE, by worker, then position, then shard.
+        steps: records of STEP_DTYPE, by worker, then step.
+        pushes: records of PUSH_DTYPE, by worker, then position, then shard.
     """
 
     header: Mapping[str, Any]
@@ -89,13 +88,13 @@ class Trace:
         return int(self.header["workers"])
 
     def steps_of(self, worker: int) -> Lines:
-        """One worker's steps."""
+        """Return one worker's steps."""
         found: Lines = self.steps[self.steps["worker"] == worker]
         return found
 
 
 def write(trace: Trace, file: Path) -> None:
-    """Write a trace: the file is there whole, or as it was before. Raises TraceError."""
+    """Write a trace atomically. Raises TraceError."""
     tables = {"steps": trace.steps, "pushes": trace.pushes}
     described = {name: {"lines": len(lines), "dtype": _described(_DTYPES[name])} for name, lines in tables.items()}
     text = json.dumps({**trace.header, "tables": described}).encode()
@@ -115,7 +114,7 @@ def write(trace: Trace, file: Path) -> None:
 
 
 def read(file: Path) -> Trace:
-    """Read what `write` wrote. Raises TraceError, saying what is wrong with the file."""
+    """Read a trace file. Raises TraceError, which says what is wrong with the file."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -133,7 +132,7 @@ def read(file: Path) -> Trace:
         for name, dtype in _DTYPES.items():
             described = header["tables"][name]
             if described["dtype"] != _described(dtype):
-                raise ValueError(f"lines of another layout in {name!r}")
+                raise ValueError(f"records of another layout in {name!r}")
             count = int(described["lines"])
             tables[name] = np.frombuffer(data, dtype, count, offset)
             offset += count * dtype.itemsize
@@ -146,7 +145,7 @@ def read(file: Path) -> Trace:
 
 
 def _check_header(trace: Trace) -> None:
-    """What readers rely on: numbers of workers and shards, and no line of another."""
+    """Check what readers rely on: the numbers of workers and shards, and records of these only."""
     workers, shards = int(trace.header["workers"]), int(trace.header["shards"])
     if not (1 <= workers <= 1 << 15 and 1 <= shards <= 1 << 15):
         raise ValueError(f"{workers} workers and {shards} shards")
@@ -159,7 +158,7 @@ def _check_header(trace: Trace) -> None:
         (trace.pushes, "shard", shards),
     ):
         if len(lines) and not (int(lines[name].min()) >= 0 and int(lines[name].max()) < most):
-            raise ValueError(f"a line of {name} {int(lines[name].max())} of {most}")
+            raise ValueError(f"a record of {name} {int(lines[name].max())} of {most}")
 
 
 def _described(dtype: "np.dtype[np.void]") -> list[list[str]]:

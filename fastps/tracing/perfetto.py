@@ -1,8 +1,8 @@
-"""A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open. Refuses to summarize.
+"""Export of a trace as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
-Trace Event Format (Google, 2016): complete events "X" for what a worker does, instant events "i" for drops, "X" of no length
-for updates, flows "s" and "f" from a push to the update that it is part of, counters "C" for staleness. Times are in
-microseconds from the first step's beginning.
+Trace Event Format (Google, 2016): complete events "X" for a worker's activities, instant events "i" for drops, "X" of length 0
+for updates, flows "s" and "f" from a push to its update, counters "C" for staleness. Times are in microseconds from the first
+step's beginning.
 """
 
 import json
@@ -19,7 +19,7 @@ _WORKERS, _SHARDS = 1, 2  # the two "processes"
 
 
 def events(trace: Trace) -> Iterator[Event]:
-    """The events, names first, and each track's in order of time."""
+    """Yield the events: names first, then each track's events in order of time."""
     yield from _names(trace)
     if not len(trace.steps):
         return
@@ -31,7 +31,7 @@ def events(trace: Trace) -> Iterator[Event]:
 
 
 def save(trace: Trace, file: Path) -> int:
-    """Write the events as JSON; returns how many there are. Raises TraceError."""
+    """Write the events as JSON and return their number. Raises TraceError."""
     found = list(events(trace))
     document = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"sync": trace.header["sync"]}}
     try:
@@ -52,14 +52,16 @@ def _names(trace: Trace) -> Iterator[Event]:
 
 
 def _worker_events(trace: Trace, worker: int, origin_ns: int) -> Iterator[Event]:
-    for line in trace.steps_of(worker):
-        step, read = int(line["step"]), int(line["read_version"])
-        cpu = {"cpu_ms": int(line["cpu_ns"]) / 1e6, "queue_ms": int(line["queue_ns"]) / 1e6}
-        yield _span("compute", worker, line["begin_ns"], line["computed_ns"], origin_ns, step=step, read_version=read, **cpu)
-        yield _span("push", worker, line["computed_ns"], line["pushed_ns"], origin_ns, step=step)
-        if line["end_ns"]:
-            yield _span("wait", worker, line["pushed_ns"], line["granted_ns"], origin_ns, step=step)
-            yield _span("pull", worker, line["granted_ns"], line["end_ns"], origin_ns, step=step)
+    for record in trace.steps_of(worker):
+        step, read = int(record["step"]), int(record["read_version"])
+        cpu = {"cpu_ms": int(record["cpu_ns"]) / 1e6, "queue_ms": int(record["queue_ns"]) / 1e6}
+        yield _span(
+            "compute", worker, record["begin_ns"], record["computed_ns"], origin_ns, step=step, read_version=read, **cpu
+        )
+        yield _span("push", worker, record["computed_ns"], record["pushed_ns"], origin_ns, step=step)
+        if record["end_ns"]:
+            yield _span("wait", worker, record["pushed_ns"], record["granted_ns"], origin_ns, step=step)
+            yield _span("pull", worker, record["granted_ns"], record["end_ns"], origin_ns, step=step)
 
 
 def _span(name: str, worker: int, begin_ns: Any, end_ns: Any, origin_ns: int, **arguments: Any) -> Event:
@@ -77,15 +79,15 @@ def _span(name: str, worker: int, begin_ns: Any, end_ns: Any, origin_ns: int, **
 
 
 def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
-    lines = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
+    records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
     last_version = -1
     steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
-    for line in lines[np.argsort(lines["decided_ns"], kind="stable")]:
-        worker, step, version = int(line["worker"]), int(line["step"]), int(line["version"])
-        decided_us = (int(line["decided_ns"]) - origin_ns) / 1e3
+    for record in records[np.argsort(records["decided_ns"], kind="stable")]:
+        worker, step, version = int(record["worker"]), int(record["step"]), int(record["version"])
+        decided_us = (int(record["decided_ns"]) - origin_ns) / 1e3
         here = {"cat": "shard", "pid": _SHARDS, "tid": shard, "ts": decided_us}
-        if line["fate"] != FOLDED:
-            arguments = {"worker": worker, "step": step, "fate": FATES[int(line["fate"])]}
+        if record["fate"] != FOLDED:
+            arguments = {"worker": worker, "step": step, "fate": FATES[int(record["fate"])]}
             yield {"ph": "i", "s": "t", "name": f"drop of worker {worker}", **here, "args": arguments}
             continue
         if version != last_version:
@@ -99,7 +101,7 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
             flow = {"cat": "push", "name": "push", "id": number}
             yield {"ph": "s", "pid": _WORKERS, "tid": worker, "ts": begin_us, **flow}
             yield {"ph": "f", "bp": "e", "pid": _SHARDS, "tid": shard, "ts": decided_us, **flow}
-        staleness = {"staleness": int(line["staleness"])}
+        staleness = {"staleness": int(record["staleness"])}
         yield {
             "ph": "C",
             "name": f"staleness of shard {shard}",

@@ -1,8 +1,8 @@
-"""Recording: a job's workers write down what they do. `fastps.trace(FILE)` in a script, FASTPS_TRACE=FILE for a whole launch.
+"""Recording of a job's workers: `fastps.trace(FILE)` in a script, FASTPS_TRACE=FILE for a whole launch.
 
-A worker's own times come from its own clock; what became of its pushes it reads from its lane's ring of fates, which combiners
-write before the commit that makes them true (fps_push_outcome in kernels/shm/arena.h), so that no crash makes the ledger lie.
-Refuses to judge a trace, and to write for another worker.
+A worker's times come from its own clock. It reads the outcomes of its pushes from its lane's ring of outcomes, which the
+combiner writes before the commit that makes them true (fps_push_outcome), so that the push log is right after any crash. A
+recorder writes for its own worker only.
 """
 
 import os
@@ -21,17 +21,17 @@ from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Lines
 from fastps.tracing.parts import Part, folder_of, merge, numbered
 from fastps.version import __version__
 
-_LOAD_EVERY_NS = 100_000_000  # asking for the machine's load costs about 100 us
+_LOAD_EVERY_NS = 100_000_000  # reading the machine's load costs about 100 us
 
 
 class Spinning(Protocol):
-    """Who shares the cores."""
+    """The sharing of cores."""
 
     spins: int
 
 
 class Recorded(Protocol):
-    """What a recorder reads of the worker that it records."""
+    """The part of a worker that a recorder reads."""
 
     rank: int
     store: JobMemory
@@ -41,26 +41,26 @@ class Recorded(Protocol):
 
     @property
     def posts(self) -> int:
-        """Pushes so far."""
+        """Number of pushes so far."""
 
     @property
     def cores(self) -> Spinning:
-        """Whether waiting workers spin."""
+        """Tells whether waiting workers spin."""
 
 
 class Recording:
-    """A trace that is being recorded; made by `fastps.trace`. Also a context manager that ends it.
+    """A trace in progress, made by `fastps.trace`. It is also a context manager that ends the recording.
 
-    The first job that this process joins is recorded into `file`, further ones into files with a number before the suffix.
+    The first job that this process joins is recorded in `file`, later jobs in files with a number before the suffix.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._files: dict[str, Path] = {}
-        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # those that ended are not kept, nor their memory
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # weak: ended recorders free their memory
 
     def recorder(self, worker: Recorded) -> "Recorder":
-        """What this worker shall write to."""
+        """Make this worker's recorder."""
         job = worker.store.job
         if job not in self._files:
             self._files[job] = numbered(self.file, len(self._files))
@@ -69,7 +69,7 @@ class Recording:
         return recorder
 
     def close(self) -> None:
-        """End the recording: workers that still run are recorded no more. May be called twice."""
+        """End the recording, also of workers that still run. Idempotent."""
         global _current
         if _current is self:
             _current = None
@@ -90,12 +90,12 @@ _current: Recording | None = None
 
 
 def trace(file: str | Path) -> Recording:
-    """Record what this process's workers do into a trace, for `fastps trace` and `fastps advise`.
+    """Record this process's workers in a trace, for `fastps trace` and `fastps advise`.
 
-    Call it before the optimizer (or worker) is made, in every worker's process with the same file; or use it as a context
-    manager around the training. The file is written when the last of the job's workers ends, whole or not at all; until then
-    lines lie in a folder beside it. Recording costs some tens of microseconds a step. Raises TraceError when a worker begins,
-    or later, if the lines cannot be written.
+    Call it before making the optimizer (or worker), in every worker's process with the same file; or use it as a context
+    manager around the training. The file is written atomically when the last of the job's workers ends; until then a folder
+    beside it holds the records. Recording costs some tens of microseconds a step. Raises TraceError when a worker begins, or
+    later, if records cannot be written.
 
     >>> import tempfile
     >>> import numpy as np
@@ -113,7 +113,7 @@ def trace(file: str | Path) -> Recording:
 
 
 def recorder_for(worker: Recorded) -> "Recorder | None":
-    """What a worker that begins shall write to: None unless this process records."""
+    """Make the recorder of a worker that begins, or return None if this process does not record."""
     global _current
     file = os.environ.get(TRACE_VARIABLE)
     if _current is None and file:
@@ -122,20 +122,20 @@ def recorder_for(worker: Recorded) -> "Recorder | None":
 
 
 def keep(worker: Recorded) -> "Recorder":
-    """Let the lines of a worker's steps be kept in memory, whether it is recorded or not."""
+    """Keep the records of a worker's steps in memory, also without a trace."""
     recorder = worker.recorder = worker.recorder or Recorder(worker, None)
     recorder.kept = []
     return recorder
 
 
 class Recorder:
-    """One worker's lines. Its methods are called by the worker, in a step's order: computed, posted, pushed, granted, pulled.
+    """One worker's recorder. The worker calls its methods in a step's order: computed, posted, pushed, granted, pulled.
 
-    `posted` may be called by the push thread, and late; a line is written when the step's push is decided in every shard.
+    The push thread may call `posted`, and late. A record is written once the step's push is decided in every shard.
     """
 
     def __init__(self, worker: Recorded, file: Path | None) -> None:
-        self.kept: list[tuple[Any, ...]] | None = None  # lines of steps that are wanted in memory, too
+        self.kept: list[tuple[Any, ...]] | None = None  # records of steps kept in memory
         self._worker = worker
         self._file = file
         self._folder = folder_of(file, worker.store.job) if file is not None else None
@@ -145,7 +145,9 @@ class Recorder:
         if self._folder is not None:
             self._part = Part(self._folder, worker.rank, {"job": job_note(worker), "began_ns": self._clock.now_ns()})
         self._ended = False
-        self._open: dict[int, _Step] = {}  # by step, in order; the push thread looks one up while others come and go
+        self._open: dict[
+            int, _Step
+        ] = {}  # by step, in order; the push thread reads one while the worker adds and removes others
         self._step: _Step | None = None
         self._load: tuple[_Load, _Load] | None = None
         self._arena.record()
@@ -159,7 +161,7 @@ class Recorder:
         )
 
     def computed(self, now_ns: int, position: int, step: int, read_version: int, samples: int, null: bool) -> None:
-        """The worker begins to push the gradient of a step."""
+        """Record that the worker begins to push a step's gradient."""
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
         entry = self._step = _Step()
         entry.begin_ns, entry.computed_ns, entry.pushed_ns = self._begin_ns, now_ns, now_ns
@@ -173,23 +175,23 @@ class Recorder:
             self._load = (self._load[0] if self._load is not None else load, load)
 
     def posted(self, step: int, now_ns: int, transfer_ns: int) -> None:
-        """The step's descriptor is about to be posted, after a transfer that took so long."""
+        """Record that the step's descriptor is about to be posted, after an injected transfer."""
         entry = self._open.get(step)
         if entry is not None:
             entry.posted_ns, entry.push_transfer_ns = now_ns, transfer_ns
 
     def pushed(self, now_ns: int) -> None:
-        """The worker's part of the push is over."""
+        """Record that the push has returned."""
         if self._step is not None:
             self._step.pushed_ns = now_ns
 
     def granted(self, now_ns: int) -> None:
-        """The next step is granted."""
+        """Record the grant of the next step."""
         if self._step is not None:
             self._step.granted_ns = now_ns
 
     def pulled(self, transfer_ns: int) -> None:
-        """The newest weights are there, after a transfer that took so long: the next step begins."""
+        """Record the arrival of weights, after an injected transfer: the next step begins."""
         now_ns = self._clock.now_ns()
         self._begin(now_ns)
         entry = self._step
@@ -201,7 +203,7 @@ class Recorder:
         self._collect()
 
     def _collect(self) -> None:
-        """Write the lines of all steps whose pushes every shard is done with."""
+        """Write the records of all steps whose pushes every shard has processed."""
         if not self._open:
             return
         done = self._worker.lane.done()
@@ -212,7 +214,7 @@ class Recorder:
 
     def _write(self, entry: "_Step") -> None:
         rank, position = self._worker.rank, entry.position
-        line = (
+        record = (
             entry.begin_ns,
             entry.computed_ns,
             entry.posted_ns,
@@ -232,10 +234,10 @@ class Recorder:
             1,
         )
         if self.kept is not None:
-            self.kept.append(line)
+            self.kept.append(record)
         if self._part is None:
             return
-        self._part.steps.append(line)
+        self._part.steps.append(record)
         for shard in range(self._arena.shards):
             fates = self._arena.push_outcomes(rank, shard, position, position + 1)
             kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
@@ -247,7 +249,7 @@ class Recorder:
             )
 
     def finish(self, failure: str | None = None) -> None:
-        """The worker ends, or its recording: write what is left, and merge the trace if this was the last."""
+        """Write the remaining records, at the end of the worker or of its recording; merge_if_last merges the parts."""
         if self._ended:
             return
         self._ended = True
@@ -261,18 +263,18 @@ class Recorder:
             self._part.finish(posted=self._worker.posts, transfer_ns=transfer_ns, failure=failure, load=self.load())
 
     def load(self) -> dict[str, int]:
-        """What was spent on cores while this worker was at work: `_Load`, from the first to the latest look."""
+        """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""
         before, after = self._load or (_Load(0, 0, 0, 0), _Load(0, 0, 0, 0))
         return {name: getattr(after, name) - getattr(before, name) for name in _Load.__slots__}
 
     def end_keeping(self) -> None:
-        """No lines are wanted in memory any more; a recorder that was made for that alone ends."""
+        """Stop keeping records in memory; a recorder without a trace ends."""
         self.kept = None
         if self._part is None:
             self.finish()
 
     def merge_if_last(self) -> None:
-        """After `finish`: whoever finds that all workers have, or that nobody else will, writes the trace."""
+        """Write the trace, after `finish`, if all workers have finished or no other worker is left to finish."""
         if self._folder is None or self._file is None:
             return
         merge(self._folder, self._file, self._is_last, self._arena_says, lambda pushes: settle(self._arena, pushes))
@@ -282,7 +284,7 @@ class Recorder:
         return bool(notes) and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run)
 
     def _arena_says(self) -> dict[str, Any]:
-        """What was committed, counted by the combiners themselves: to compare the lines with."""
+        """Return the combiners' own counts of commits, for comparison with the records."""
         counters = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
         return {
             "committed": {
@@ -294,7 +296,7 @@ class Recorder:
 
 
 def settle(arena: Arena, pushes: Lines) -> None:
-    """Look again for what became of pushes that were undecided when their worker ended: another one decided later."""
+    """Complete the outcomes of pushes that other workers decided after their own worker's end."""
     for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
         line = pushes[index]
         position = int(line["position"])
@@ -306,7 +308,7 @@ def settle(arena: Arena, pushes: Lines) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Processor time that was spent by a moment, in ns: by everybody on the machine, this process, the worker's thread."""
+    """Processor time spent up to a moment, in ns: by the whole machine, this process, and the worker's thread."""
 
     now_ns: int
     machine_ns: int
@@ -315,7 +317,7 @@ class _Load:
 
 
 class _Step:
-    """A step in the making; the names are STEP_DTYPE's."""
+    """An unfinished step; the names are those of STEP_DTYPE."""
 
     __slots__ = (
         "begin_ns",
@@ -349,13 +351,13 @@ class _Step:
     step: int
 
     def __init__(self) -> None:
-        # A step that was cut short keeps these: 0 is no time of this clock's.
+        # An interrupted step keeps these: the clock never returns 0.
         self.posted_ns = self.granted_ns = self.end_ns = 0
         self.store_cpu_ns = self.push_transfer_ns = self.pull_transfer_ns = 0
 
 
 def job_note(worker: Recorded) -> dict[str, Any]:
-    """What all workers of a job say alike."""
+    """Return the facts about the job, which all workers' notes share."""
     layout = worker.store.layout
     return {
         "version": __version__,

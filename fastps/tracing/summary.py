@@ -1,4 +1,4 @@
-"""What a trace says in short: a row a worker, and one of the whole run. Refuses to judge (trace_check.py) and to predict."""
+"""Summaries of a trace: a row for each worker, and one for the whole run."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ Row = dict[str, Any]
 
 
 def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
-    """What each step waited without wanting a core.
+    """Return the time that each step waited without needing a core.
 
-    Where the machine does not tell how long threads waited for a core, the worker that lost the smallest share of its time is
-    taken to have lost it to the cores alone, and the others as much for the processor time that they used.
+    If the machine does not tell how long threads waited for a core, the worker with the smallest share of lost time is assumed
+    to have lost it to the cores alone, and the others the same amount per processor time.
     """
     lost_ns = (steps["computed_ns"] - steps["begin_ns"] - steps["cpu_ns"]).astype(np.float64)
     if (steps["queue_ns"] >= 0).all():
@@ -28,12 +28,12 @@ def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
 
 
 def span_ns(trace: Trace) -> int:
-    """From the first step's beginning to the last push."""
+    """Return the time from the first step's beginning to the last push."""
     return int(trace.steps["computed_ns"].max() - trace.steps["begin_ns"].min()) if len(trace.steps) else 0
 
 
 def summary_row(trace: Trace) -> Row:
-    """The whole run: speed, staleness, waiting, drops."""
+    """Summarize the whole run: speed, staleness, waiting, drops."""
     seconds = span_ns(trace) / 1e9
     steps = len(trace.steps)
     folded = trace.pushes[trace.pushes["fate"] == FOLDED]
@@ -58,7 +58,7 @@ def summary_row(trace: Trace) -> Row:
 
 
 def worker_rows(trace: Trace) -> list[Row]:
-    """A row a worker: where its steps' time went, in ms, and what became of its pushes."""
+    """Return a row for each worker: the time of its steps' parts, in ms, and the outcomes of its pushes."""
     return [_worker_row(trace, worker) for worker in range(trace.workers)]
 
 
@@ -87,7 +87,7 @@ def _worker_row(trace: Trace, worker: int) -> Row:
 
 
 def _waiting(steps: Lines) -> tuple[int, int]:
-    """The time that a worker neither computed nor pushed nor pulled, and all its time, in ns."""
+    """Return the time in which a worker neither computed nor pushed nor pulled, and its total time, in ns."""
     whole = steps[steps["end_ns"] > 0]
     if not len(whole):
         return 0, 0

@@ -1,10 +1,10 @@
-/* The limit: the plain loop that a C programmer would write for one rule and one number of gradients, into fresh buffers.
+/* The roofline: the plain loop a C programmer would write for one rule and one number of gradients, into fresh buffers.
  *
- * With normal stores it is a loop that the compiler makes vectors of; with streaming stores the same arithmetic, vector by
- * vector. What it refuses to be: right to the bit (sums and products may be contracted), or of use to the store. It is what
- * `fastps bench` compares with. Buffers begin on a cache line, and so does `first`. */
-#ifndef FPS_LIMIT_H
-#define FPS_LIMIT_H
+ * With normal stores it is a loop that the compiler vectorizes; with non-temporal stores it is the same arithmetic, vector by
+ * vector. `fastps bench` compares the fold with it. Results are not right to the bit: the compiler may contract sums and
+ * products. Buffers begin on a cache line, and so does `first`. */
+#ifndef FPS_ROOFLINE_H
+#define FPS_ROOFLINE_H
 
 #include <math.h>
 #include <stdint.h>
@@ -12,21 +12,22 @@
 #include <immintrin.h>
 #endif
 
-#define FPS_LIMIT_GRADIENTS 16
+#define FPS_ROOFLINE_UNROLLED 16 /* the most gradients that have a loop of their own */
+#define FPS_ROOFLINE_BLOCK 2048  /* floats of one partial sum, where there is no such loop: it stays in the first-level cache */
 
-/* What a rule reads and writes; SGD uses the first plane of state, Adam both. */
+/* What a rule reads and writes; SGD uses the first optimizer-state tensor, Adam both. */
 typedef struct {
-    const float *gradients[FPS_LIMIT_GRADIENTS];
+    const float *const *gradients;
     const float *weights_in, *mean_in, *square_in;
     float *weights_out, *mean_out, *square_out;
     float minus_rate, momentum, beta2, root_correction2, epsilon;
-} fps_limit_job;
+} fps_roofline_job;
 
 #if defined(__x86_64__)
 #define FPS_VECTOR __m128
 #define FPS_STORE_STREAMING(address, value) _mm_stream_ps(address, value)
 #define FPS_ROOT(value) _mm_sqrt_ps(value)
-#define FPS_DRAIN() _mm_sfence() /* streamed stores must have left before the clock is read */
+#define FPS_DRAIN() _mm_sfence() /* non-temporal stores must leave the core before the clock is read */
 #else
 typedef float fps_vector __attribute__((vector_size(16)));
 #define FPS_VECTOR fps_vector
@@ -74,8 +75,8 @@ typedef float fps_vector __attribute__((vector_size(16)));
 #pragma GCC pop_options
 #endif
 
-/* The floats [first, last) of the job, with the widest instructions that the machine has. */
-static void fps_limit_run(const fps_limit_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming) {
+/* Run the floats [first, last) of the job with the widest instructions of this machine. */
+static void fps_roofline_run(const fps_roofline_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma"))

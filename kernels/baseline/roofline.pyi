@@ -3,7 +3,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-COUNTS: tuple[int, ...]
 LINE: int
 
 class Loop:
@@ -22,4 +21,4 @@ class Loop:
     ) -> None: ...
     def run(self, first: int, last: int, streaming: bool, times: int = 1, back: Loop | None = None) -> None: ...
 
-def spin(memory: Any, first: bool, count: int, patience: int = ...) -> None: ...
+def spin(memory: Any, first: bool, count: int, polls: int = ...) -> None: ...

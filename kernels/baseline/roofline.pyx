@@ -1,17 +1,18 @@
-"""What the machine allows: the plain C loops and the plain shared word that `fastps bench` compares fastps with.
+"""The roofline of this machine: the plain C loops and the plain shared word that `fastps bench` compares fastps with.
 
-Nothing of fastps calls this. What it refuses to be: part of the store, or right to the bit.
+The store does not use them, and their results are not right to the bit.
 """
 
 from libc.math cimport pow, sqrt
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_pause, fps_tail_acquire, fps_tail_release
 
 cdef extern from "baseline/roofline.h" nogil:
-    ctypedef struct fps_limit_job:
-        const float *gradients[16]
+    ctypedef struct fps_roofline_job:
+        const float *const *gradients
         const float *weights_in
         const float *mean_in
         const float *square_in
@@ -24,9 +25,8 @@ cdef extern from "baseline/roofline.h" nogil:
         float root_correction2
         float epsilon
 
-    void fps_limit_run(const fps_limit_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming)
+    void fps_roofline_run(const fps_roofline_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming)
 
-COUNTS = (1, 2, 3, 4, 8, 16)  # numbers of gradients that have a loop of their own
 cdef enum:
     LINE_BYTES = 64
 LINE = LINE_BYTES
@@ -38,7 +38,8 @@ cdef class Loop:
     Reads weights (float32[n]) and state (float32[1 or 2, n]), writes weights_out and state_out; all begin on cache lines.
     """
 
-    cdef fps_limit_job job
+    cdef fps_roofline_job job
+    cdef const float **gradients
     cdef bint is_adam
     cdef int count
     cdef int64_t length
@@ -49,16 +50,20 @@ cdef class Loop:
                   double beta2=0.0, double epsilon=0.0):
         cdef const float[::1] gradient
         cdef int index
-        if len(gradients) not in COUNTS:
-            raise ValueError(f"expected {', '.join(str(count) for count in COUNTS)} gradients, found {len(gradients)}")
         self.is_adam = state.shape[0] == 2
+        if not gradients or (self.is_adam and len(gradients) > 1):
+            raise ValueError(f"expected {'one gradient' if self.is_adam else 'at least one gradient'}, found {len(gradients)}")
         self.count = len(gradients)
         self.length = weights.shape[0]
         self.keep = [gradients, weights, state, weights_out, state_out]
         memset(&self.job, 0, sizeof(self.job))
+        self.gradients = <const float **> calloc(len(gradients), sizeof(self.gradients[0]))
+        if self.gradients == NULL:
+            raise MemoryError("expected memory for the gradients' addresses, found none")
+        self.job.gradients = self.gradients
         for index, values in enumerate(gradients):
             gradient = values
-            self.job.gradients[index] = &gradient[0]
+            self.gradients[index] = &gradient[0]
             _check(gradient.shape[0], self.length, <uintptr_t> &gradient[0])
         _check(state.shape[1], self.length, <uintptr_t> &state[0, 0])
         _check(weights_out.shape[0], self.length, <uintptr_t> &weights_out[0])
@@ -77,20 +82,23 @@ cdef class Loop:
         self.job.root_correction2 = sqrt(1 - pow(beta2, 1))
         self.job.epsilon = epsilon
 
-    def run(self, int64_t first, int64_t last, bint streaming, int64_t times=1, Loop back=None):
-        """The floats [first, last), `times` times over, with streaming or normal stores. Releases the GIL.
+    def __dealloc__(self):
+        free(self.gradients)
 
-        Every second time it is the loop `back`, which may read what this one writes, and write what it reads.
+    def run(self, int64_t first, int64_t last, bint streaming, int64_t times=1, Loop back=None):
+        """Run the floats [first, last) `times` times, with non-temporal (`streaming`) or normal stores. Releases the GIL.
+
+        Every second pass is the loop `back`, which may read what this one writes and write what it reads.
         """
-        cdef const fps_limit_job *other = &(self if back is None else back).job
+        cdef const fps_roofline_job *other = &(self if back is None else back).job
         cdef int64_t time
         if back is not None and (back.is_adam, back.count, back.length) != (self.is_adam, self.count, self.length):
-            raise ValueError("expected a way back with the same rule, number of gradients and length, found another")
+            raise ValueError("expected a loop back with the same rule, number of gradients and length, found another")
         if not 0 <= first <= last <= self.length or first % 16:
             raise ValueError(f"expected a range within {self.length} floats from a multiple of 16, found {first} to {last}")
         with nogil:
             for time in range(times):
-                fps_limit_run(other if time % 2 else &self.job, self.is_adam, self.count, first, last, streaming)
+                fps_roofline_run(other if time % 2 else &self.job, self.is_adam, self.count, first, last, streaming)
 
 
 cdef int _check(int64_t length, int64_t expected, uintptr_t address) except -1:
@@ -99,10 +107,10 @@ cdef int _check(int64_t length, int64_t expected, uintptr_t address) except -1:
     return 0
 
 
-def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t patience=2_000_000_000):
-    """Two processes hand a number to and fro through two cache lines, `count` times: what no lane can be faster than.
+def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t polls=2_000_000_000):
+    """Pass a number back and forth between two processes through two cache lines, `count` times: no lane can be faster.
 
-    `memory` is 128 shared bytes, zero at the start; one process is `first`. Raises TimeoutError after `patience` looks.
+    `memory` is 128 shared bytes, zero at the start; one process is `first`. Raises TimeoutError after `polls` polls.
     """
     cdef uint64_t *mine
     cdef uint64_t *theirs
@@ -118,12 +126,12 @@ def spin(unsigned char[::1] memory not None, bint first, uint64_t count, int64_t
             if first:
                 fps_tail_release(mine, i)
             tries = 0
-            while fps_tail_acquire(theirs) != i and tries <= patience:
+            while fps_tail_acquire(theirs) != i and tries <= polls:
                 tries += 1
                 fps_pause()
-            if tries > patience:
+            if tries > polls:
                 break
             if not first:
                 fps_tail_release(mine, i)
-    if tries > patience:
-        raise TimeoutError(f"expected an answer within {patience} looks, found none")
+    if tries > polls:
+        raise TimeoutError(f"expected an answer within {polls} polls, found none")

@@ -1,17 +1,19 @@
-/* The loops of limit.h, compiled once for each instruction set: the includer defines FPS_ISA(name) and the vector's words.
+/* The roofline's loops, compiled once for each instruction set: the includer defines FPS_ISA(name), FPS_VECTOR and its
+ * operations.
  *
- * Each function is inlined with constants for the number of gradients, so that each call is a loop without a branch. */
+ * The number of gradients is a constant of each inlined call, so that the loop has no branch. For a number without a loop of
+ * its own, partial sums of one block at a time stand for one gradient. */
 
 #define FPS_WIDTH ((int64_t)(sizeof(FPS_VECTOR) / sizeof(float)))
 #define FPS_AT(pointer, i) (*(const FPS_VECTOR *)((pointer) + (i)))
-#define FPS_LINE_VECTORS (16 / FPS_WIDTH) /* streamed lines leave the core whole where they are written one after the other */
+#define FPS_LINE_VECTORS (16 / FPS_WIDTH) /* non-temporal stores combine into whole lines when they are adjacent */
 
 /* SGD with momentum, a float at a time. */
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_plain)(const fps_limit_job *job, int64_t first, int64_t last,
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_plain)(const fps_roofline_job *job, int64_t first, int64_t last,
                                                                      const int count) {
     const float *weights = job->weights_in, *mean = job->mean_in;
     float *restrict weights_out = job->weights_out, *restrict mean_out = job->mean_out;
-    const float *gradients[FPS_LIMIT_GRADIENTS];
+    const float *gradients[FPS_ROOFLINE_UNROLLED];
     const float momentum = job->momentum, minus_rate = job->minus_rate;
     for (int k = 0; k < count; k++) gradients[k] = job->gradients[k];
 #pragma GCC ivdep
@@ -30,7 +32,8 @@ static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *li
     for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) FPS_STORE_STREAMING(line + j * FPS_WIDTH, values[j]);
 }
 
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_limit_job *job, int64_t first, int64_t last,
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_roofline_job *job, int64_t first, int64_t
+last,
                                                                          const int count) {
     const FPS_VECTOR none = {0}, momentum = none + job->momentum, minus_rate = none + job->minus_rate;
     int64_t i = first;
@@ -51,7 +54,7 @@ static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const f
 }
 
 /* Adam on one gradient. */
-static void FPS_ISA(adam_plain)(const fps_limit_job *job, int64_t first, int64_t last) {
+static void FPS_ISA(adam_plain)(const fps_roofline_job *job, int64_t first, int64_t last) {
     const float *gradient = job->gradients[0], *weights = job->weights_in, *mean = job->mean_in, *square = job->square_in;
     float *restrict weights_out = job->weights_out, *restrict mean_out = job->mean_out, *restrict square_out = job->square_out;
     const float fraction = 1 - job->momentum, beta2 = job->beta2, root_correction2 = job->root_correction2;
@@ -66,7 +69,7 @@ static void FPS_ISA(adam_plain)(const fps_limit_job *job, int64_t first, int64_t
     }
 }
 
-static void FPS_ISA(adam_streaming)(const fps_limit_job *job, int64_t first, int64_t last) {
+static void FPS_ISA(adam_streaming)(const fps_roofline_job *job, int64_t first, int64_t last) {
     const FPS_VECTOR none = {0}, fraction = none + (1 - job->momentum), beta2 = none + job->beta2;
     const FPS_VECTOR root_correction2 = none + job->root_correction2, epsilon = none + job->epsilon;
     const FPS_VECTOR minus_rate = none + job->minus_rate, rest2 = none + (1 - job->beta2);
@@ -89,7 +92,40 @@ static void FPS_ISA(adam_streaming)(const fps_limit_job *job, int64_t first, int
     FPS_ISA(adam_plain)(job, i, last);
 }
 
-static void FPS_ISA(run)(const fps_limit_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming) {
+/* Add `count` gradients, from float `first` on, to the partial sum. */
+static inline __attribute__((always_inline)) void FPS_ISA(add_to)(float *restrict sum, const float *const *gradients,
+                                                                  int64_t first, int64_t length, const int count) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; i++) {
+        float value = sum[i];
+#pragma GCC unroll 16
+        for (int k = 0; k < count; k++) value += gradients[k][first + i];
+        sum[i] = value;
+    }
+}
+
+/* SGD with momentum on any number of gradients. */
+static void FPS_ISA(sgd_blocks)(const fps_roofline_job *job, int64_t first, int64_t last, int count, int streaming) {
+    float sum[FPS_ROOFLINE_BLOCK] __attribute__((aligned(64)));
+    for (int64_t begin = first; begin < last; begin += FPS_ROOFLINE_BLOCK) {
+        const int64_t length = last - begin < FPS_ROOFLINE_BLOCK ? last - begin : FPS_ROOFLINE_BLOCK;
+        const float *const sums[1] = {sum};
+        fps_roofline_job block = *job;
+        int k = 0;
+        for (int64_t i = 0; i < length; i++) sum[i] = 0;
+        for (; k + 8 <= count; k += 8) FPS_ISA(add_to)(sum, job->gradients + k, begin, length, 8);
+        for (; k < count; k++) FPS_ISA(add_to)(sum, job->gradients + k, begin, length, 1);
+        block.gradients = sums;
+        block.weights_in += begin;
+        block.mean_in += begin;
+        block.weights_out += begin;
+        block.mean_out += begin;
+        if (streaming) FPS_ISA(sgd_streaming)(&block, 0, length, 1);
+        else FPS_ISA(sgd_plain)(&block, 0, length, 1);
+    }
+}
+
+static void FPS_ISA(run)(const fps_roofline_job *job, int is_adam, int count, int64_t first, int64_t last, int streaming) {
 #define FPS_SGD(number)                                                                                                  \
     case number:                                                                                                         \
         if (streaming) FPS_ISA(sgd_streaming)(job, first, last, number);                                                 \
@@ -107,6 +143,7 @@ static void FPS_ISA(run)(const fps_limit_job *job, int is_adam, int count, int64
         FPS_SGD(4);
         FPS_SGD(8);
         FPS_SGD(16);
+        default: FPS_ISA(sgd_blocks)(job, first, last, count, streaming);
     }
 #undef FPS_SGD
 }

@@ -1,6 +1,6 @@
 from fastps.kernels.scheduling.scheduler import Scheduler
 
-class Arrivals:
+class SchedulerLoad:
     @property
     def scheduler(self) -> Scheduler: ...
     @property

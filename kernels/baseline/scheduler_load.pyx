@@ -1,9 +1,8 @@
-"""Pushes that arrive in random order, played to a scheduler without Python in between: what a benchmark of decisions times.
+"""A scheduler's load for benchmarks of decisions: pushes in random order, played without Python in between.
 
-Any worker that may push is as likely to be next as any other, so that clocks come apart and memory is met in no order that a
-processor could guess. A few that have arrived stand in line, as descriptors do that are posted and not yet drained; the
-scheduler is told of them, and fetches what they need meanwhile. What it refuses to be: a simulator (no time passes but a fixed
-one from push to push), or fair to speeds.
+Every worker that may push is equally likely to be next, so that clocks drift apart and no processor can predict the memory
+accesses. A few pushes wait in a queue, like descriptors that are posted and not yet drained; the scheduler is told of them and
+prefetches their state. The load is no simulation: time advances by a constant from push to push, and workers have no speeds.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -24,22 +23,22 @@ from fastps.kernels.scheduling.scheduler cimport Scheduler
 cdef enum:
     STEP_NS = 1000   # from push to push
     SAMPLES = 32     # of a push whose grant carried no batch
-    LINE = 8         # pushes that stand in line, a power of two
-    DRAWN = 4        # numbers drawn before they are used, so that no time of this file's own memory is in a decision
-    SOON = 4         # of the line, pushes whose workers' neighbours are fetched, too
+    QUEUE = 8        # length of the queue, a power of two
+    DRAWN = 4        # numbers drawn before they are used, so that this module's own cache misses are not in a decision's time
+    SOON = 4         # leading pushes of the queue whose workers' neighbours are prefetched, too
 
-# A worker that may push, and the version of its last grant: the timestamp of its push, as a store's worker would send it.
+# A worker that may push, and the version of its last grant: its push's timestamp, as a store's worker sends it.
 cdef struct ready_t:
     int64_t read_version
     int32_t worker
 
 
-cdef class Arrivals:
-    """Random arrivals at `scheduler`, which nobody else may give events meanwhile; what is folded is not told.
+cdef class SchedulerLoad:
+    """Random pushes to `scheduler`, which must get no other events meanwhile.
 
     >>> from fastps.kernels.scheduling.scheduler import Scheduler
     >>> scheduler = Scheduler(4, fold="each", grant="at-once")
-    >>> Arrivals(scheduler).play(100)
+    >>> SchedulerLoad(scheduler).play(100)
     100
     >>> sum(scheduler.clock(worker) for worker in range(4))
     100
@@ -48,9 +47,9 @@ cdef class Arrivals:
     cdef readonly Scheduler scheduler
     cdef ready_t *ready
     cdef int32_t n_ready
-    cdef ready_t line[LINE]
-    cdef uint32_t line_begin
-    cdef uint32_t line_end
+    cdef ready_t queue[QUEUE]
+    cdef uint32_t queue_begin
+    cdef uint32_t queue_end
     cdef uint64_t random
     cdef uint64_t drawn[DRAWN]
     cdef uint32_t n_drawn
@@ -77,9 +76,9 @@ cdef class Arrivals:
         free(self.ready)
 
     def play(self, int64_t events):
-        """Play `events` pushes; timers that are due, or for which all wait, are fired before the next push.
+        """Play `events` pushes; timers that are due, or for which all workers wait, fire before the next push.
 
-        Returns the folds. Raises RuntimeError if nobody may push and no timer is set.
+        Returns the number of folds. Raises RuntimeError if no worker may push and no timer is set.
         """
         cdef int64_t played = 0, version = self.scheduler.state.version
         with nogil:
@@ -90,20 +89,20 @@ cdef class Arrivals:
         return self.scheduler.state.version - version
 
     cdef bint _play_next(self) noexcept nogil:
-        """One push by the first in line; False when there is none."""
+        """Play the first push of the queue; return False if the queue is empty."""
         cdef scheduler_t *state = self.scheduler.state
         cdef const ready_t *chosen
         cdef worker_t *w
         cdef int64_t samples = SAMPLES
         self.now_ns += STEP_NS
         self._fire_timers(state)
-        self._fill_line(state)
-        if self.line_begin == self.line_end:
+        self._fill_queue(state)
+        if self.queue_begin == self.queue_end:
             return False
-        if self.line_end - self.line_begin > SOON:
-            scheduler_expect(state, self.line[(self.line_begin + SOON) % LINE].worker, True)
-        chosen = &self.line[self.line_begin % LINE]
-        self.line_begin += 1
+        if self.queue_end - self.queue_begin > SOON:
+            scheduler_expect(state, self.queue[(self.queue_begin + SOON) % QUEUE].worker, True)
+        chosen = &self.queue[self.queue_begin % QUEUE]
+        self.queue_begin += 1
         w = &state_workers(state)[chosen.worker]
         state_begin(state)
         w.consumed += 1
@@ -115,9 +114,9 @@ cdef class Arrivals:
         return True
 
     cdef inline void _fire_timers(self, scheduler_t *state) noexcept nogil:
-        """All that are due, and if nobody may push those that come first."""
+        """Fire all due timers, and the next ones while no worker may push."""
         cdef int64_t due_ns = scheduler_due(state)
-        while due_ns != NEVER_NS and (due_ns <= self.now_ns or (self.n_ready == 0 and self.line_begin == self.line_end)):
+        while due_ns != NEVER_NS and (due_ns <= self.now_ns or (self.n_ready == 0 and self.queue_begin == self.queue_end)):
             self.now_ns = max(self.now_ns, due_ns)
             state_begin(state)
             scheduler_fire(state)
@@ -125,18 +124,18 @@ cdef class Arrivals:
             self._note_grants(state)
             due_ns = scheduler_due(state)
 
-    cdef inline void _fill_line(self, const scheduler_t *state) noexcept nogil:
+    cdef inline void _fill_queue(self, const scheduler_t *state) noexcept nogil:
         cdef int32_t index
-        while self.n_ready > 0 and self.line_end - self.line_begin < LINE:
+        while self.n_ready > 0 and self.queue_end - self.queue_begin < QUEUE:
             index = self._choose()
-            self.line[self.line_end % LINE] = self.ready[index]
+            self.queue[self.queue_end % QUEUE] = self.ready[index]
             scheduler_expect(state, self.ready[index].worker, False)
-            self.line_end += 1
+            self.queue_end += 1
             self.n_ready -= 1
             self.ready[index] = self.ready[self.n_ready]
 
     cdef inline uint64_t _draw(self) noexcept nogil:
-        """A number below 2^32 (splitmix64)."""
+        """Draw a number below 2^32 (SplitMix64)."""
         cdef uint64_t bits
         self.random += <uint64_t> 0x9E3779B97F4A7C15
         bits = self.random
@@ -145,7 +144,7 @@ cdef class Arrivals:
         return (bits ^ (bits >> 31)) >> 32
 
     cdef inline int32_t _choose(self) noexcept nogil:
-        """The place of a worker that may push, any of them; what will be chosen a few calls later is fetched."""
+        """Choose a random worker that may push, and prefetch a choice of a few calls later."""
         cdef uint64_t *drawn = &self.drawn[self.n_drawn % DRAWN]
         cdef int32_t place = <int32_t> ((drawn[0] * <uint64_t> self.n_ready) >> 32)
         drawn[0] = self._draw()
@@ -154,7 +153,7 @@ cdef class Arrivals:
         return place
 
     cdef inline void _note_grants(self, const scheduler_t *state) noexcept nogil:
-        """Whoever was granted by this event reads the newest version, and may push."""
+        """Let every worker that this event granted a step read the newest version and push."""
         cdef int32_t i, worker
         for i in range(state.n_dirty_workers):
             worker = state_dirty(state)[i]

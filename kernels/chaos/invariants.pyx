@@ -274,8 +274,8 @@ cdef class InvariantChecker:
         """Everyone has ended. Nothing is held, and the ledger is even: what the arena counts, too.
 
         `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to, or died
-        while they saw to it; they may hold a shard lock for ever, what they posted last may lie there, and the dead may still be
-        counted.
+        while they saw to it; they may hold a shard lock for ever, what they posted last may lie there, and the dead may still
+        be counted.
         """
         cdef int32_t shard, index
         cdef scheduler_t *state

@@ -266,7 +266,9 @@ cdef class Workers:
             self._look_around(index)
 
     cdef void _look_around(self, int32_t index) noexcept nogil:
-        """Break the turns of the dead whom this process has not seen yet, and mark_dead them: fastps/membership/membership.py."""
+        """Break the turns of the dead whom this process has not seen yet, and mark_dead them:
+        fastps/membership/membership.py.
+        """
         cdef life_t *me = &self.lives[index]
         cdef int32_t dead
         cdef uint32_t generation

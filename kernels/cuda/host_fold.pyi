@@ -12,6 +12,6 @@ TILE_BYTES: int
 COEFFICIENTS_BYTES: int
 CLASS_BYTES: int
 ENTRY_BYTES: int
-ORDER_BYTES: int
+ARGS_BYTES: int
 
-def launch(rule: int, dtype: int, order: int, tiles: int, blocks: int, threads: int = 256) -> None: ...
+def launch(rule: int, dtype: int, args: int, tiles: int, blocks: int, threads: int = 256) -> None: ...

@@ -1,9 +1,8 @@
-/* What fold.cu needs of CUDA, for a host compiler: the words of the language, and a launch that is two loops.
+/* A shim that compiles the CUDA kernels for the host: the keywords and types they use, and a launch that is two loops.
  *
- * What it refuses to be: quick, or a model of a GPU. Threads run one after the other, which is the same thing only because no
- * kernel of ours has a barrier, shared memory or an atomic. */
-#ifndef FPS_CUDA_SHIM_H
-#define FPS_CUDA_SHIM_H
+ * Threads run one after the other. That is equivalent only because no kernel has a barrier, shared memory or an atomic. */
+#ifndef FPS_HOST_SHIM_H
+#define FPS_HOST_SHIM_H
 
 #include <math.h>
 #include <string.h>
@@ -36,7 +35,7 @@ FPS_DEVICE unsigned int fps_bits_of_float(float value) {
     return bits;
 }
 
-/* IEEE 754 half precision, exactly; what is not a number keeps its sign and the top of its payload, and becomes quiet. */
+/* IEEE 754 half precision, exactly; a NaN keeps its sign and the top of its payload, and becomes quiet. */
 FPS_DEVICE float fps_float_of_half(unsigned short bits) {
     const unsigned int sign = (unsigned int)(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, fraction = bits & 0x3ff;
     if (exponent == 31) return fps_float_of_bits(sign | 0x7f800000u | (fraction ? 0x400000u | fraction << 13 : 0));
@@ -46,8 +45,8 @@ FPS_DEVICE float fps_float_of_half(unsigned short bits) {
 
 typedef void (*fps_kernel)(unsigned long long, unsigned long long);
 
-/* Every thread of every block, in order. */
-static void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long order,
+/* Run every thread of every block, in order. */
+static void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsigned long long args,
                                unsigned long long tiles) {
     int block, thread;
     blockDim.x = (unsigned int)threads;
@@ -55,7 +54,7 @@ static void fps_launch_on_host(fps_kernel kernel, int blocks, int threads, unsig
         for (thread = 0; thread < threads; thread++) {
             blockIdx.x = (unsigned int)block;
             threadIdx.x = (unsigned int)thread;
-            kernel(order, tiles);
+            kernel(args, tiles);
         }
 }
 

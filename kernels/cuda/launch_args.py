@@ -1,11 +1,9 @@
-"""What a device is told to fold: an order, one block of bytes that the kernels of fold.cu read.
+"""The arguments of a fold's launch on a device: one block of bytes that the CUDA kernels read.
 
-Everything that depends on hyper-parameters, counts of steps or absent gradients is worked out here, on the host, in the double
-precision in which fold_run.h does it, so that a kernel only loads, multiplies and stores. Parameters that are treated alike
-(one param_group, the same pushes, as many steps) are one class, and a model's usual fold has a class a param_group.
-
-What it refuses to be: a place for memory or streams (fastps/device/interface.py), or for decisions; addresses are numbers that
-are passed on.
+The host computes everything that depends on hyper-parameters, counts of steps or absent gradients here, in the double precision
+of the CPU fold, so that a kernel only loads, multiplies and stores. Parameters with the same treatment (one param_group, the
+same pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here:
+memory and streams belong to the device.
 """
 
 import math
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastps.kernels.cuda import host_fold as device_fold
+from fastps.kernels.cuda import host_fold
 from fastps.kernels.update.fold import (
     FOLD_EACH,
     FOLD_SUM,
@@ -33,15 +31,15 @@ from fastps.kernels.update.fold import (
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Hypers = Sequence[tuple[float, ...]]
-"""Of each param_group: learning rate, momentum, dampening, weight decay, beta1, beta2, epsilon, learning rate decay, flags."""
+"""For each param_group: learning rate, momentum, dampening, weight decay, beta1, beta2, epsilon, learning rate decay, flags."""
 
 TILE_FLOATS = 4096  # four vectors of four floats for each of a block's 256 threads
 THREADS = 256
-DTYPES = {"float32": device_fold.FLOAT32, "float16": device_fold.FLOAT16, "bfloat16": device_fold.BFLOAT16}
+DTYPES = {"float32": host_fold.FLOAT32, "float16": host_fold.FLOAT16, "bfloat16": host_fold.BFLOAT16}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 RULE_NAMES = {RULE_SGD: "sgd", RULE_ADAM: "adam", RULE_ADAGRAD: "adagrad", RULE_RMSPROP: "rmsprop"}
 MOST_PLANES = {RULE_SGD: 1, RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_RMSPROP: 3}
-_ALIGNMENT = 16  # of a table within an order, and of a segment's offset in floats
+_ALIGNMENT = 16  # of a table, in bytes, and of a segment's offset, in floats
 
 _TILE = np.dtype([("first", "<i8"), ("length", "<i4"), ("segment", "<i4")])
 _COEFFICIENTS = np.dtype(
@@ -67,7 +65,7 @@ _COEFFICIENTS = np.dtype(
 )
 _CLASS = np.dtype([("first_entry", "<i4"), ("entries", "<i4"), ("coefficients", "<i4"), ("is_plain", "<i4")])
 _ENTRY = np.dtype([("push", "<i4"), ("coefficients", "<i4"), ("scale", "<f4"), ("reserved", "<i4")])
-_ORDER = np.dtype(
+_ARGS = np.dtype(
     [
         *((name, "<u8") for name in ("weights_in", "weights_out", "state_in", "state_out", "nonfinite")),
         *((name, "<i8") for name in ("state_stride", "class_of_segment", "classes", "entries", "coefficients", "gradients")),
@@ -77,18 +75,18 @@ _ORDER = np.dtype(
     ]
 )
 for _found, _expected in (
-    (_TILE, device_fold.TILE_BYTES),
-    (_COEFFICIENTS, device_fold.COEFFICIENTS_BYTES),
-    (_CLASS, device_fold.CLASS_BYTES),
-    (_ENTRY, device_fold.ENTRY_BYTES),
-    (_ORDER, device_fold.ORDER_BYTES),
+    (_TILE, host_fold.TILE_BYTES),
+    (_COEFFICIENTS, host_fold.COEFFICIENTS_BYTES),
+    (_CLASS, host_fold.CLASS_BYTES),
+    (_ENTRY, host_fold.ENTRY_BYTES),
+    (_ARGS, host_fold.ARGS_BYTES),
 ):
-    assert _found.itemsize == _expected, "fold.cu and device_order.py lay a struct out differently"
+    assert _found.itemsize == _expected, "fold.cu and launch_args.py lay a struct out differently"
 
 
 @dataclass(frozen=True)
 class DevicePush:
-    """One push: the address of its gradient on the device, and the rest as of kernels/update/reference.py's Push."""
+    """One push: the address of its gradient on the device; the other fields as in the reference's Push."""
 
     gradient: int
     hypers: Hypers
@@ -99,7 +97,7 @@ class DevicePush:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Addresses on the device: weights and state (planes `stride` floats apart) to read and to write."""
+    """Addresses on the device of weights and state, to read and to write; planes are `stride` floats apart."""
 
     weights_in: int
     weights_out: int
@@ -110,9 +108,9 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays the same from fold to fold: the rule, the planes of state with the average's as the last, and the segments.
+    """The constants of all folds: the rule, the planes of state with the average's as the last, and the segments.
 
-    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what a kernel cannot do: a user's
+    `segments`: (offset, length, group) in floats, one a parameter. Raises ValueError for what no kernel supports: a user's
     rule, more planes than the rule has, or a segment that does not begin on a multiple of 16 floats.
     """
 
@@ -140,9 +138,9 @@ class Shape:
 
 
 def tiles_of(shape: Shape) -> Bytes:
-    """The table of tiles, as bytes: every segment cut into runs of at most TILE_FLOATS; made once, for all folds.
+    """Return the table of tiles as bytes: every segment cut into runs of at most TILE_FLOATS. One table serves all folds.
 
-    >>> len(tiles_of(Shape(RULE_SGD, 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // device_fold.TILE_BYTES
+    >>> len(tiles_of(Shape(RULE_SGD, 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // host_fold.TILE_BYTES
     2
     """
     rows = [
@@ -154,7 +152,7 @@ def tiles_of(shape: Shape) -> Bytes:
 
 
 def coefficients_of(rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int) -> tuple[float, ...]:
-    """What one application does to one class, after `steps` before it: fps_coefficients_of of fold_run.h, in doubles."""
+    """Return the coefficients of one class's application after `steps` others: the CPU fold's, in doubles."""
     _, momentum, dampening, weight_decay, beta1, beta2, epsilon, rate_decay, flags = hyper
     flags = int(flags)
     fraction = np.float32(1 - (beta1 if rule == RULE_ADAM else beta2))
@@ -167,15 +165,15 @@ def coefficients_of(rule: int, hyper: tuple[float, ...], learning_rate: float, s
         root_correction2 = math.sqrt(1 - beta2 ** (steps + 1))
         shrink = 1 - learning_rate * weight_decay
         if weight_decay and flags & HYPER_DECOUPLED:
-            by |= device_fold.BY_SHRINK
+            by |= host_fold.BY_SHRINK
     if weight_decay and not by:
-        by |= device_fold.BY_DECAY
+        by |= host_fold.BY_DECAY
     for is_on, flag in (
-        (momentum != 0, device_fold.BY_MOMENTUM),
-        (steps == 0, device_fold.BY_FIRST),
-        (flags & HYPER_NESTEROV, device_fold.BY_NESTEROV),
-        (flags & HYPER_CENTERED, device_fold.BY_CENTERED),
-        (is_small, device_fold.BY_SMALL_LERP),
+        (momentum != 0, host_fold.BY_MOMENTUM),
+        (steps == 0, host_fold.BY_FIRST),
+        (flags & HYPER_NESTEROV, host_fold.BY_NESTEROV),
+        (flags & HYPER_CENTERED, host_fold.BY_CENTERED),
+        (is_small, host_fold.BY_SMALL_LERP),
     ):
         by |= flag if is_on else 0
     return (
@@ -195,7 +193,7 @@ def coefficients_of(rule: int, hyper: tuple[float, ...], learning_rate: float, s
 
 
 def planes_needed(rule: int, hyper: tuple[float, ...]) -> int:
-    """Planes of state that a push with these hyper-parameters uses."""
+    """Return the number of state planes that a push with these hyper-parameters uses."""
     has_momentum, is_centered = hyper[1] != 0, int(hyper[8]) & HYPER_CENTERED
     if rule == RULE_SGD:
         return int(has_momentum)
@@ -205,7 +203,7 @@ def planes_needed(rule: int, hyper: tuple[float, ...]) -> int:
 
 
 class _Tables:
-    """An order in the making: classes, their entries and coefficients."""
+    """The tables of a launch's arguments: classes, their entries and coefficients."""
 
     def __init__(self, shape: Shape, mode: int, pushes: Sequence[DevicePush], scale: float, rate_scale: float) -> None:
         self._shape, self._mode, self._pushes = shape, mode, pushes
@@ -215,7 +213,7 @@ class _Tables:
         self.coefficients: list[tuple[float, ...]] = []
 
     def add(self, group: int, steps: int, present: Sequence[int]) -> None:
-        """A class: parameters of `group` that had `steps` applications, with a gradient in the pushes `present`."""
+        """Add a class: parameters of `group` with `steps` applications so far and a gradient in the pushes `present`."""
         first = len(self.entries)
         if self._mode == FOLD_EACH:
             self._add_each(group, steps, set(present))
@@ -246,7 +244,7 @@ class _Tables:
         self.coefficients.append(coefficients_of(self._shape.rule, hyper, rate, scale, steps))
 
 
-def make_order(
+def make_launch_args(
     shape: Shape,
     mode: int,
     pushes: Sequence[DevicePush],
@@ -257,12 +255,12 @@ def make_order(
     rate_scale: float = 1.0,
     nonfinite: int = 0,
 ) -> tuple[Bytes, Counts]:
-    """The order of one fold, and each parameter's count of steps after it (int64[parameters], of which `steps` are before).
+    """Return the launch arguments of one fold, and each parameter's count of steps after it (int64[parameters], like `steps`).
 
-    Mode, scale and rate scale are those of kernels/update/fold.h. `nonfinite`: the address of int32[pushes], zeroed, that the
-    kernel sets to 1 for a push with a gradient that is not finite; 0: it does not look. A fold of no pushes copies everything.
+    Mode, scale and rate scale are those of the CPU fold. `nonfinite`: the address of zeroed int32[pushes], which the kernel
+    sets to 1 for a push with a non-finite gradient; 0: it does not check. A fold of no pushes copies everything.
 
-    Raises ValueError where hyper-parameters need more planes than there are, or for measures that do not fit.
+    Raises ValueError if hyper-parameters need more planes than there are, or for inconsistent sizes.
     """
     if mode not in (FOLD_SUM, FOLD_EACH) or len(steps) != len(shape.segments):
         raise ValueError(f"expected a known mode and steps of {len(shape.segments)} parameters, found {mode} and {len(steps)}")
@@ -279,11 +277,11 @@ def make_order(
     for group, count, *is_present in distinct.tolist():
         tables.add(group, count, [index for index, bit in enumerate(is_present) if bit])
     steps_out = steps + (counts if mode == FOLD_EACH else (counts > 0))
-    order = np.zeros((), _ORDER)
-    order["weights_in"], order["weights_out"] = buffers.weights_in, buffers.weights_out
-    order["state_in"], order["state_out"], order["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
-    order["nonfinite"], order["mode"], order["rule_planes"] = nonfinite, mode, shape.rule_planes
-    _set_average(order, shape, bool(pushes))
+    args = np.zeros((), _ARGS)
+    args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
+    args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
+    args["nonfinite"], args["mode"], args["rule_planes"] = nonfinite, mode, shape.rule_planes
+    _set_average(args, shape, bool(pushes))
     parts: dict[str, npt.NDArray[Any]] = {
         "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
         "classes": np.array(tables.classes, _CLASS),
@@ -291,29 +289,29 @@ def make_order(
         "coefficients": np.array(tables.coefficients, _COEFFICIENTS),
         "gradients": np.array([push.gradient for push in pushes], np.uint64),
     }
-    return _joined(order, parts), steps_out
+    return _joined(args, parts), steps_out
 
 
-def _set_average(order: npt.NDArray[Any], shape: Shape, moves: bool) -> None:
-    """The moving average is the last plane; where nothing is pushed it is carried along."""
+def _set_average(args: npt.NDArray[Any], shape: Shape, moves: bool) -> None:
+    """Set the moving average, the last plane; a fold without pushes copies it."""
     if shape.ema_decay <= 0:
         return
     fraction = np.float32(1 - shape.ema_decay)
     is_small = abs(fraction) < np.float32(0.5)
-    order["has_average"], order["average_is_small"] = 1 if moves else 2, is_small
-    order["average_fraction"] = fraction if is_small else fraction - np.float32(1)
+    args["has_average"], args["average_is_small"] = 1 if moves else 2, is_small
+    args["average_fraction"] = fraction if is_small else fraction - np.float32(1)
 
 
-def _joined(order: npt.NDArray[Any], parts: dict[str, npt.NDArray[Any]]) -> Bytes:
-    """Head and tables in one array, each table on a multiple of 16 bytes."""
-    size = _aligned(_ORDER.itemsize)
+def _joined(args: npt.NDArray[Any], parts: dict[str, npt.NDArray[Any]]) -> Bytes:
+    """Join head and tables in one array, each table on a multiple of 16 bytes."""
+    size = _aligned(_ARGS.itemsize)
     for name, part in parts.items():
-        order[name] = size
+        args[name] = size
         size += _aligned(part.nbytes)
     joined = np.zeros(size, np.uint8)
-    joined[: _ORDER.itemsize] = order.reshape(1).view(np.uint8)
+    joined[: _ARGS.itemsize] = args.reshape(1).view(np.uint8)
     for name, part in parts.items():
-        begin = int(order[name])
+        begin = int(args[name])
         joined[begin : begin + part.nbytes] = part.view(np.uint8).reshape(-1)
     return joined
 

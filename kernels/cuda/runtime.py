@@ -1,7 +1,7 @@
-"""fold.cu on a real GPU: compiled by NVRTC and started through CuPy, which the extras `cuda12` and `cuda13` install.
+"""The CUDA kernels on a GPU: compiled by NVRTC and launched through CuPy, which the extras `cuda12` and `cuda13` install.
 
-Refuses to be needed: nothing imports CuPy before a GPU is asked for, and then a missing GPU or package is one clear sentence.
-Refuses to own memory or streams: fastps/device/cuda.py does.
+CuPy is imported only when a GPU is requested; a missing GPU or package is then one clear sentence. Memory and streams belong to
+the caller.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import numpy as np
 from fastps.kernels.cuda.launch_args import DTYPES, RULE_NAMES, THREADS
 
 SOURCE = Path(__file__).with_name("fold.cu")
-# No contraction: a fused multiply-add happens only where the source writes one, so the bits are the CPU's.
+# No contraction: only the source's own fused multiply-adds are fused, so the bits are the CPU's.
 OPTIONS = ("--std=c++17", "--fmad=false")
 ADVICE = (
     "pip install '.[cuda12]' or '.[cuda13]' in the folder of fastps' source, whichever CUDA the driver supports"
@@ -26,11 +26,11 @@ ADVICE = (
 
 
 class CudaUnavailableError(RuntimeError):
-    """There is no GPU, no CuPy or no compiler here; the text says which, and what to do."""
+    """The GPU, CuPy or the compiler is missing; the text says which, and what to do."""
 
 
 def kernel_names() -> list[str]:
-    """The names of all kernels: a rule and a gradient's dtype each.
+    """Return the names of all kernels, one for each rule and gradient dtype.
 
     >>> kernel_names()[:2]
     ['fps_fold_sgd_float32', 'fps_fold_sgd_float16']
@@ -40,14 +40,14 @@ def kernel_names() -> list[str]:
 
 @functools.cache
 def load_cupy() -> Any:
-    """The module cupy, once it is known to see at least one GPU. Raises CudaUnavailableError."""
+    """Return the module cupy after a check that it sees at least one GPU. Raises CudaUnavailableError."""
     if importlib.util.find_spec("cupy") is None:
         raise CudaUnavailableError(f"expected CuPy for work on a GPU, found no such package: {ADVICE}")
     try:
         import cupy
 
         count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # an ImportError of a library, or CuPy's own errors, which cannot be named without it
+    except Exception as error:  # a library's ImportError, or CuPy's own errors, which have no name without CuPy
         raise CudaUnavailableError(
             f"expected a GPU that CuPy can use, found none ({type(error).__name__}: {error}): check that nvidia-smi shows one,"
             f" and {ADVICE}"
@@ -59,9 +59,9 @@ def load_cupy() -> Any:
 
 @functools.cache
 def fold_kernel(device: int, rule: int, dtype: str) -> Any:
-    """A function (stream, order, tiles, blocks) that starts the kernel on a device. Raises CudaUnavailableError, ValueError.
+    """Return a function (stream, args, tiles, blocks) that launches the kernel. Raises CudaUnavailableError, ValueError.
 
-    Order and tiles are addresses on the device; the stream is CuPy's own kind. Compiles at the first call for a device.
+    `args` and `tiles` are addresses on the device; the stream is CuPy's. The first call for a device compiles.
     """
     if rule not in RULE_NAMES or dtype not in DTYPES:
         raise ValueError(
@@ -69,10 +69,10 @@ def fold_kernel(device: int, rule: int, dtype: str) -> Any:
         )
     kernel = _module(device).get_function(f"fps_fold_{RULE_NAMES[rule]}_{dtype}")
 
-    def start(stream: Any, order: int, tiles: int, blocks: int) -> None:
-        # Both parameters are 64-bit integers: the kernel makes pointers of them itself.
+    def start(stream: Any, args: int, tiles: int, blocks: int) -> None:
+        # Both parameters are 64-bit integers, which the kernel casts to pointers.
         with stream:
-            kernel((blocks,), (THREADS,), (np.uint64(order), np.uint64(tiles)))
+            kernel((blocks,), (THREADS,), (np.uint64(args), np.uint64(tiles)))
 
     return start
 
@@ -88,9 +88,9 @@ def _module(device: int) -> Any:
 
 
 def compile_with_nvrtc(architecture: str) -> bytes:
-    """Machine code of all kernels for an architecture such as "sm_90": shows that NVRTC takes the source, with no GPU at hand.
+    """Compile all kernels for an architecture such as "sm_90", without a GPU, and return the machine code.
 
-    Raises CudaUnavailableError where NVRTC is not installed, RuntimeError with its log where it refuses the source.
+    Raises CudaUnavailableError if NVRTC is not installed, and RuntimeError with its log if it rejects the source.
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
@@ -125,7 +125,7 @@ def _load_nvrtc() -> Any:
     for name in _nvrtc_names():
         try:
             for part in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
-                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # NVRTC opens it by its bare name
+                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # NVRTC loads it by its bare name
             return ctypes.CDLL(name)
         except OSError:
             continue
@@ -133,7 +133,7 @@ def _load_nvrtc() -> Any:
 
 
 def _nvrtc_names() -> Iterator[str]:
-    """Where the library may be: the loader's path, and the folders of NVIDIA's Python packages."""
+    """Yield possible names of the library: on the loader's path, and in the folders of NVIDIA's Python packages."""
     found = ctypes.util.find_library("nvrtc")
     if found:
         yield found

@@ -250,7 +250,8 @@ cdef class Combiner:
         return fps_head_acquire(&self.arena.lane_shard(index, self.shard).head)
 
     cdef bint _is_wanted(self) noexcept nogil:
-        """Whether the shard lock should change hands after this commit: its fold was long, and a lane that waited for it has more.
+        """Whether the shard lock should change hands after this commit: its fold was long, and a lane that waited for it has
+        more.
 
         A combiner that went on would stay for as long as the others push, and not push itself.
         """

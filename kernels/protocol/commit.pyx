@@ -33,7 +33,7 @@ from fastps.kernels.base.failpoints cimport (
     FPS_FAILPOINT,
 )
 from fastps.kernels.protocol.batch cimport Batch
-from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_UNSOUND, SharedFold
+from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold
 from fastps.kernels.scheduling.policy cimport policy_check
 from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (
@@ -144,7 +144,7 @@ cdef class Commit:
         """Commit what was folded, unless it was refused or is still waited for."""
         if outcome == FOLD_AWAITING:
             return COMBINE_AWAITING
-        if outcome == FOLD_UNSOUND:
+        if outcome == FOLD_NONFINITE:
             if not self.batch.reject(self._inactive()):
                 return COMBINE_BAD_FOLD
             # The others are folded again.
@@ -279,7 +279,9 @@ cdef class Commit:
     # -- after one that was not finished -----------------------------------------------------------
 
     cdef void change_epoch(self, uint64_t epoch) noexcept nogil:
-        """Write the epoch of the shard lock into the commit word: from then on a flip by who had the shard lock before fails."""
+        """Write the epoch of the shard lock into the commit word: from then on a flip by who had the shard lock before
+        fails.
+        """
         cdef uint64_t commit
         while True:
             commit = fps_commit_load(&self.shard_header.commit)

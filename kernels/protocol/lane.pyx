@@ -1,7 +1,7 @@
 """A lane as its worker uses it: slots, posts, waits and turns, over all shards; its pulls are reader.pyx's.
 
-The life of a push after backward (docs/architecture/protocol.md has the picture). What it refuses to know: processes, clocks (times are
-arguments), files; and what happens under the shard lock, which is combiner.pyx's.
+The life of a push after backward (docs/architecture/protocol.md has the picture). What it refuses to know: processes, clocks
+(times are arguments), files; and what happens under the shard lock, which is combiner.pyx's.
 """
 
 from libc.math cimport NAN

@@ -158,8 +158,8 @@ cdef class ShardLocks(Reader):
     # -- folds -------------------------------------------------------------------------------------
 
     def set_user_rule(self, uintptr_t address):
-        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the shard lock calls it. It must outlive this
-        lane.
+        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the shard lock calls it. It must outlive
+        this lane.
         """
         cdef Combiner combiner
         for combiner in self.combiners:
@@ -229,7 +229,9 @@ cdef class ShardLocks(Reader):
         return self.helper.helped
 
     cdef bint _is_offered(self) noexcept nogil:
-        """Whether a shard lock waits for this lane to take it. Looked at after the event, which moves when a shard lock is offered."""
+        """Whether a shard lock waits for this lane to take it. Looked at after the event, which moves when a shard lock is
+        offered.
+        """
         cdef uint32_t shard
         for shard in range(self.n_shards):
             if (<Combiner> self._combiners[shard]).is_offered():

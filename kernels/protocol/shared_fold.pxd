@@ -12,7 +12,7 @@ cdef enum:
     FOLD_DONE = 0
     FOLD_AWAITING = 1   # a helper has not given its chunk back: look whether it lives, then `finish`
     FOLD_REFUSED = -1
-    FOLD_UNSOUND = -2   # results that are not finite, in buffers that nobody reads
+    FOLD_NONFINITE = -2   # results that are not finite, in buffers that nobody reads
 
 cdef class SharedFold:
     cdef Arena arena

@@ -112,7 +112,7 @@ cdef class SharedFold:
 
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
         """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where a value
-        is not finite. A pass over one gradient, for the rare fold that came out unsound.
+        is not finite. A pass over one gradient, for the rare fold that came out nonfinite.
         """
         parameter[0] = -1
         return fps_largest(&self.item.job, &self.item.pushes[index], self.first, self.last, parameter)
@@ -280,7 +280,7 @@ cdef class SharedFold:
         return self._fold_range(first, min(first + chunk_floats, self.last))
 
     cdef int _fold_range(self, int64_t first, int64_t last) noexcept nogil:
-        self.item.unsound = 0
+        self.item.nonfinite = 0
         if fps_fold(&self.item.job, self.scratch.words, first, last) != 0:
             return FOLD_REFUSED
-        return FOLD_UNSOUND if self.item.unsound else FOLD_DONE
+        return FOLD_NONFINITE if self.item.nonfinite else FOLD_DONE

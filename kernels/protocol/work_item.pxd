@@ -18,7 +18,7 @@ cdef class WorkItem:
     cdef fps_fold_job job
     cdef fps_push *pushes
     cdef int64_t chunk_floats
-    cdef int32_t unsound            # whether a fold of this job found results that are not finite
+    cdef int32_t nonfinite            # whether a fold of this job found results that are not finite
 
     cdef void switch_to(self, uint32_t shard) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,

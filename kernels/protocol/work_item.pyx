@@ -111,7 +111,7 @@ cdef class WorkItem:
         self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
         self.job.weights_in = self.arena.weights(weights_in)
         self.job.weights_out = self.arena.weights(weights_out)
-        self.job.unsound = &self.unsound if self.arena.header.checks_finite else NULL
+        self.job.nonfinite = &self.nonfinite if self.arena.header.checks_finite else NULL
         self._read_state(self.arena.state(state_in), self.arena.state(
             state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out))
         return True

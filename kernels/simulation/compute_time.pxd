@@ -1,4 +1,4 @@
-# How long each worker computes, for the simulator.
+# The compute-time models, for the simulator.
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -9,17 +9,17 @@ cdef enum:
     STREAM_RESPONSES = 2
 
 cdef struct compute_worker_t:
-    double factor           # compute time is multiplied by it
+    double factor           # multiplies the compute time
     uint64_t key            # of its streams
     uint64_t burst_key
     uint64_t drawn
     uint64_t bursts_drawn
-    int64_t burst_from_ns   # the latest burst that was looked at
+    int64_t burst_from_ns   # the burst drawn last
     int64_t burst_until_ns
-    int64_t first           # replay: its times, and the next of them
+    int64_t first           # replay: bounds of its times, and the next one
     int64_t last
     int64_t next
-    int64_t drawn_at        # the time that was drawn last
+    int64_t drawn_at        # index of the time drawn last
 
 cdef class ComputeTimes:
     cdef readonly int64_t n_workers

@@ -1,8 +1,7 @@
-"""How long each worker computes: models of a step's time, drawn by a seed, the same on every machine.
+"""Compute-time models: how long each worker's steps take, drawn from a seed, the same on every machine.
 
-Each worker has streams of random numbers of its own, and a draw is a function of seed, worker and the number of the draw; so a
-worker computes equally long in its k-th step under every discipline, and runs can be compared. What it refuses to know: what
-happens in the time (simulator.pyx does), and how models are written (fastps/simulation/compute_models.py).
+Each worker has its own streams of random numbers, and a draw is a function of seed, worker and the draw's number. A worker
+therefore computes equally long in its k-th step under every discipline, and runs can be compared.
 """
 
 from libc.stdint cimport int64_t, uint64_t
@@ -27,7 +26,7 @@ cdef enum:
 
 _KINDS = {"constant": _CONSTANT, "normal": _NORMAL, "lognormal": _LOGNORMAL, "pareto": _PARETO, "replay": _REPLAY}
 KINDS = tuple(_KINDS)
-LONGEST_NS = 1_000_000_000_000_000  # no step is longer: 11 days; a Pareto tail has no end of its own
+LONGEST_NS = 1_000_000_000_000_000  # 11 days: cuts the Pareto tail, which is unbounded
 cdef double _LONGEST_NS = 1e15
 
 
@@ -36,11 +35,11 @@ cdef class ComputeTimes:
 
     kind, location_ns, spread: "constant" (location_ns, 0); "normal" (mean, standard deviation in ns; cut at 1 ns);
     "lognormal" (median, standard deviation of the logarithm); "pareto" (least time, shape); "replay" (0, 0).
-    factors: float64[workers], what each worker's times are multiplied by.
-    bursts: (mean ns from one burst to the next, mean ns that one lasts, factor meanwhile), both exponential, or None. A step
-    that begins in a burst is all slow.
-    replay: (times in ns: int64[n], where each worker's begin and end: int64[workers + 1]); each begins again at its end.
-    blocked: int64[n]: what each replayed step waits without a core beside that; the replayed times need one then.
+    factors: float64[workers], which multiply each worker's times.
+    bursts: (mean ns from one burst to the next, mean ns of a burst, factor during a burst), both exponential, or None. A step
+    that begins in a burst is slow as a whole.
+    replay: (times in ns: int64[n], bounds of each worker's times: int64[workers + 1]); each worker repeats its times.
+    blocked: int64[n]: ns that each replayed step waits without a core; `replay` then has the step's time on a core.
 
     Raises ValueError for values out of range.
 
@@ -115,7 +114,7 @@ cdef class ComputeTimes:
         free(self.workers)
 
     cdef double _plain_ns(self, compute_worker_t *worker) noexcept nogil:
-        """The model's time, before the worker's factors."""
+        """Return the model's time before the worker's factors."""
         cdef double p
         cdef int64_t found
         if self.model == _CONSTANT:
@@ -134,7 +133,7 @@ cdef class ComputeTimes:
         return self.location_ns + self.spread * fps_normal(p)
 
     cdef double _burst(self, compute_worker_t *worker, int64_t now_ns) noexcept nogil:
-        """The factor of a step that begins now: bursts come and go whatever the worker does."""
+        """Return the factor of a step that begins now. Bursts do not depend on what the worker does."""
         cdef double gap_ns, length_ns
         while worker.burst_until_ns <= now_ns:
             gap_ns = -fps_log(fps_uniform(worker.burst_key, worker.bursts_drawn)) * self.burst_every_ns
@@ -152,22 +151,22 @@ cdef class ComputeTimes:
         return max(<int64_t> 1, <int64_t> (min(found_ns, _LONGEST_NS) + 0.5))
 
     cdef int64_t blocked_ns(self, int64_t worker) noexcept nogil:
-        """What the step that was drawn last waits without a core, beside that."""
+        """Return the ns that the step drawn last waits without a core, in addition to its compute time."""
         if not self.has_blocked:
             return 0
         return <int64_t> (<double> self.blocked[self.workers[worker].drawn_at] * self.workers[worker].factor + 0.5)
 
     def draw(self, int64_t worker, int64_t now_ns=0):
-        """The time in ns of the worker's next step, which begins at `now_ns`; at least 1, at most LONGEST_NS."""
+        """Return the time in ns of the worker's next step, which begins at `now_ns`; 1 to LONGEST_NS."""
         if not 0 <= worker < self.n_workers:
             raise IndexError(f"expected a worker of 0 to {self.n_workers - 1}, found {worker}")
         return self.draw_ns(worker, now_ns)
 
 
-# -- the functions themselves: tests compare them with published values -----------------------------
+# -- the random functions, which tests compare with published values --------------------------------
 
 def random_word(uint64_t key, uint64_t counter):
-    """Number `counter` of SplitMix64 begun at `key`.
+    """Return number `counter` of the SplitMix64 sequence that starts at `key`.
 
     >>> random_word(1234567, 0)
     6457827717110365317
@@ -176,22 +175,22 @@ def random_word(uint64_t key, uint64_t counter):
 
 
 def uniform(uint64_t key, uint64_t counter):
-    """That number as a double in (0, 1)."""
+    """Return the same number as a double in (0, 1)."""
     return fps_uniform(key, counter)
 
 
 def logarithm(double x):
-    """Natural logarithm of a positive, normal number."""
+    """Return the natural logarithm of a positive, normal number."""
     return fps_log(x)
 
 
 def exponential(double x):
-    """e^x, for x of -700 to 700."""
+    """Return e^x for x from -700 to 700."""
     return fps_exp(x)
 
 
 def normal_quantile(double p):
-    """The quantile of the standard normal distribution, for p in (0, 1).
+    """Return the quantile of the standard normal distribution for p in (0, 1).
 
     >>> normal_quantile(0.5)
     0.0

@@ -1,13 +1,13 @@
-"""C cores that N workers share, as an operating system hands them out: one after the other, for a slice of time each.
+"""A round-robin CPU model: N workers share C cores through one run queue, with a time slice.
 
-Who wants a core and finds none idle waits in line; of those who come at the same time, who has done without a core for longest
-is first, so that a worker comes behind those whom it wakes. Whoever has had a core for a slice goes to the end of the line if
-anybody is in it, and else goes on. So three equal steps that begin together on two cores are not done together after 1.5 times
-their time, as in the mean of a fair scheduler: short ones are done after one, one, and two times. A fraction of a core makes
-all of them slower: 1.5 cores are two at three quarters of the speed.
+A worker that finds no idle core enters the run queue. Of workers that enter at the same time, the one that has been without a
+core for longest goes first, so that a worker queues behind those it wakes. After a slice a worker goes to the end of the queue
+if any worker is in it; otherwise it keeps its core. Three equal steps that begin together on two cores therefore do not end
+together after 1.5 times their time, the mean of a fair scheduler: short steps end after one, one, and two times their time. A
+fraction of a core slows all cores: 1.5 cores are two cores at three quarters of the speed.
 
-What a step then waits without a core (sleep, files) takes its time whatever the others do. What it refuses to know: why a step
-takes as long, what a switch costs, and that real machines have a line for each core and even them out now and then.
+Time that a step then waits without a core (sleep, files) does not depend on other workers. The model leaves out the cost of a
+context switch, and the run queue per core and load balancing of real machines.
 """
 
 from libc.math cimport ceil
@@ -18,7 +18,7 @@ from fastps.kernels.simulation.network cimport EVENT_COMPUTED, EVENT_CORES, fps_
 
 
 cdef class Cores:
-    """`count` cores for so many workers, a fraction allowed, and the slice in ns; 0 cores: one for each worker.
+    """`count` cores, possibly a fraction, for `workers` workers, and the slice in ns; 0 cores: one for each worker.
 
     Raises ValueError for a number out of range, and MemoryError.
     """
@@ -46,7 +46,7 @@ cdef class Cores:
         free(self.cores)
 
     cdef int begin(self, fps_queue *queue, int64_t now_ns, int32_t worker, int64_t cpu_ns, int64_t blocked_ns) noexcept nogil:
-        """A worker begins a step; EVENT_COMPUTED comes when it has it. -1 when there is no memory."""
+        """Begin a worker's step; EVENT_COMPUTED follows when it ends. Return -1 when memory is exhausted."""
         if not self.shared or cpu_ns < 1:
             return fps_queue_push(queue, now_ns + cpu_ns + blocked_ns, EVENT_COMPUTED, worker)
         self.workers[worker].blocked_ns = blocked_ns
@@ -54,11 +54,11 @@ cdef class Cores:
         self._enter(worker, now_ns)
         if self.handing_out_ns == now_ns:
             return 0
-        self.handing_out_ns = now_ns  # when all who come now are in line
+        self.handing_out_ns = now_ns  # assign cores once every worker of this instant is in the queue
         return fps_queue_push(queue, now_ns, EVENT_CORES, <int32_t> self.n_cores)
 
     cdef void _enter(self, int32_t worker, int64_t now_ns) noexcept nogil:
-        """Into the line: behind all who came earlier, and of those who come now behind whoever had a core before this one."""
+        """Enter the run queue behind earlier workers; within one instant, behind workers that released a core earlier."""
         cdef working_t *entering = &self.workers[worker]
         cdef int32_t before = self.last
         entering.came_ns = now_ns
@@ -76,7 +76,7 @@ cdef class Cores:
             self.workers[before].next = worker
 
     cdef int _hand_out(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
-        """Give an idle core to the first in line, if there is one."""
+        """Assign an idle core to the first worker of the run queue, if there is one."""
         cdef int32_t worker = self.first
         self.cores[core].worker = worker
         if worker < 0:
@@ -92,7 +92,7 @@ cdef class Cores:
         return self._schedule(queue, now_ns, core)
 
     cdef int _schedule(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
-        """Let the event come when the core's step is done, or when its slice is over if anybody waits."""
+        """Schedule the core's event: the end of its step, or of its slice if a worker waits."""
         cdef core_t *at = &self.cores[core]
         cdef int64_t next_ns = at.ends_ns
         if self.first >= 0:
@@ -103,13 +103,13 @@ cdef class Cores:
         return fps_queue_push(queue, next_ns, EVENT_CORES, core)
 
     cdef int run(self, fps_queue *queue, int64_t now_ns, int32_t core) noexcept nogil:
-        """The event: a core's step is done, or its slice over; or somebody came. -1 when there is no memory."""
+        """Handle an event: a step or slice ended, or workers entered the queue. Return -1 when memory is exhausted."""
         cdef core_t *at = &self.cores[core]
         cdef int32_t worker = at.worker
         if core == self.n_cores:
             return self._hand_out_all(queue, now_ns)
         if worker < 0 or now_ns != at.scheduled_ns:
-            return 0  # replaced by an earlier one
+            return 0  # void: an earlier event replaced it
         self.workers[worker].done_ns = now_ns
         if now_ns < at.ends_ns:
             self.workers[worker].left_ns = at.ends_ns - now_ns
@@ -121,7 +121,7 @@ cdef class Cores:
         return self._hand_out(queue, now_ns, core)
 
     cdef int _hand_out_all(self, fps_queue *queue, int64_t now_ns) noexcept nogil:
-        """Idle cores to the first in line; where somebody is left, slices end from now on."""
+        """Assign idle cores to the first workers of the queue; while any worker is left, slices end from now on."""
         cdef int32_t core
         self.handing_out_ns = -1
         for core in range(<int32_t> self.n_cores):

@@ -1,7 +1,7 @@
-/* The queue of a simulation: events in order of their times, and of equal times in order of their making.
+/* The event queue of a simulation: events ordered by time, and by sequence number at equal times.
  *
- * A heap of four children a node in one array, without pointers: half as deep as a binary one, and a node's children share a
- * cache line or two. The order is total, so it is the same on every machine. What it refuses to know: what an event means. */
+ * It is a 4-ary heap in one array, without pointers: half as deep as a binary heap, and a node's children share a cache line or
+ * two. The order is total, so it is the same on every machine. */
 
 #ifndef FPS_EVENT_QUEUE_H
 #define FPS_EVENT_QUEUE_H
@@ -10,8 +10,8 @@
 #include <stdlib.h>
 
 typedef struct {
-    int64_t key;       /* the time in ns, or what else is ordered */
-    uint64_t sequence; /* number of its making: decides between equal keys */
+    int64_t key;       /* the time in ns, or another ordered value */
+    uint64_t sequence; /* number of the push: orders equal keys */
     int32_t kind;
     int32_t index;
 } fps_event;
@@ -27,7 +27,7 @@ static inline int fps_event_before(const fps_event *a, const fps_event *b) {
     return a->key < b->key || (a->key == b->key && a->sequence < b->sequence);
 }
 
-/* Add an event; -1 when there is no memory for it. */
+/* Add an event; return -1 when memory is exhausted. */
 static inline int fps_queue_push(fps_queue *queue, int64_t key, int32_t kind, int32_t index) {
     fps_event event = {key, queue->made, kind, index};
     int64_t hole = queue->length;
@@ -50,7 +50,7 @@ static inline int fps_queue_push(fps_queue *queue, int64_t key, int32_t kind, in
     return 0;
 }
 
-/* Take the first event out. There must be one. */
+/* Remove and return the first event. The queue must not be empty. */
 static inline fps_event fps_queue_pop(fps_queue *queue) {
     fps_event first = queue->events[0], last;
     int64_t hole = 0, length = --queue->length;

@@ -36,18 +36,18 @@ cdef enum:
     EVENT_LINK = 3      # index: a port, twice the link, and one more for the direction to the workers
     EVENT_TIMER = 4     # index: a shard
     EVENT_RESUME = 5    # index: a worker
-    EVENT_SERVED = 6    # index: a station (service.pyx), which has handled a message
-    EVENT_CORES = 7     # index: a core, whose step is done or whose slice is over (cores.pyx)
+    EVENT_SERVED = 6    # index: a station of the server queue, which has handled a message
+    EVENT_CORES = 7     # index: a core, whose step or slice has ended
     EVENT_DRAIN = 8     # index: a shard; the pushes of this instant are decided together
 
 cdef struct message_t:
     int32_t worker
     int32_t shard
     int32_t kind            # EVENT_PUSHED or EVENT_PULLED
-    int32_t next            # of a list: the free ones, or those that wait for a server
-    int64_t step            # PULLED: the step that is granted
+    int32_t next            # in a list: of free messages, or of messages that wait for a server
+    int64_t step            # PULLED: the granted step
     int64_t version         # PUSHED: its timestamp; PULLED: the weights' version
-    int64_t read_version    # PUSHED: the version of this shard that it was computed with
+    int64_t read_version    # PUSHED: the version of this shard that the gradient was computed with
     int64_t samples
     int64_t extra_ns        # latency and delay, after the transfer
     double bytes

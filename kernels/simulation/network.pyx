@@ -1,9 +1,8 @@
-"""The simulated network: links shared by the transfers in progress, full duplex, with latency and rare large delays.
+"""The simulated network: full-duplex shared links with latency and rare large delays.
 
-A message goes over one link, whose two ports (towards the server, towards the workers) do not disturb each other. Each port
-is shared evenly by its transfers (links.h); when a message's last byte is through, it arrives after the link's latency, and a
-drawn share of the messages a fixed delay later.
-What it refuses to know: what messages mean, and who waits for them (simulator.pyx).
+A message crosses one link, whose two ports (towards the server, towards the workers) are independent. The transfers in progress
+on a port share it evenly. After its last byte a message takes the link's latency, and a drawn share of the messages takes a
+fixed delay on top.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -20,11 +19,11 @@ cdef uint64_t _DELAYS_STREAM = <uint64_t> -1  # beyond every worker's streams
 
 
 cdef class Network:
-    """Links with a bandwidth each, in bytes per second (0: no bound), and a latency, in ns: float64[links] and int64[links].
+    """Links with a bandwidth each, in bytes per second (0: unbounded), and a latency, in ns: float64[links] and int64[links].
 
-    most: bytes per second of one transfer at most (0: no such bound): what a worker's own port leaves for it.
+    most: upper bound of one transfer in bytes per second (0: none), such as the bandwidth of a worker's own port.
     half_duplex: one port serves both directions. late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides
-    which of them are late.
+    which messages are late.
 
     Raises ValueError for values out of range.
 
@@ -65,7 +64,7 @@ cdef class Network:
                 self.ports[port].most = most / 1e9
                 self.ports[port].scheduled_ns = -1
                 if not bandwidth[link] and most:
-                    # Without a shared bound each transfer has its own.
+                    # The link itself is unbounded: only the bound of each transfer applies.
                     self.ports[port].bandwidth = 1e30
 
     def __dealloc__(self):
@@ -80,7 +79,7 @@ cdef class Network:
     # -- messages ----------------------------------------------------------------------------------
 
     cdef int32_t allocate(self) noexcept nogil:
-        """A message to fill in; -1 when there is no memory."""
+        """Return the index of a free message, or -1 when memory is exhausted."""
         cdef int64_t room = 2 * self.room if self.room else _FIRST_ROOM
         cdef int32_t index = self.first_free
         cdef message_t *messages
@@ -103,7 +102,7 @@ cdef class Network:
         self.first_free = index
 
     cdef int64_t _delay_ns(self, const message_t *message) noexcept nogil:
-        """The delay of this message: most have none."""
+        """Draw the delay of this message; most have none."""
         cdef int direction = message.kind == EVENT_PULLED
         if self.late_share[direction] == 0:
             return 0
@@ -111,7 +110,7 @@ cdef class Network:
         return self.late_ns[direction] if fps_uniform(self.seed, self.drawn) < self.late_share[direction] else 0
 
     cdef int send(self, fps_queue *queue, int64_t now_ns, int32_t index, int32_t link) noexcept nogil:
-        """Send a message over a link; its event comes when it has arrived. -1 when there is no memory."""
+        """Send a message over a link; its event follows on arrival. Return -1 when memory is exhausted."""
         cdef message_t *message = &self.messages[index]
         cdef int32_t port = 2 * link + (message.kind == EVENT_PULLED and not self.half_duplex)
         message.extra_ns = self.latency_ns[link] + self._delay_ns(message)
@@ -123,7 +122,7 @@ cdef class Network:
         return self._schedule(queue, port)
 
     cdef int _schedule(self, fps_queue *queue, int32_t port) noexcept nogil:
-        """Let the port's event come when its next transfer ends; one that comes earlier by itself is left as it is."""
+        """Schedule the port's event at the end of its next transfer, unless an earlier one is pending."""
         cdef fps_link *link = &self.ports[port]
         cdef int64_t next_ns = fps_link_next_ns(link)
         if 0 <= link.scheduled_ns <= next_ns:
@@ -132,11 +131,11 @@ cdef class Network:
         return fps_queue_push(queue, next_ns, EVENT_LINK, port)
 
     cdef int run_link(self, fps_queue *queue, int64_t now_ns, int32_t port) noexcept nogil:
-        """The port's event: whatever has ended is on its way to arrive."""
+        """Handle the port's event: schedule the arrival of every message whose transfer has ended."""
         cdef fps_link *link = &self.ports[port]
         cdef int32_t index
         if now_ns != link.scheduled_ns:
-            return 0  # replaced by an earlier one
+            return 0  # void: an earlier event replaced it
         link.scheduled_ns = -1
         fps_link_advance(link, now_ns)
         while True:
@@ -148,10 +147,10 @@ cdef class Network:
                 return -1
         return self._schedule(queue, port) if link.progress.length else 0
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------------------
 
     def use(self, int64_t port, int64_t duration_ns):
-        """What a port has done in `duration_ns`: bytes that arrived, busy and used share of the time (0 to 1), most at once.
+        """Return a port's use in `duration_ns`: bytes that arrived, busy and used share (0 to 1), and most transfers at once.
 
         Ports 2 k and 2 k + 1 are link k's, towards the server and towards the workers.
         """

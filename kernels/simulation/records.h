@@ -1,14 +1,14 @@
-/* What a simulation writes down: records of events, when they are asked for, and lists of pushes that wait to be folded.
+/* Simulation records: the optional trace of events, and lists of pushes that wait to be folded.
  *
- * Both are growable arrays without pointers. What it refuses to know: what is decided. */
+ * Both are growable arrays without pointers. */
 
-#ifndef FPS_LEDGER_H
-#define FPS_LEDGER_H
+#ifndef FPS_RECORDS_H
+#define FPS_RECORDS_H
 
 #include <stdint.h>
 #include <stdlib.h>
 
-/* 32 bytes, in the order of the trace's dtype (fastps/simulation/simulate.py). */
+/* One record of the trace: 32 bytes, with the fields of the trace's NumPy dtype in its order. */
 typedef struct {
     int64_t time_ns;
     int64_t version;
@@ -16,28 +16,28 @@ typedef struct {
     int32_t worker;
     int16_t shard;
     int16_t kind;
-} fps_record_line;
+} fps_event_record;
 
 typedef struct {
-    fps_record_line *lines;
+    fps_event_record *records;
     int64_t length;
     int64_t room;
 } fps_trace;
 
-/* Add a line; -1 when there is no memory for it. */
-static inline int fps_trace_add(fps_trace *trace, fps_record_line line) {
+/* Add a record; return -1 when memory is exhausted. */
+static inline int fps_trace_add(fps_trace *trace, fps_event_record record) {
     if (trace->length == trace->room) {
         int64_t room = trace->room ? 2 * trace->room : 1024;
-        fps_record_line *lines = (fps_record_line *)realloc(trace->lines, (size_t)room * sizeof(fps_record_line));
-        if (!lines) return -1;
-        trace->lines = lines;
+        fps_event_record *records = (fps_event_record *)realloc(trace->records, (size_t)room * sizeof(fps_event_record));
+        if (!records) return -1;
+        trace->records = records;
         trace->room = room;
     }
-    trace->lines[trace->length++] = line;
+    trace->records[trace->length++] = record;
     return 0;
 }
 
-/* A push that was received and waits for its fold; `next` is the list's next, or the next free one. */
+/* A received push that waits for its fold; `next` is the next of its list, or the next free entry. */
 typedef struct {
     int64_t read_version;
     int32_t worker;
@@ -54,7 +54,7 @@ typedef struct {
     int32_t first_free;
 } fps_kept_pool;
 
-/* Hang a push at a list's end; -1 when there is no memory for it. */
+/* Append a push to a list; return -1 when memory is exhausted. */
 static inline int fps_kept_add(fps_kept_pool *pool, fps_kept_list *list, int32_t worker, int64_t read_version) {
     int32_t index = pool->first_free;
     if (index < 0) {
@@ -78,7 +78,7 @@ static inline int fps_kept_add(fps_kept_pool *pool, fps_kept_list *list, int32_t
     return 0;
 }
 
-/* Hang all of `from` behind `onto`; `from` is empty then. */
+/* Append all of `from` to `onto` and empty `from`. */
 static inline void fps_kept_move(fps_kept_pool *pool, fps_kept_list *onto, fps_kept_list *from) {
     if (from->first < 0) return;
     if (onto->last >= 0)

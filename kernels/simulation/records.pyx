@@ -1,6 +1,6 @@
-"""What a simulation keeps of its shards: schedulers, pushes that wait to be folded, how stale they were, and its trace.
+"""Simulation records: the shards' schedulers, pushes that wait for a fold, histograms of staleness, and the trace.
 
-What it refuses to do: decide (scheduler.pyx does), play workers or messages (simulator.pyx), or sum up (simulation_totals.pyx).
+Records hold what the scheduler decided; they make no decision themselves.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
@@ -23,22 +23,22 @@ cdef enum:
     _MOST_STALENESS = 1 << 20
 
 
-cdef Ledger begin_ledger(policy_t *policy, int32_t workers, int32_t shards, bint tracing):
-    """A ledger of shards to which nothing has happened yet; with `tracing` it writes lines down. Raises MemoryError."""
-    cdef Ledger ledger = Ledger.__new__(Ledger)
+cdef Records begin_records(policy_t *policy, int32_t workers, int32_t shards, bint tracing):
+    """Make the records of fresh shards; with `tracing` they keep a trace. Raises MemoryError."""
+    cdef Records records = Records.__new__(Records)
     cdef server_t *server
     cdef int64_t shard, leaf
-    ledger.n_workers, ledger.n_shards, ledger.tracing = workers, shards, tracing
-    ledger.policy = policy[0]
-    ledger.pool.first_free = -1
-    ledger.n_staleness = min(<int64_t> _MOST_STALENESS, 4 * <int64_t> workers + 1024)
-    ledger.servers = <server_t *> calloc(shards, sizeof(server_t))
-    ledger.kept_version = <int64_t *> calloc(<size_t> workers * <size_t> shards, sizeof(int64_t))
-    ledger.staleness = <int64_t *> calloc(ledger.n_staleness, sizeof(int64_t))
-    if not (ledger.servers and ledger.kept_version and ledger.staleness):
+    records.n_workers, records.n_shards, records.tracing = workers, shards, tracing
+    records.policy = policy[0]
+    records.pool.first_free = -1
+    records.n_staleness = min(<int64_t> _MOST_STALENESS, 4 * <int64_t> workers + 1024)
+    records.servers = <server_t *> calloc(shards, sizeof(server_t))
+    records.kept_version = <int64_t *> calloc(<size_t> workers * <size_t> shards, sizeof(int64_t))
+    records.staleness = <int64_t *> calloc(records.n_staleness, sizeof(int64_t))
+    if not (records.servers and records.kept_version and records.staleness):
         raise MemoryError()
     for shard in range(shards):
-        server = &ledger.servers[shard]
+        server = &records.servers[shard]
         server.state = <scheduler_t *> calloc(1, state_size(workers))
         server.leaves = <fps_kept_list *> calloc(policy.groups + 1, sizeof(fps_kept_list))
         if not (server.state and server.leaves):
@@ -48,10 +48,10 @@ cdef Ledger begin_ledger(policy_t *policy, int32_t workers, int32_t shards, bint
         server.sum.first = server.sum.last = server.posted.first = server.posted.last = -1
         for leaf in range(policy.groups + 1):
             server.leaves[leaf].first = server.leaves[leaf].last = -1
-    return ledger
+    return records
 
 
-cdef class Ledger:
+cdef class Records:
     def __dealloc__(self):
         cdef int64_t shard
         if self.servers:
@@ -62,19 +62,19 @@ cdef class Ledger:
         free(self.kept_version)
         free(self.staleness)
         free(self.pool.kept)
-        free(self.lines.lines)
+        free(self.events.records)
 
-    cdef void line(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil:
-        cdef fps_record_line line
-        line.time_ns, line.version, line.detail = self.now_ns, version, detail
-        line.worker, line.shard, line.kind = worker, <int16_t> shard, <int16_t> kind
-        if fps_trace_add(&self.lines, line) < 0:
+    cdef void record(self, int kind, int32_t worker, int32_t shard, int64_t version, int64_t detail) noexcept nogil:
+        cdef fps_event_record found
+        found.time_ns, found.version, found.detail = self.now_ns, version, detail
+        found.worker, found.shard, found.kind = worker, <int16_t> shard, <int16_t> kind
+        if fps_trace_add(&self.events, found) < 0:
             self.no_memory = True
 
     # -- pushes ------------------------------------------------------------------------------------
 
     cdef void keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Write down where the push that was received now is: folded, dropped, or kept in a sum."""
+        """Record the outcome of the received push: folded, dropped, or kept in a sum."""
         cdef server_t *server = &self.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef fps_kept_list *sum = &server.sum
@@ -82,7 +82,7 @@ cdef class Ledger:
             if w.cursor + 1 == w.consumed:
                 w.cursor = w.consumed
             if self.tracing:
-                self.line(LINE_DROP, worker, shard, read_version, 0)
+                self.record(RECORD_DROP, worker, shard, read_version, 0)
         elif action == ACTION_FOLD:
             w.cursor = w.consumed
             self._fold(server, shard, worker, read_version, server.state.version - 1)
@@ -99,7 +99,7 @@ cdef class Ledger:
         return worker * self.policy.groups // self.n_workers
 
     cdef bint relay(self, int32_t shard, int32_t worker) noexcept nogil:
-        """If the scheduler has passed the worker's leaf on to the root, its pushes are in the root's sum: True if any was."""
+        """Move the leaf's pushes to the root's sum if the scheduler passed the leaf on; return whether there was any."""
         cdef server_t *server = &self.servers[shard]
         cdef int64_t leaf, first
         if not self.policy.groups:
@@ -114,7 +114,7 @@ cdef class Ledger:
     # -- updates -----------------------------------------------------------------------------------
 
     cdef void fold_list(self, int32_t shard) noexcept nogil:
-        """The pushes that the scheduler has listed, an update each."""
+        """Fold the pushes that the scheduler listed, one update each."""
         cdef server_t *server = &self.servers[shard]
         cdef scheduler_t *state = server.state
         cdef int32_t i, worker
@@ -126,7 +126,7 @@ cdef class Ledger:
             self._end_update(server)
 
     cdef void fold_sum(self, int32_t shard) noexcept nogil:
-        """All pushes of the sum, one update; the sum stays readable until forget_sum."""
+        """Fold all pushes of the sum in one update; the sum stays readable until forget_sum."""
         cdef server_t *server = &self.servers[shard]
         cdef int32_t node = server.sum.first
         cdef worker_t *w
@@ -143,7 +143,7 @@ cdef class Ledger:
 
     cdef void _fold(self, server_t *server, int32_t shard, int32_t worker, int64_t read_version,
                     int64_t version) noexcept nogil:
-        """Count a push that is folded, and its staleness: versions published between its read and `version`."""
+        """Count a folded push and its staleness: the versions published between its read and `version`."""
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef int64_t staleness = version - read_version
         w.folded += 1
@@ -153,10 +153,10 @@ cdef class Ledger:
         server.pushes_of_update += 1
         self.staleness[min(max(staleness, 0), self.n_staleness - 1)] += 1
         if self.tracing:
-            self.line(LINE_FOLD, worker, shard, read_version, staleness)
+            self.record(RECORD_FOLD, worker, shard, read_version, staleness)
 
     cdef void _end_update(self, server_t *server) noexcept nogil:
-        """Count one version: its <sigma> (Rudra, equation 2), and the gaps between the updates that are its pushes."""
+        """Count one version: its <sigma> (Rudra, equation 2), and the gaps between updates, one of each push."""
         if server.pushes_of_update == 0:
             return
         if server.last_update_ns >= 0:
@@ -167,10 +167,10 @@ cdef class Ledger:
         server.last_update_ns = server.state.folded_ns
         server.pushes_of_update = server.staleness_of_update = 0
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- the trace -----------------------------------------------------------------------------------
 
     cdef bytes trace(self):
-        """The lines written so far, 32 bytes each."""
-        if self.lines.length == 0:
+        """Return the trace so far, 32 bytes a record."""
+        if self.events.length == 0:
             return b""
-        return (<char *> self.lines.lines)[:self.lines.length * sizeof(fps_record_line)]
+        return (<char *> self.events.records)[:self.events.length * sizeof(fps_event_record)]

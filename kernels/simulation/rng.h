@@ -1,12 +1,12 @@
-/* Random numbers and the functions that shape them, the same bits on every machine.
+/* Counter-based random numbers and the distributions' functions, the same bits on every machine.
  *
- * The numbers are SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), taken
- * by their index: a draw is a function of key and counter, and no state is shared. Logarithm and exponential are our own, of
- * additions, multiplications and divisions in a fixed order, for libm's last bit differs between machines; the build has
- * -ffp-contract=off, so nothing is fused. What it refuses to be: fit for secrets, or the last half unit of precision. */
+ * The numbers are SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), indexed
+ * by a counter: a draw is a function of key and counter, and no state is shared. libm's last bit differs between machines, so
+ * logarithm and exponential are written here as additions, multiplications and divisions in a fixed order; the build has
+ * -ffp-contract=off, so nothing is fused. The numbers are not fit for cryptography, nor correctly rounded. */
 
-#ifndef FPS_DRAWS_H
-#define FPS_DRAWS_H
+#ifndef FPS_RNG_H
+#define FPS_RNG_H
 
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +19,7 @@ static inline uint64_t fps_mix(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-/* The number `counter` (from 0) of SplitMix64 begun at `key`. */
+/* The number `counter` (from 0) of the SplitMix64 sequence that starts at `key`. */
 static inline uint64_t fps_word(uint64_t key, uint64_t counter) {
     return fps_mix(key + (counter + 1) * FPS_GOLDEN);
 }
@@ -29,7 +29,7 @@ static inline uint64_t fps_stream(uint64_t seed, uint64_t stream) {
     return fps_word(fps_word(seed, 0), stream);
 }
 
-/* Evenly in (0, 1), neither end ever: 52 bits and a half. */
+/* Uniform in the open interval (0, 1): 52 bits and a half. */
 static inline double fps_uniform(uint64_t key, uint64_t counter) {
     return ((double)(fps_word(key, counter) >> 12) + 0.5) * 0x1p-52;
 }
@@ -53,7 +53,7 @@ static inline double fps_log(double x) {
     return (double)exponent * 0x1.62e42fefa3800p-1 + (2.0 * (s + s * series) + (double)exponent * 0x1.ef35793c76730p-45);
 }
 
-/* e^x for |x| <= 700; beyond, the value at that end: times are cut long before. */
+/* e^x for |x| <= 700, clamped beyond: compute times are cut long before. */
 static inline double fps_exp(double x) {
     static const double over_factorial[14] = {1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24,
                                               1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880,

@@ -1,23 +1,23 @@
-# Servers that take time to handle messages, for the simulator.
+# The queues of servers that take time to handle messages.
 
 from libc.stdint cimport int32_t, int64_t
 
 from fastps.kernels.simulation.network cimport Network, fps_queue
 
 cdef struct station_t:
-    double message_ns   # for each message
-    double byte_ns      # and for each byte of it
-    double update_ns    # for each update
+    double message_ns   # service time of a message
+    double byte_ns      # service time of each byte of it
+    double update_ns    # service time of an update
     int64_t free_ns     # when it may begin with the next message
     double busy_ns
-    int64_t length      # messages that wait, the one in hand among them
+    int64_t length      # messages in the queue, including the one in service
     int64_t peak
-    int64_t worked      # shards' own stations: updates that were counted
+    int64_t worked      # shards' own stations: updates counted as work so far
     int32_t first
     int32_t last
-    int32_t in_hand     # a message's end is in the simulation's queue
+    int32_t in_service  # the end of a message's service is in the event queue
 
-cdef class Service:
+cdef class ServerQueue:
     cdef readonly bint takes_time
     cdef readonly int64_t n_stations
     cdef Network network

@@ -3,7 +3,7 @@ import numpy.typing as npt
 
 from fastps.kernels.simulation.network import Network
 
-class Service:
+class ServerQueue:
     takes_time: bool
     n_stations: int
     def __init__(self, times_ns: npt.NDArray[np.float64], network: Network, workers: int, groups: int) -> None: ...

@@ -1,24 +1,24 @@
-# The shards of a simulated job, around their ledger (ledger.pxd), for the simulator that has workers, too.
+# The simulated shards with their records, a base class of the simulator.
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.simulation.records cimport Ledger
+from fastps.kernels.simulation.records cimport Records
 from fastps.kernels.simulation.network cimport Network, fps_queue
-from fastps.kernels.simulation.server_queue cimport Service
+from fastps.kernels.simulation.server_queue cimport ServerQueue
 
-cdef class VirtualShards:
+cdef class SimulatedShards:
     cdef readonly Network network
-    cdef readonly Service service
+    cdef readonly ServerQueue server_queue
     cdef readonly int32_t n_workers
     cdef readonly int32_t n_shards
     cdef readonly int64_t now_ns
     cdef readonly int64_t ended_ns       # time of the last event of any scheduler
     cdef readonly int64_t received       # pushes, over all shards
-    cdef readonly int64_t samples        # of those that shard 0 received
+    cdef readonly int64_t samples        # in the pushes that shard 0 received
     cdef readonly int64_t steps
     cdef readonly bint leave
     cdef fps_queue queue
-    cdef Ledger ledger
+    cdef Records records
     cdef double shard_bytes
     cdef bint overlap
     cdef bint no_memory

@@ -1,13 +1,13 @@
 """The shards of a simulated job: each of their events is one call of the scheduler's own compiled functions.
 
-Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire of scheduler.pyx, the object code that
-the store's holder calls; what comes of it is written into the ledger (ledger.pyx). What a shard refuses to know: what a worker
-does with a grant, which simulator.pyx says by `_take`, `_unblock`, `_go_on` and `_answer`; and the way of a message.
+Every push, leave and timer goes to scheduler_push, scheduler_leave and scheduler_fire, the object code that the store's
+combiner calls, and its outcome into the records. A subclass says what a worker does with a grant: `_take`, `_unblock`, `_go_on`
+and `_answer`.
 """
 
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.kernels.simulation.records cimport LINE_LEAVE, LINE_RECEIVE, LINE_TIMER, server_t
+from fastps.kernels.simulation.records cimport RECORD_LEAVE, RECORD_RECEIVE, RECORD_TIMER, server_t
 from fastps.kernels.simulation.network cimport EVENT_TIMER, fps_queue_push, message_t
 from fastps.kernels.scheduling.state cimport NEVER_NS, state_begin, state_dirty, state_workers, scheduler_t, worker_t
 from fastps.kernels.scheduling.decisions cimport (
@@ -21,22 +21,22 @@ from fastps.kernels.scheduling.decisions cimport (
 )
 
 
-cdef class VirtualShards:
-    """What a Simulator inherits; of no use by itself."""
+cdef class SimulatedShards:
+    """The abstract base class of a simulator."""
 
-    # -- for the simulator to say --------------------------------------------------------------------
+    # -- for a subclass to override ------------------------------------------------------------------
 
     cdef void _take(self, int32_t worker) noexcept nogil:
-        """A shard has received the worker's push."""
+        """Called when a shard has received the worker's push."""
 
     cdef void _unblock(self, int32_t worker) noexcept nogil:
-        """A slot of the worker may be free now."""
+        """Called when a slot of the worker may be free."""
 
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
-        """Overlap: the worker's push was delivered; `is_new`: it has made a version."""
+        """Overlap: called when the worker's push was delivered; `is_new`: it made a version."""
 
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
-        """The shard grants the worker a step."""
+        """Called when the shard grants the worker a step."""
 
     cdef bint _is_over(self) noexcept nogil:
         if self.leave:
@@ -51,7 +51,7 @@ cdef class VirtualShards:
 
     cdef void _receive(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
                        int64_t samples) noexcept nogil:
-        cdef server_t *server = &self.ledger.servers[shard]
+        cdef server_t *server = &self.records.servers[shard]
         cdef int64_t version
         cdef int action
         cdef bint relayed
@@ -61,16 +61,16 @@ cdef class VirtualShards:
         action = self._decide(worker, shard, timestamp, read_version, samples)
         relayed = self._keep(shard, worker, read_version, action)
         self._follow(shard, action)
-        if relayed and self.service.takes_time:
-            self.service.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
+        if relayed and self.server_queue.takes_time:
+            self.server_queue.relay(self.now_ns, worker, shard, self.shard_bytes, not self.overlap)
         self._leave(worker, shard)
         self._arm(shard)
         if self.overlap:
             self._go_on(worker, server.state.version != version)
 
     cdef void _drain(self, int32_t shard) noexcept nogil:
-        """The pushes that were posted are one commit, as they are the holder's: each is decided, then their sum is closed."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Decide all posted pushes in one commit, as the combiner does: each in turn, then close their sum."""
+        cdef server_t *server = &self.records.servers[shard]
         cdef int32_t first = server.posted.first, index = first
         cdef int64_t version
         cdef int action
@@ -83,7 +83,7 @@ cdef class VirtualShards:
             message = self.network.messages[index]
             action = self._decide(message.worker, shard, message.version, message.read_version, message.samples)
             self._keep(shard, message.worker, message.read_version, action)
-            if action == ACTION_FOLD_ALL:  # as many as one sum takes
+            if action == ACTION_FOLD_ALL:  # the sum is full
                 self._follow(shard, action)
                 state_begin(server.state)
             index = message.next
@@ -100,83 +100,83 @@ cdef class VirtualShards:
 
     cdef int _decide(self, int32_t worker, int32_t shard, int64_t timestamp, int64_t read_version,
                      int64_t samples) noexcept nogil:
-        """A push is an event of the commit that has begun."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Give the scheduler a push within the commit in progress."""
+        cdef server_t *server = &self.records.servers[shard]
         state_workers(server.state)[worker].consumed += 1
         self.received += 1
         self.samples += samples if shard == 0 else 0
         self.ended_ns = self.now_ns
-        if self.ledger.tracing:
-            self.ledger.line(LINE_RECEIVE, worker, shard, timestamp, samples)
+        if self.records.tracing:
+            self.records.record(RECORD_RECEIVE, worker, shard, timestamp, samples)
         self._take(worker)
         return scheduler_push(server.state, worker, self.now_ns, timestamp, samples)
 
     cdef void _leave(self, int32_t worker, int32_t shard) noexcept nogil:
-        """If the worker has done its steps, it leaves the shard."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Let the worker leave the shard once it has done its steps."""
+        cdef server_t *server = &self.records.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef int action
         if not self.leave or w.clock != self.steps or not w.live:
             return
         state_begin(server.state)
-        if self.ledger.tracing:
-            self.ledger.line(LINE_LEAVE, worker, shard, server.state.version, 0)
+        if self.records.tracing:
+            self.records.record(RECORD_LEAVE, worker, shard, server.state.version, 0)
         action = scheduler_leave(server.state, worker, self.now_ns)
-        self.ledger.relay(shard, worker)
+        self.records.relay(shard, worker)
         self._follow(shard, action)
 
     cdef void _fire_due(self, int32_t shard) noexcept nogil:
-        """Every timer that is due by now, each stamped with its own deadline."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Fire every timer due by now, each stamped with its own deadline."""
+        cdef server_t *server = &self.records.servers[shard]
         while server.due_ns != NEVER_NS and server.due_ns <= self.now_ns:
             state_begin(server.state)
             self.ended_ns = self.now_ns
-            if self.ledger.tracing:
-                self.ledger.line(LINE_TIMER, -1, shard, server.state.version, 0)
+            if self.records.tracing:
+                self.records.record(RECORD_TIMER, -1, shard, server.state.version, 0)
             self._follow(shard, scheduler_fire(server.state))
             server.due_ns = scheduler_due(server.state)
 
     cdef void _arm(self, int32_t shard) noexcept nogil:
-        """After a shard's event: its timer's event comes in time."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Schedule the event of the shard's timer, unless an earlier one is pending."""
+        cdef server_t *server = &self.records.servers[shard]
         server.due_ns = scheduler_due(server.state)
         if server.due_ns == NEVER_NS or (0 <= server.armed_ns <= server.due_ns):
             return
         server.armed_ns = server.due_ns
         self._check(fps_queue_push(&self.queue, server.due_ns, EVENT_TIMER, shard))
 
-    # -- what was decided ----------------------------------------------------------------------------
+    # -- outcomes of decisions -----------------------------------------------------------------------
 
     cdef bint _keep(self, int32_t shard, int32_t worker, int64_t read_version, int action) noexcept nogil:
-        """Write down where the push that was received now is; True if its leaf has passed it on."""
+        """Record the outcome of the received push; return whether its leaf has passed it on."""
         cdef bint relayed
-        self.ledger.keep(shard, worker, read_version, action)
-        relayed = self.ledger.relay(shard, worker)
+        self.records.keep(shard, worker, read_version, action)
+        relayed = self.records.relay(shard, worker)
         self._unblock(worker)  # a slot of it may be free now
         return relayed
 
     cdef void _follow(self, int32_t shard, int action) noexcept nogil:
-        """Count what an event has folded, and answer everyone whom it has granted a step."""
-        cdef scheduler_t *state = self.ledger.servers[shard].state
+        """Count what an event folded, and answer every worker that it granted a step."""
+        cdef scheduler_t *state = self.records.servers[shard].state
         cdef int32_t i, worker
         if action == ACTION_FOLD_ALL:
             self._fold_sum(shard)
         elif action == ACTION_FOLD_LIST:
-            self.ledger.fold_list(shard)
-        if self.service.takes_time:
-            self.service.update(self.now_ns, shard, state.version)
+            self.records.fold_list(shard)
+        if self.server_queue.takes_time:
+            self.server_queue.update(self.now_ns, shard, state.version)
         for i in range(state.n_dirty_workers):
             worker = state_dirty(state)[i]
             if state_workers(state)[worker].granted_at == state.sequence:
                 self._answer(worker, shard)
 
     cdef void _fold_sum(self, int32_t shard) noexcept nogil:
-        """All pushes of the sum; then whoever waited for one of these slots may go on."""
-        cdef int32_t node = self.ledger.servers[shard].sum.first
+        """Fold all pushes of the sum, then unblock the workers that wait for one of their slots."""
+        cdef int32_t node = self.records.servers[shard].sum.first
         cdef int32_t worker
-        self.ledger.fold_sum(shard)
+        self.records.fold_sum(shard)
         while node >= 0:
-            worker = self.ledger.pool.kept[node].worker
+            worker = self.records.pool.kept[node].worker
             self._unblock(worker)
-            node = self.ledger.pool.kept[node].next
-        self.ledger.forget_sum(shard)
+            node = self.records.pool.kept[node].next
+        self.records.forget_sum(shard)

@@ -1,4 +1,4 @@
-# The simulator's state: workers, around the shards (virtual_shards.pxd).
+# The simulator: the simulated workers around the simulated shards.
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -6,34 +6,34 @@ from fastps.kernels.simulation.compute_time cimport ComputeTimes
 from fastps.kernels.simulation.cpu cimport Cores
 from fastps.kernels.simulation.network cimport fps_event
 from fastps.kernels.scheduling.state cimport policy_t
-from fastps.kernels.simulation.shards cimport VirtualShards
+from fastps.kernels.simulation.shards cimport SimulatedShards
 
 cdef struct player_t:
     int64_t steps           # steps pushed
-    int64_t computed_ns     # when its last gradient was ready
+    int64_t computed_ns     # time of its last gradient
     int64_t began_ns
     int64_t compute_ns
     int64_t wait_ns
     int64_t grant_wait_ns   # from a shard's receipt of a push to its grant, summed over shards
-    int64_t timestamp       # newest version of any shard that it computes with
+    int64_t timestamp       # newest version, over the shards, that it computes with
     int64_t batch
-    int64_t granted_batch   # 0: none was tuned
-    int64_t resume_ns       # when it begins with what it has (partial pull), or -1
+    int64_t granted_batch   # 0: not tuned
+    int64_t resume_ns       # partial pull: when it begins with the answers it has, or -1
     int64_t stale_blocks
     int64_t ready_version   # overlap: newest weights that have arrived
     int32_t fresh           # shards that have answered for its next step
     int32_t sending         # overlap: shards that its last push has not reached yet
     int32_t computing
-    int32_t blocked         # it could go on but for a slot
-    int32_t holding         # overlap: it holds a gradient until the last was delivered
+    int32_t blocked         # it lacks only a slot
+    int32_t holding         # overlap: it holds a gradient until the one before is delivered
 
-# One shard as one worker sees it.
+# One worker's view of one shard.
 cdef struct view_t:
-    int64_t version         # of the weights that it computes with
-    int64_t step            # newest step that the shard has granted, and answered
+    int64_t version         # version of the weights that it computes with
+    int64_t step            # newest step that the shard has granted and answered
 
 
-cdef class Simulator(VirtualShards):
+cdef class Simulator(SimulatedShards):
     cdef readonly ComputeTimes compute
     cdef readonly Cores cores
     cdef readonly int64_t events
@@ -47,7 +47,7 @@ cdef class Simulator(VirtualShards):
     cdef int64_t slots
     cdef int64_t batch
     cdef int32_t needed
-    cdef bint is_direct                  # messages take no time at all, so there are none
+    cdef bint is_direct                  # messages take no time, so none is made
     cdef int _allocate(self, int32_t[::1] link_of) except -1
     cdef void _run(self, int64_t events) noexcept nogil
     cdef void _play(self, fps_event event) noexcept nogil

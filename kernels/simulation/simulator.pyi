@@ -6,14 +6,14 @@ import numpy.typing as npt
 from fastps.kernels.simulation.compute_time import ComputeTimes
 from fastps.kernels.simulation.cpu import Cores
 from fastps.kernels.simulation.network import Network
-from fastps.kernels.simulation.server_queue import Service
+from fastps.kernels.simulation.server_queue import ServerQueue
 
-LINES: tuple[str, ...]
+KINDS: tuple[str, ...]
 
 class Simulator:
     compute: ComputeTimes
     network: Network
-    service: Service
+    server_queue: ServerQueue
     n_workers: int
     n_shards: int
     now_ns: int

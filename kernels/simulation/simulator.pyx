@@ -1,12 +1,12 @@
-"""The simulator: N workers and K shards in virtual time, decided by the scheduler's own compiled functions.
+"""The simulator: N workers and K shards in virtual time, driven by the scheduler's own compiled functions.
 
-Nothing is decided here: that is the shards' part (virtual_shards.pyx). What is played here is what surrounds them: computing
-(compute_time.pyx), messages (network.pyx), servers that they keep busy (service.pyx), and a worker's own loop
-(fastps/store/worker.py): which step it waits for, its slots, partial and overlapped pulls. Times are whole ns; one seed decides
-a run, bit by bit. What it refuses to know: gradients, disciplines' names, clocks.
+The shards make every decision. This module simulates their environment: computing, messages, busy servers, and a worker's own
+loop, which is that of a live worker: the step it waits for, its slots, partial and overlapped pulls. Times are whole ns, and
+one seed determines a run bit by bit. The simulator has no gradients and reads no clock.
 
-A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back,
-or a word only where the version held is the newest; when enough shards have answered and a slot is free, the next step begins.
+A step: compute; push to every shard (a transfer, then one event of its scheduler); the shard's grant sends the weights back, or
+a message without weights if the worker holds the newest version; when enough shards have answered and a slot is free, the next
+step begins.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -17,11 +17,11 @@ import numpy as np
 from fastps.kernels.simulation.compute_time cimport ComputeTimes
 from fastps.kernels.simulation.cpu cimport Cores
 from fastps.kernels.simulation.records cimport (
-    LINE_BEGIN,
-    LINE_COMPUTED,
-    LINE_GRANT,
-    LINE_PULL,
-    begin_ledger,
+    RECORD_BEGIN,
+    RECORD_COMPUTED,
+    RECORD_GRANT,
+    RECORD_PULL,
+    begin_records,
     server_t,
 )
 from fastps.kernels.simulation.network cimport (
@@ -44,25 +44,25 @@ from fastps.kernels.simulation.network cimport (
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport GRANT_AT_ONCE, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
-from fastps.kernels.simulation.server_queue cimport Service
-from fastps.kernels.simulation.shards cimport VirtualShards
+from fastps.kernels.simulation.server_queue cimport ServerQueue
+from fastps.kernels.simulation.shards cimport SimulatedShards
 
-LINES = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
+KINDS = ("begin", "computed", "receive", "fold", "drop", "grant", "timer", "leave", "pull")
 
 
-cdef class Simulator(VirtualShards):
+cdef class Simulator(SimulatedShards):
     """A simulation, ready to run.
 
-    values: the policy's, as Policy.values gives them. compute, network: who computes how long, and the links; link_of:
-    int32[workers], each worker's first link, to which the shard is added. shard_bytes: of one push, or pull, of one shard.
-    needed: shards that a step waits for, and pull_timeout_ns how long for the rest (-1: a step waits for all). slots: gradients
-    that a worker may have in hand. overlap: push and pull beside computing. batch: samples of a first step. steps: of each
-    worker; the run ends when the shards have received workers x steps pushes, or with `leave`, when each has done its own
-    and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each byte of it, and for an update
-    (service.pyx); none without. cores, slice_ns: that the workers share, and for how long at a time (cores.pyx); 0 cores: each
-    has its own. trace: write down every line.
+    values: the policy's, as returned by Policy.values. compute, network: the compute times and the links; link_of:
+    int32[workers], each worker's first link, to which the shard's number is added. shard_bytes: size of one push or pull of one
+    shard. needed: number of shards that a step waits for; pull_timeout_ns: how long it then waits for the rest (-1: a step
+    waits for all). slots: gradients that a worker may have pending. overlap: push and pull while computing. batch: samples of a
+    first step. steps: steps of each worker; the run ends when the shards have received workers x steps pushes, or with `leave`,
+    when each worker has done its own and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
+    byte of it, and for an update; default: none. cores, slice_ns: cores that the workers share, and their time slice; 0 cores:
+    each worker has its own. trace: keep a record of every event.
 
-    Raises ValueError for values that do not fit.
+    Raises ValueError for inconsistent values.
     """
 
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
@@ -86,14 +86,14 @@ cdef class Simulator(VirtualShards):
         self.shard_bytes, self.needed = shard_bytes, needed or shards
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
-        self.ledger = begin_ledger(&self.policy, self.n_workers, self.n_shards, trace)
+        self.records = begin_records(&self.policy, self.n_workers, self.n_shards, trace)
         if service_ns is None:
             service_ns = np.zeros((shards, 3))
         if len(service_ns) != shards:
             raise ValueError(f"expected times of {shards} servers, found {len(service_ns)}")
-        self.service = Service(service_ns, network, self.n_workers, self.policy.groups)
+        self.server_queue = ServerQueue(service_ns, network, self.n_workers, self.policy.groups)
         self.cores = Cores(cores, self.n_workers, slice_ns)
-        self.is_direct = network.instant and shards == 1 and not self.service.takes_time and not self.policy.combine
+        self.is_direct = network.instant and shards == 1 and not self.server_queue.takes_time and not self.policy.combine
         self._allocate(link_of)
 
     cdef int _allocate(self, int32_t[::1] link_of) except -1:
@@ -121,13 +121,13 @@ cdef class Simulator(VirtualShards):
     # -- running -----------------------------------------------------------------------------------
 
     def run(self, int64_t events):
-        """Play up to so many events more; True while there is more to play. Releases the GIL.
+        """Process up to `events` more events; return whether more are left. Releases the GIL.
 
-        Raises RuntimeError if everybody waits for ever, and MemoryError.
+        Raises RuntimeError if every worker waits forever, and MemoryError.
         """
         with nogil:
             self._run(events)
-        if self.no_memory or self.ledger.no_memory:
+        if self.no_memory or self.records.no_memory:
             raise MemoryError("no memory for more events")
         if self.finished:
             return False
@@ -149,14 +149,14 @@ cdef class Simulator(VirtualShards):
                 self.players[worker].fresh = self.n_shards
                 self._begin(worker)
         while self.events < last and self.queue.length and not self._is_over():
-            if self.no_memory or self.ledger.no_memory:
+            if self.no_memory or self.records.no_memory:
                 return
             self.events += 1
             self._play(fps_queue_pop(&self.queue))
 
     cdef void _play(self, fps_event event) noexcept nogil:
         cdef server_t *server
-        self.now_ns = self.ledger.now_ns = event.key
+        self.now_ns = self.records.now_ns = event.key
         if event.kind == EVENT_COMPUTED:
             self._computed(event.index)
         elif event.kind == EVENT_PUSHED:
@@ -166,7 +166,7 @@ cdef class Simulator(VirtualShards):
         elif event.kind == EVENT_LINK:
             self._check(self.network.run_link(&self.queue, self.now_ns, event.index))
         elif event.kind == EVENT_TIMER:
-            server = &self.ledger.servers[event.index]
+            server = &self.records.servers[event.index]
             if server.armed_ns == self.now_ns:
                 server.armed_ns = -1
                 self._fire_due(event.index)
@@ -183,7 +183,7 @@ cdef class Simulator(VirtualShards):
     # -- a worker's own loop -----------------------------------------------------------------------
 
     cdef void _try_begin(self, int32_t worker) noexcept nogil:
-        """Begin the next step if nothing is missing: enough shards' answers, and a slot for its gradient."""
+        """Begin the next step if enough shards have answered and a slot is free for its gradient."""
         cdef player_t *player = &self.players[worker]
         cdef int32_t shard
         if player.computing or player.holding or (self.leave and player.steps == self.steps):
@@ -195,11 +195,11 @@ cdef class Simulator(VirtualShards):
             return
         player.blocked = 0
         for shard in range(self.n_shards):
-            if state_workers(self.ledger.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
+            if state_workers(self.records.servers[shard].state)[worker].cursor < player.steps + 1 - self.slots:
                 player.blocked = 1
                 return
         if self.pull_timeout_ns >= 0 and player.fresh < self.n_shards:
-            # Also with no timeout at all: answers of this very instant come first.
+            # Also with a timeout of 0: answers of this very instant come first.
             if player.resume_ns < 0:
                 player.resume_ns = self.now_ns + self.pull_timeout_ns
                 self._check(fps_queue_push(&self.queue, player.resume_ns, EVENT_RESUME, worker))
@@ -229,11 +229,11 @@ cdef class Simulator(VirtualShards):
         self._check(self.cores.begin(
             &self.queue, self.now_ns, worker, max(<int64_t> 1, took_ns),
             self._for_batch(player, self.compute.blocked_ns(worker))))
-        if self.ledger.tracing:
-            self.ledger.line(LINE_BEGIN, worker, -1, player.timestamp, player.batch)
+        if self.records.tracing:
+            self.records.record(RECORD_BEGIN, worker, -1, player.timestamp, player.batch)
 
     cdef int64_t _for_batch(self, const player_t *player, int64_t took_ns) noexcept nogil:
-        """What a first batch takes, for the batch that the worker was granted."""
+        """Scale the time of a default batch to the batch that the worker was granted."""
         if player.batch == self.batch:
             return took_ns
         return <int64_t> (<double> took_ns * <double> player.batch / <double> self.batch + 0.5)
@@ -243,10 +243,10 @@ cdef class Simulator(VirtualShards):
         player.computing = 0
         player.computed_ns = self.now_ns
         player.compute_ns += self.now_ns - player.began_ns
-        if self.ledger.tracing:
-            self.ledger.line(LINE_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
+        if self.records.tracing:
+            self.records.record(RECORD_COMPUTED, worker, -1, player.timestamp, self.now_ns - player.began_ns)
         if player.sending:
-            player.holding = 1  # Rudra-adv*: the next gradient is never sent before the last was delivered
+            player.holding = 1  # Rudra-adv*: a gradient is never sent before the one before it was delivered
             return
         self._push(worker)
 
@@ -275,13 +275,13 @@ cdef class Simulator(VirtualShards):
             self._try_begin(worker)
 
     cdef void _pushed(self, int32_t index) noexcept nogil:
-        if self.service.takes_time:
-            self._check(self.service.add(&self.queue, self.now_ns, index))
+        if self.server_queue.takes_time:
+            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
         else:
             self._handled(index)
 
     cdef void _served(self, int32_t station) noexcept nogil:
-        cdef int32_t index = self.service.take(station)
+        cdef int32_t index = self.server_queue.take(station)
         cdef message_t *message = &self.network.messages[index]
         if message.kind == EVENT_PULLED:
             self._check(self.network.send(&self.queue, self.now_ns, index, self.links[message.worker] + message.shard))
@@ -289,10 +289,10 @@ cdef class Simulator(VirtualShards):
             self._handled(index)
         if self.policy.combine:
             self._look_for_drain(station)
-        self._check(self.service.go_on(&self.queue, self.now_ns, station))
+        self._check(self.server_queue.go_on(&self.queue, self.now_ns, station))
 
     cdef void _handled(self, int32_t index) noexcept nogil:
-        """The server has handled a push."""
+        """Give a push that the server has handled to the shard, or to its next drain."""
         cdef message_t message = self.network.messages[index]
         if self.policy.combine:
             self._post(index)
@@ -301,23 +301,23 @@ cdef class Simulator(VirtualShards):
         self._receive(message.worker, message.shard, message.version, message.read_version, message.samples)
 
     cdef void _post(self, int32_t index) noexcept nogil:
-        """The push waits for the end of its drain, which finds all of one instant, or that waited while the server was busy."""
+        """Add the push to its drain: all pushes of one instant, or those that waited while the server was busy."""
         cdef int32_t shard = self.network.messages[index].shard
-        cdef server_t *server = &self.ledger.servers[shard]
+        cdef server_t *server = &self.records.servers[shard]
         self.network.messages[index].next = -1
         if server.posted.first >= 0:
             self.network.messages[server.posted.last].next = index
             server.posted.last = index
             return
         server.posted.first = server.posted.last = index
-        if self.service.takes_time:
-            server.n_ahead = 1 + self.service.stations[shard].length  # this one, and what is in line behind it
+        if self.server_queue.takes_time:
+            server.n_ahead = 1 + self.server_queue.stations[shard].length  # this message and those in the queue behind it
         else:
             self._check(fps_queue_push(&self.queue, self.now_ns, EVENT_DRAIN, shard))
 
     cdef void _look_for_drain(self, int32_t shard) noexcept nogil:
-        """The shard's station has handled a message: was it the last of a drain?"""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Drain the shard if the message that its station has just handled is the last of a drain."""
+        cdef server_t *server = &self.records.servers[shard]
         if server.posted.first >= 0:
             server.n_ahead -= 1
             if server.n_ahead == 0:
@@ -330,14 +330,14 @@ cdef class Simulator(VirtualShards):
             self._arrive(message.worker, message.shard, message.step, message.version)
             return
         self.players[message.worker].ready_version = message.version
-        if message.version == self.ledger.servers[0].state.version:
+        if message.version == self.records.servers[0].state.version:
             self.idle[self.n_idle] = message.worker
             self.n_idle += 1
         else:
             self._fetch(message.worker)
 
     cdef void _arrive(self, int32_t worker, int32_t shard, int64_t step, int64_t version) noexcept nogil:
-        """A shard's answer has come. One to an older step is of no use (PSP-SGD, Algorithm 1, worker, line 4)."""
+        """Take a shard's answer; ignore one to an older step (PSP-SGD, Algorithm 1, worker, line 4)."""
         cdef player_t *player = &self.players[worker]
         cdef view_t *view = &self.views[worker * self.n_shards + shard]
         if player.computing or step <= player.steps or view.step >= step:
@@ -345,19 +345,19 @@ cdef class Simulator(VirtualShards):
         view.version = version
         view.step = step
         player.fresh += 1
-        if self.ledger.tracing:
-            self.ledger.line(LINE_PULL, worker, shard, version, step)
+        if self.records.tracing:
+            self.records.record(RECORD_PULL, worker, shard, version, step)
         self._try_begin(worker)
 
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 
     cdef int64_t _newest(self, int32_t worker) noexcept nogil:
         if self.network.instant:
-            return self.ledger.servers[0].state.version
+            return self.records.servers[0].state.version
         return self.players[worker].ready_version
 
     cdef void _fetch(self, int32_t worker) noexcept nogil:
-        """The worker's pull of the newest version begins."""
+        """Begin the worker's pull of the newest version."""
         cdef int32_t index = self.network.allocate()
         cdef message_t *message
         if index < 0:
@@ -365,17 +365,17 @@ cdef class Simulator(VirtualShards):
             return
         message = &self.network.messages[index]
         message.kind, message.worker, message.shard = EVENT_PULLED, worker, 0
-        message.version, message.bytes = self.ledger.servers[0].state.version, self.shard_bytes
+        message.version, message.bytes = self.records.servers[0].state.version, self.shard_bytes
         self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker]))
 
     cdef void _fetch_all(self) noexcept nogil:
-        """There is a new version: whoever has no pull in progress begins one."""
+        """Begin a pull of the new version for every worker without a pull in progress."""
         cdef int32_t i
         for i in range(self.n_idle):
             self._fetch(self.idle[i])
         self.n_idle = 0
 
-    # -- what a shard does to its workers (virtual_shards.pyx) ----------------------------------------
+    # -- calls of the shards -------------------------------------------------------------------------
 
     cdef void _take(self, int32_t worker) noexcept nogil:
         if self.overlap:
@@ -386,7 +386,7 @@ cdef class Simulator(VirtualShards):
             self._try_begin(worker)
 
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
-        """Overlap: the worker's push was delivered; `is_new`: it has made a version."""
+        """Overlap: push the gradient held back, now that the last was delivered; `is_new`: that push made a version."""
         cdef player_t *player = &self.players[worker]
         if is_new and not self.network.instant:
             self._fetch_all()
@@ -396,8 +396,8 @@ cdef class Simulator(VirtualShards):
         self._try_begin(worker)
 
     cdef void _answer(self, int32_t worker, int32_t shard) noexcept nogil:
-        """The shard grants the worker a step: its weights are sent, or a word only where the worker holds them already."""
-        cdef server_t *server = &self.ledger.servers[shard]
+        """Send the worker its grant with the shard's weights, or without them if it holds the newest version."""
+        cdef server_t *server = &self.records.servers[shard]
         cdef worker_t *w = &state_workers(server.state)[worker]
         cdef player_t *player = &self.players[worker]
         cdef int32_t index
@@ -405,8 +405,8 @@ cdef class Simulator(VirtualShards):
         player.grant_wait_ns += self.now_ns - w.push_ns[0]
         if w.batch > 0:
             player.granted_batch = w.batch
-        if self.ledger.tracing:
-            self.ledger.line(LINE_GRANT, worker, shard, server.state.version, w.granted)
+        if self.records.tracing:
+            self.records.record(RECORD_GRANT, worker, shard, server.state.version, w.granted)
         if self.leave and w.clock == self.steps:
             return  # it is about to leave
         if self.overlap:
@@ -425,13 +425,13 @@ cdef class Simulator(VirtualShards):
         message.step, message.version = w.granted, server.state.version
         # Rudra, section 3.2: a pull is skipped when the version has not changed.
         message.bytes = 0 if self.views[worker * self.n_shards + shard].version == message.version else self.shard_bytes
-        if self.service.takes_time:
-            self._check(self.service.add(&self.queue, self.now_ns, index))
+        if self.server_queue.takes_time:
+            self._check(self.server_queue.add(&self.queue, self.now_ns, index))
         else:
             self._check(self.network.send(&self.queue, self.now_ns, index, self.links[worker] + shard))
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- the trace -----------------------------------------------------------------------------------
 
     def trace(self):
-        """The lines written so far, as bytes: 32 a line, int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
-        return self.ledger.trace()
+        """Return the trace as bytes, 32 a record: int64 time_ns, version, detail, int32 worker, int16 shard, kind."""
+        return self.records.trace()

@@ -1,6 +1,6 @@
-"""What a simulation has counted: sums over workers and shards, one shard's, and how stale pushes were.
+"""Totals of a simulation: sums over workers and shards, one shard's statistics, and the histogram of staleness.
 
-What it refuses to be: a part of the run (simulator.pyx), or a report (fastps/simulation/simulate.py). A look changes nothing.
+Reading totals does not change the simulation.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -12,9 +12,9 @@ from fastps.kernels.simulation.simulator cimport Simulator, player_t
 
 
 def totals(Simulator simulator not None):
-    """What was counted so far, over all workers and shards: a dict of numbers; times in ns.
+    """Return the sums so far over all workers and shards: a dict of numbers; times in ns.
 
-    A worker's time since its last change counts as computing or waiting, whichever it is doing.
+    A worker's time since its last event counts as computing or waiting, depending on its state.
     """
     cdef int32_t worker, shard
     cdef worker_t *w
@@ -32,7 +32,7 @@ def totals(Simulator simulator not None):
         grant_wait_ns += player.grant_wait_ns
         stale_blocks += player.stale_blocks
         for shard in range(simulator.n_shards):
-            w = &state_workers(simulator.ledger.servers[shard].state)[worker]
+            w = &state_workers(simulator.records.servers[shard].state)[worker]
             folded += w.folded
             dropped += w.dropped
             staleness_sum += w.staleness_sum
@@ -44,10 +44,10 @@ def totals(Simulator simulator not None):
 
 
 def shard_totals(Simulator simulator not None, int32_t shard):
-    """Of one shard: its version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
+    """Return a shard's version, updates, their mean <sigma>, and the gaps between updates as (least ns, count)."""
     if not 0 <= shard < simulator.n_shards:
         raise IndexError(f"expected a shard of 0 to {simulator.n_shards - 1}, found {shard}")
-    cdef server_t *server = &simulator.ledger.servers[shard]
+    cdef server_t *server = &simulator.records.servers[shard]
     cdef int bucket
     return {
         "version": server.state.version,
@@ -59,7 +59,7 @@ def shard_totals(Simulator simulator not None, int32_t shard):
 
 
 def staleness_counts(Simulator simulator not None):
-    """The histogram of staleness over all shards, as (versions, folded pushes); the last bucket has all that are staler."""
+    """Return the histogram of staleness over all shards as (versions, folded pushes); the last bucket is open-ended."""
     cdef int64_t index
-    cdef int64_t *counts = simulator.ledger.staleness
-    return [(index, counts[index]) for index in range(simulator.ledger.n_staleness) if counts[index]]
+    cdef int64_t *counts = simulator.records.staleness
+    return [(index, counts[index]) for index in range(simulator.records.n_staleness) if counts[index]]

@@ -1,7 +1,7 @@
-"""One attribute of many objects, in one compiled loop: what a step does to every tensor.
+"""Reads and writes one attribute of many objects in one compiled loop, as each step does with every tensor.
 
-Attributes that C types define are called through their descriptors' own functions, found once, which skips the look-up that
-the interpreter makes each time; others are looked up as usual, with the same effect. Refuses to know what the objects are.
+Attributes that C types define are called through their descriptors' own functions, found once, which skips the interpreter's
+look-up; other attributes are looked up as usual, with the same effect. Objects of any type work.
 """
 
 from cpython.object cimport PyObject, PyTypeObject
@@ -34,7 +34,7 @@ cdef class Attribute:
     """
 
     cdef object name
-    cdef PyTypeObject *type     # of the objects that `definition` is of
+    cdef PyTypeObject *type     # whose objects `definition` belongs to
     cdef PyGetSetDef *definition
     cdef object keep            # the descriptor, which lives as long as its type
 
@@ -65,7 +65,7 @@ cdef class Attribute:
         return 0
 
     def set(self, list objects not None, list values not None):
-        """Give the i-th object the i-th value. Raises ValueError when there are not as many of both."""
+        """Give the i-th object the i-th value. Raises ValueError for lists of different lengths."""
         cdef Py_ssize_t i
         if len(objects) != len(values):
             raise ValueError(f"expected {len(objects)} values, found {len(values)}")
@@ -79,12 +79,12 @@ cdef class Attribute:
             self._set(objects[i], value)
 
     def get(self, list objects not None):
-        """The values of all objects, as a list."""
+        """Return the values of all objects as a list."""
         cdef Py_ssize_t i
         return [self._get(objects[i]) for i in range(len(objects))]
 
     def are(self, list objects not None, list values not None):
-        """The index of the first object whose value is not the very one in the list (or, as a number, equal), or -1."""
+        """Return the index of the first object whose value is not the list's own object (or, as an int, equal), or -1."""
         cdef Py_ssize_t i
         cdef object found
         if len(objects) != len(values):

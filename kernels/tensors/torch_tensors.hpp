@@ -1,26 +1,26 @@
-/* What a step does to one tensor, through torch's own C++ tensors: a few loads and stores in place of Python's attributes.
+/* A step's work on one tensor through torch's own C++ tensors: a few loads and stores in place of Python's attributes.
  *
- * Each function has the effect of the attribute that it names, and returns false, with nothing done, for a tensor that is not of
- * the plain kind (a subclass, another shape, dtype or device): then the attribute itself is asked. What it refuses to be:
- * independent of torch's version. Its headers are those of one, which TORCH_VERSION names. */
+ * Each function has the effect of the attribute that its comment names. For a tensor that is not plain (a subclass, another
+ * shape, dtype or device) it does nothing and returns false, and the caller uses the attribute. The code depends on torch's
+ * version: it is built with the headers of one, which TORCH_VERSION names. */
 
 #pragma once
 
 #include <torch/csrc/api/include/torch/version.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-/* The implementation of a Python object's tensor, or null where its type has ways of its own. */
+/* The implementation of a Python object's tensor, or null if its type is a subclass. */
 static inline c10::TensorImpl *fps_impl(PyObject *object) {
     return THPVariable_CheckExact(object) ? THPVariable_Unpack(object).unsafeGetTensorImpl() : nullptr;
 }
 
-/* The same, of strided memory. */
+/* The same for a tensor with strided storage, or null. */
 static inline c10::TensorImpl *fps_plain(PyObject *object) {
     c10::TensorImpl *impl = fps_impl(object);
     return impl && impl->unsafe_storage() && impl->layout() == at::kStrided ? impl : nullptr;
 }
 
-/* For the few numbers of a shape, faster than a call of memcmp. */
+/* Faster than memcmp for the few numbers of a shape. */
 static inline bool fps_equal(at::IntArrayRef one, at::IntArrayRef other) {
     if (one.size() != other.size()) return false;
     for (size_t i = 0; i < one.size(); i++)
@@ -32,10 +32,10 @@ static inline bool fps_alike(const c10::TensorImpl *one, const c10::TensorImpl *
     return fps_equal(one->sizes(), other->sizes()) && one->dtype() == other->dtype() && one->device() == other->device();
 }
 
-/* What a loop needs of one of its values, gathered once. */
+/* Facts about one of a loop's values, gathered once. */
 struct fps_value {
-    c10::TensorImpl *impl = nullptr;  /* null: not plain, and so given by the attribute */
-    void *data = nullptr;             /* where its storage begins; null: only the attribute can show it */
+    c10::TensorImpl *impl = nullptr;  /* null: not plain; only the attribute works */
+    void *data = nullptr;             /* where its storage begins; null: only the attribute can assign it */
     size_t nbytes = 0;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
     at::DimVector form;               /* sizes, then strides */
@@ -58,16 +58,16 @@ struct fps_value {
     }
 };
 
-/* One tensor's own storage, whose data pointer goes from value to value. */
+/* One tensor's own storage, whose data pointer moves from value to value. */
 struct fps_home {
-    c10::Storage storage;  /* null: it has none yet */
-    void *data = nullptr;  /* where it was pointed last */
+    c10::Storage storage;  /* null: none yet */
+    void *data = nullptr;  /* the data pointer set last */
 };
 
-/* How the context of a home's data pointer is freed: a storage that keeps the memory of all values mapped. */
+/* Deleter of a home's data pointer. Its context is a storage that keeps the memory of all values mapped. */
 static void fps_let_go(void *kept) { delete static_cast<c10::Storage *>(kept); }
 
-/* tensor.data = value, for a tensor that lives in its home: one pointer is written, and whatever shares the storage follows. */
+/* tensor.data = value, for a tensor in its home: one pointer is written, and every tensor that shares the storage follows. */
 static inline bool fps_point(PyObject *tensor, fps_home &home, const fps_value &value) {
     c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !home.storage || !value.data) return false;
@@ -80,8 +80,8 @@ static inline bool fps_point(PyObject *tensor, fps_home &home, const fps_value &
     return true;
 }
 
-/* tensor.data = values: the same shape and strides over other memory, in a new home where the CPU has it. The version counter
- * stays as it is. */
+/* tensor.data = values: the same shape and strides over other memory, in a new home if that memory is the CPU's. The version
+ * counter stays unchanged. */
 static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_home &home, const fps_value &value) {
     home = fps_home();
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
@@ -101,7 +101,7 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_home &home
     return true;
 }
 
-/* tensor._version, of a tensor that counts. */
+/* tensor._version, for a tensor with a version counter. */
 static inline bool fps_version(PyObject *tensor, int64_t *version) {
     c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !impl->version_counter().enabled()) return false;
@@ -109,7 +109,7 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
     return true;
 }
 
-/* Which storage a tensor has; null: it is not plain. */
+/* A tensor's storage; null: not plain. */
 static inline const void *fps_storage(PyObject *tensor) {
     c10::TensorImpl *impl = fps_plain(tensor);
     return impl ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;

@@ -1,8 +1,8 @@
 # distutils: language = c++
-"""What a step does to every tensor of a model, in compiled loops over torch's own C++ tensors.
+"""A step's work on every tensor of a model, in compiled loops over torch's own C++ tensors.
 
-The same as kernels/tensors/attributes.pyx does by Python's attributes, and so to be chosen (fastps/torch/tensor_loops.py) where
-torch is the very version that this was built against. The one module here that knows torch. Refuses to know why a step does it.
+The loops over Python's attributes have the same effect. These replace them if torch is the very version that this module was
+built against. No other compiled module depends on torch.
 """
 
 from libc.stdint cimport int64_t
@@ -25,11 +25,11 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_set_grad(object tensor, object gradient) except +
     bint fps_drop_grad(object tensor) except +
 
-BUILT_FOR = TORCH_VERSION.decode()  # without what torch adds for a kind of build: "2.13.0", not "2.13.0+cpu"
+BUILT_FOR = TORCH_VERSION.decode()  # without torch's suffix for a kind of build: "2.13.0", not "2.13.0+cpu"
 
 
 cdef class Values:
-    """What a loop gives its tensors: a tensor for each, and what is to be known of it. Made by `CompiledLoops.prepare`."""
+    """A loop's values, one for each tensor, with facts about each. Made by `CompiledLoops.prepare`."""
 
     cdef list tensors
     cdef object memory
@@ -43,7 +43,7 @@ cdef class Values:
 
 
 cdef class CompiledLoops:
-    """Loops over the parameters `tensors`, a list that stays as it is; see fastps.torch.tensor_loops.TensorLoops.
+    """Loops over the parameters `tensors`, a list that must not change; see fastps.torch.tensor_loops.TensorLoops.
 
     >>> import torch
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
@@ -55,9 +55,9 @@ cdef class CompiledLoops:
 
     cdef list tensors
     cdef vector[int64_t] remembered
-    cdef vector[const void *] storages      # of each tensor, when it was shown or remembered last
+    cdef vector[const void *] storages      # each tensor's, when it was last shown or remembered
     cdef vector[fps_home] homes
-    cdef object memory              # that the homes point into
+    cdef object memory              # which the homes point into
 
     def __init__(self, list tensors not None):
         self.tensors = tensors
@@ -65,7 +65,7 @@ cdef class CompiledLoops:
         self.remember()
 
     def prepare(self, list values not None, memory=None):
-        """These tensors, a value a tensor, as the other loops take them. `memory`: what all of them are views of."""
+        """Return these tensors, one for each parameter, in the form that the loops take. `memory`: they are views of it."""
         if len(values) != len(self.tensors):
             raise ValueError(f"expected {len(self.tensors)} tensors, found {len(values)}")
         return Values(values, memory)
@@ -76,7 +76,7 @@ cdef class CompiledLoops:
         return 0
 
     def show(self, Values values not None):
-        """`data` of each tensor is that of its of `values`: no copy, and no write as the version counter counts them."""
+        """Set `data` of each tensor to its value's: no copy, and no write by the version counter's count."""
         cdef Py_ssize_t i
         self._check(values)
         if values.memory is None or values.memory is not self.memory:
@@ -90,7 +90,7 @@ cdef class CompiledLoops:
             self.storages[i] = fps_storage(self.tensors[i])
 
     cdef void _leave_homes(self):
-        """No home may be pointed elsewhere: each keeps the memory mapped that it was made in, and no other."""
+        """Drop all homes, because a home keeps only the memory mapped in which it was made."""
         cdef size_t count = self.homes.size()
         self.homes.clear()
         self.homes.resize(count)
@@ -102,7 +102,7 @@ cdef class CompiledLoops:
         return version
 
     def remember(self):
-        """What was written to the tensors up to now, and where they were pointed, is no change."""
+        """Start detecting changes: writes and pointer moves up to now do not count."""
         cdef Py_ssize_t i
         self.remembered.resize(len(self.tensors))
         self.storages.resize(len(self.tensors))
@@ -111,7 +111,7 @@ cdef class CompiledLoops:
             self.storages[i] = fps_storage(self.tensors[i])
 
     def changed(self):
-        """The index of the first tensor that was written to or pointed elsewhere since `remember`, or -1; `show` is neither."""
+        """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
             if self._version(i) != self.remembered[i] or fps_storage(self.tensors[i]) != self.storages[i]:
@@ -119,11 +119,11 @@ cdef class CompiledLoops:
         return -1
 
     def has_moved(self, Py_ssize_t index):
-        """Whether a tensor was pointed at other memory since `remember`, and not by `show`."""
+        """Return whether a tensor was pointed at other memory since `remember`, except by `show`."""
         return fps_storage(self.tensors[index]) != self.storages[index]
 
     def set_gradients(self, Values gradients not None):
-        """`grad` of each tensor is its of `gradients`."""
+        """Set `grad` of each tensor to its gradient."""
         cdef Py_ssize_t i
         self._check(gradients)
         for i in range(len(self.tensors)):
@@ -131,14 +131,14 @@ cdef class CompiledLoops:
                 self.tensors[i].grad = gradients.tensors[i]
 
     def drop_gradients(self):
-        """`grad` of each tensor is None."""
+        """Set `grad` of each tensor to None."""
         cdef Py_ssize_t i
         for i in range(len(self.tensors)):
             if not fps_drop_grad(self.tensors[i]):
                 self.tensors[i].grad = None
 
     def other_gradient(self, Values gradients not None):
-        """The index of the first tensor whose `grad` is not the very one of `gradients`, or -1."""
+        """Return the index of the first tensor whose `grad` is not the very object in `gradients`, or -1."""
         cdef Py_ssize_t i
         cdef bint same = False
         self._check(gradients)

@@ -1,4 +1,4 @@
-# The fold, for the store's turn: a job's words, and the one function that runs it.
+# The fold for compiled callers: the job's structures, and the functions that run it.
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
@@ -72,7 +72,7 @@ cdef extern from "update/fold.h" nogil:
         float *state_out
         const int64_t *steps_in
         int64_t *steps_out
-        int32_t *unsound
+        int32_t *nonfinite
 
     ctypedef struct fps_fold_scratch:
         pass

@@ -1,10 +1,9 @@
 """The fold: aggregate pending gradients and apply the update rule, in one pass, into fresh buffers.
 
 The arithmetic is that of torch.optim's single-tensor optimizers, operation by operation, with fused multiply-adds where ATen
-has them; the bits are the same on every instruction set (kernels/update/reference.py is the oracle). What it refuses to know:
-where gradients come from, versions, and who waits.
+has them. The bits are the same on every instruction set, and a NumPy reference is the oracle.
 
-The instruction set is chosen once, at import: the widest that the machine has, or the one that FASTPS_ISA names.
+The instruction set is chosen once, at import: the widest of this machine, or the one that FASTPS_ISA names.
 """
 
 import os
@@ -52,7 +51,7 @@ _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_A
 
 
 def instruction_sets():
-    """The instruction sets that this machine can run, the widest last."""
+    """Return the names of this machine's instruction sets, the widest last."""
     return [name for name, number in _ISAS.items() if fps_isa_available(number)]
 
 
@@ -90,9 +89,9 @@ cdef float fps_largest(
 
 
 cdef class Folding:
-    """A fold of given pushes, from given buffers into given ones, as often as one likes: once made, it allocates nothing.
+    """A repeatable fold of given pushes from given buffers into given buffers; running it allocates nothing.
 
-    Arguments as of `fold`; results are written into `weights_out`, `state_out` and `steps_out`, which must not be the inputs.
+    Arguments are those of `fold`; results go into `weights_out`, `state_out` and `steps_out`, which must not be the inputs.
 
     >>> import numpy as np
     >>> gradient, weights, out = np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)
@@ -149,7 +148,7 @@ cdef class Folding:
         self.job.rate_scale = rate_scale
         self.job.weights_in = &weights[0]
         self.job.weights_out = &weights_out[0]
-        self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # of no planes nothing is read
+        self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # never read without planes
         self.job.state_out = &state_out[0, 0] if state.shape[0] else self.job.weights_out
         if steps.shape[0]:
             self.job.steps_in = &steps[0]
@@ -190,7 +189,7 @@ cdef class Folding:
         return 0
 
     def run(self, int64_t first, int64_t last, int64_t times=1):
-        """Fold the floats [first, last), `times` times over. Releases the GIL. Raises ValueError if its job is refused."""
+        """Fold the floats [first, last) `times` times. Releases the GIL. Raises ValueError for an invalid job."""
         cdef int outcome = 0
         cdef int64_t _time
         with nogil:
@@ -206,19 +205,19 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
-        pushes: (gradient float32[n] or as gradient_type says, hypers: a list of 9-tuples (learning rate, momentum, dampening,
-            weight decay, beta1, beta2, epsilon, learning rate decay, flags), one a group, presence: a list of bools, one a
-            parameter, scale of the gradient, and scale of the learning rates, 1 if it is left out).
+        pushes: (gradient float32[n], or of the type of gradient_type; hypers: a list of 9-tuples (learning rate, momentum,
+            dampening, weight decay, beta1, beta2, epsilon, learning rate decay, flags), one a group; presence: a list of bools,
+            one a parameter; scale of the gradient; and optionally scale of the learning rates, 1 by default).
         scale: multiplies the sum of the gradients under FOLD_SUM.
-        ema_plane, ema_decay: the last plane of state, where it holds a moving average of the weights, and its decay.
+        ema_plane, ema_decay: the last plane of state if it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
-        gradient_type: what gradients are: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
-        streaming: whether results are stored past the caches.
+        gradient_type: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
+        streaming: whether results use non-temporal stores.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
 
-    Returns (weights, state, steps) as new arrays. Raises ValueError for measures that do not fit.
+    Returns (weights, state, steps) as new arrays. Raises ValueError for inconsistent sizes.
     """
     outputs = (np.zeros(weights.shape[0], np.float32), np.zeros((state.shape[0], state.shape[1]), np.float32),
                np.zeros(steps.shape[0], np.int64))
@@ -229,14 +228,14 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
 
 def _words_of(values, int gradient_type):
-    """A gradient as an array of the type that is named."""
+    """Return a gradient as a contiguous array of the type."""
     if gradient_type == FPS_FLOAT32:
         return np.ascontiguousarray(values, np.float32)
     return np.ascontiguousarray(values, np.float16 if gradient_type == FPS_FLOAT16 else np.uint16)
 
 
 def _hyper_words(groups):
-    """fps_hyper's 16 words: 8 doubles, 7 reserved, and the flags, whose bits are an integer's."""
+    """Return fps_hyper's 16 words a group: 8 doubles, 7 reserved, and the flags as an integer's bits."""
     words = np.zeros((len(groups), 16))
     for index, (*numbers, flags) in enumerate(groups):
         words[index, :8] = numbers

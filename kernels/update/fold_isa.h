@@ -1,6 +1,4 @@
-/* The loops over one tile for each instruction set, and the choice between them at run time.
- *
- * What it refuses to be: the loops themselves (fold_tile.h), which it includes once for each set, or their callers (fold_run.h). */
+/* The loops over one tile for each instruction set, and the choice between them at run time. */
 #ifndef FPS_FOLD_ISA_H
 #define FPS_FOLD_ISA_H
 
@@ -18,11 +16,14 @@ typedef struct {
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
     int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
-    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float
+    *,
                          float *);
-    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
+    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float
+    *,
                 const float *, float *);
-    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
+    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float
+    *,
                           float *, const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
@@ -30,10 +31,10 @@ typedef struct {
     int (*is_finite)(const float *, int64_t);
 } fps_tile_functions;
 
-/* SGD's and Adam's loops read so many gradients at once and sum them in registers: more are summed into the cache first. */
+/* SGD's and Adam's loops read up to this many gradients at once and sum them in registers; more are summed in the cache first. */
 #define FPS_SUMMED_AT_ONCE 4
-/* What a loop reads besides its tiles, as locals that no store can change. Where there are fewer gradients, the first stands for
- * the rest, and is not read for them; so do its coefficients. */
+/* Copies a loop's gradient pointers and coefficients to locals, which no store can alias. Missing gradients are replaced by the
+ * first, which is not read in their place; so are missing coefficients. */
 #define FPS_LOCAL_OF(from, k, count) from[(count) > (k) ? (k) : 0]
 #define FPS_LOCALS(by, pushed, count, each)                                                                              \
     const float *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                       \
@@ -41,7 +42,7 @@ typedef struct {
     const int applied = each ? count : 1;                                                                                \
     const fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied), \
                                                       FPS_LOCAL_OF(by, 3, applied)}
-/* A loop for each count, so that each is without a branch; one gradient is a sum of itself. */
+/* One loop for each count, so that no loop has a branch; one gradient is its own sum. */
 #define FPS_BY_COUNT(loop, ...)                                                                                          \
     do {                                                                                                                 \
         if (count == 1) loop(1, 0, __VA_ARGS__);                                                                         \
@@ -52,7 +53,7 @@ typedef struct {
         else if (count == 3) loop(3, 0, __VA_ARGS__);                                                                    \
         else loop(4, 0, __VA_ARGS__);                                                                                    \
     } while (0)
-/* The bits of an infinity: of a magnitude's bits, those below are of a finite number. */
+/* The bits of an infinity: a magnitude is finite if its bits are below. */
 #define FPS_INFINITY_BITS 0x7f800000
 #define FPS_LINE_FLOATS 16 /* of a cache line */
 #define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
@@ -62,7 +63,7 @@ typedef struct {
 #define FPS_STREAM(address, from) _mm_stream_ps(address, _mm_load_ps(from))
 #define FPS_DRAIN() _mm_sfence()
 #else
-/* No such stores from C here: plain ones, which the write allocation makes a little slower than they could be. */
+/* C has no portable non-temporal store: plain stores, which are slightly slower because of write allocation. */
 #define FPS_STREAM_WORD float
 #define FPS_STREAM(address, from) (*(address) = *(from))
 #define FPS_DRAIN() ((void)0)

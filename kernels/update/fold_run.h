@@ -1,6 +1,4 @@
-/* The walk of a fold: segment by segment, tile by tile, one pass over memory.
- *
- * What it refuses to be: a place for arithmetic (fold_tile.h). Included by fold.pyx only. */
+/* The fold's driver: one pass over memory, segment by segment and tile by tile. Exactly one module includes it. */
 #ifndef FPS_FOLD_RUN_H
 #define FPS_FOLD_RUN_H
 
@@ -16,8 +14,8 @@ static inline int fps_rule_planes(const fps_fold_job *job) {
     return job->state_planes - (job->ema_plane >= 0);
 }
 
-/* Planes that a push with these hyper-parameters uses, or -1 for a rule that is not known. RMSprop's planes are the square
- * average, the momentum buffer and the gradient average, in this order: with the last one the second is kept anyway. */
+/* Number of planes that a push with these hyper-parameters uses, or -1 for an unknown rule. RMSprop's planes are the square
+ * average, the momentum buffer and the gradient average, in this order: the third implies the second. */
 static int fps_planes_needed(int rule, const fps_hyper *hyper) {
     if (rule == FPS_RULE_SGD) return hyper->momentum != 0;
     if (rule == FPS_RULE_ADAM) return 2;
@@ -27,7 +25,7 @@ static int fps_planes_needed(int rule, const fps_hyper *hyper) {
     return -1;
 }
 
-/* Whether the rule is known and has the planes that this push needs: what it writes must lie in the state. */
+/* Whether the rule is known and the state has the planes that this push writes. */
 static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push, int32_t group) {
     int needed = fps_planes_needed(job->rule, &push->hypers[group]);
     if (job->rule == FPS_RULE_USER && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
@@ -55,7 +53,7 @@ static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, doubl
     by->inverse_root_correction2 = 1.0f / by->root_correction2;
 }
 
-/* Hyper-parameters are doubles, as Python's are; torch rounds each to float where its kernel begins, and so do we. */
+/* Hyper-parameters are doubles, as in Python; torch rounds each to float where its kernel begins, and so does this function. */
 static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
                                             int64_t steps) {
     fps_coefficients by;
@@ -83,7 +81,7 @@ static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, do
     return by;
 }
 
-/* The average's plane follows the weights that were just written. */
+/* Move the average towards the weights just written. */
 static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int64_t plane = job->ema_plane * place->stride;
     if (job->ema_plane >= 0)
@@ -97,7 +95,7 @@ static inline int fps_writes_plane(int rule, const fps_coefficients *by, int pla
     return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
 }
 
-/* A group without momentum, say, beside one with: its plane is carried along. */
+/* Copy the planes that this push does not write, such as the momentum buffer of a group without momentum. */
 static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const fps_place *place) {
     for (int plane = 0; plane < fps_rule_planes(job); plane++)
         if (place->state != place->state_out && !fps_writes_plane(job->rule, by, plane))
@@ -115,7 +113,7 @@ static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, 
                    place->state_out, place->stride);
 }
 
-/* A push's gradient on one tile in single precision: where it lies, or made so in `room`. */
+/* A push's gradient on one tile in single precision: in place, or widened into `room`. */
 static inline const float *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
                                         int64_t first, int64_t length, float *room) {
     if (job->gradient_type == FPS_FLOAT32) return (const float *)push->gradient + first;
@@ -124,33 +122,34 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
     return room;
 }
 
-/* How many gradients the rule's loop sums by itself. */
-static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
+/* Number of gradients that the rule's loop sums in registers. */
+static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1;
+}
 
-/* Whether `count` gradients pass once through the rule's one loop, which reads `at_once` of them: neither they nor what it writes is
- * looked at again, so none of it has to stay in the cache. */
+/* Whether a single pass of the rule's loop, which reads `at_once` gradients, takes all `count` of them: neither inputs nor
+ * results are read again, so nothing has to stay in the cache. */
 static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
     return count <= at_once && fps_summed_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
 }
 
-/* Whether what a rule that does not look wrote is finite: Inf and NaN of a gradient reach the weights, or stay in a sum of squares
- * whose root divides it, so these are looked at while they are in the cache. */
-static int fps_is_sound(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
+/* Whether the results of a rule whose loop does not check are finite. Inf and NaN of a gradient reach the weights, or stay in a
+ * sum of squares whose root divides the gradient, so these are checked while they are in the cache. */
+static int fps_is_finite(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int planes = job->rule == FPS_RULE_RMSPROP ? 1 : fps_rule_planes(job);
-    if (!job->unsound) return 1;
+    if (!job->nonfinite) return 1;
     int finite = tile->is_finite(place->weights_out, length);
     for (int plane = 0; plane < planes; plane++)
         finite &= tile->is_finite(place->state_out + plane * place->stride, length);
     return finite;
 }
 
-/* Flag a fold whose results are not finite: a gradient was not, or it overflowed the rule. */
+/* Flag a fold with non-finite results: a gradient was non-finite, or it overflowed the rule. */
 static inline void fps_flag(const fps_fold_job *job, int finite) {
-    if (!finite && job->unsound) *job->unsound = 1;
+    if (!finite && job->nonfinite) *job->nonfinite = 1;
 }
 
-/* `count` pushes (no more than fps_summed_at_once) on one tile: their sum, or under `each` one after the other; the next on it reads
- * what these wrote. */
+/* Apply `count` pushes (at most fps_summed_at_once) to one tile: their sum, or with `each` one after the other. The next
+ * application on the tile reads their results. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
                       const float *const *gradients, int count, int each, fps_place *place) {
     const float *weights = place->weights, *state = place->state, *gradient = gradients[0];
@@ -162,14 +161,15 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
         finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
                                                                       state, state_out);
     else if (job->rule == FPS_RULE_ADAM)
-        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights, weights_out,
+        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights,
+        weights_out,
                                                                         state, state_out, state + stride,
                                                                         state_out + place->out_stride);
     else {
         if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
         else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
         else tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
-        finite = fps_is_sound(tile, job, length, place);
+        finite = fps_is_finite(tile, job, length, place);
     }
     fps_flag(job, finite);
     fps_carry_planes(job, by, length, place);
@@ -178,7 +178,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
     place->state = state_out;
 }
 
-/* Nothing was pushed for this parameter: it stays as it is, and its average goes on. */
+/* Copy a parameter without a gradient, and move its average if anything was pushed. */
 static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, fps_place *place) {
     memcpy(place->weights_out, place->weights, length * sizeof(float));
     int planes = job->n_pushes ? fps_rule_planes(job) : job->state_planes;
@@ -203,7 +203,7 @@ static inline double fps_rate(const fps_push *push, int32_t group) {
     return push->hypers[group].learning_rate * push->rate_scale;
 }
 
-/* Mean learning rate of the pushes; the common one, untouched by rounding, where all are equal. */
+/* Mean learning rate of the pushes; the exact common rate if all are equal. */
 static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
     double total = 0, first = fps_rate(&pushes[0], group);
     int equal = 1;
@@ -215,7 +215,7 @@ static double fps_mean_rate(const fps_push *pushes, int count, int32_t group) {
     return equal ? first : total / count;
 }
 
-/* What a sum of pushes does to one parameter: the same for all of its group that were pushed as often, by all. */
+/* The coefficients of a sum of pushes: shared by all parameters of a group with equal steps and a gradient in every push. */
 typedef struct {
     fps_coefficients by;
     int same_scale, is_of_all;
@@ -261,8 +261,8 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
     }
 }
 
-/* Push by push where the weights are averaged after each; `by` is what each does. The first reads the published buffers, the
- * others work on the tile that it wrote. A push without a gradient for this parameter moves the average only. */
+/* Apply push by push and move the average after each; `by` has each push's coefficients. The first push reads the published
+ * buffers, the others update the tile that it wrote. A push without a gradient for this parameter only moves the average. */
 static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                                    const fps_coefficients *by, int64_t first, int64_t last) {
     float room[FPS_TILE] FPS_ON_LINE;
@@ -281,7 +281,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
     }
 }
 
-/* How many pushes from the first on one loop can apply while the element is in registers: their coefficients are of one kind. */
+/* Number of leading pushes that one loop can apply while the element is in registers: those with coefficients of one kind. */
 static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) {
     int most = count < fps_summed_at_once(rule) ? count : fps_summed_at_once(rule), at_once = 1;
     if (by[0].is_first && rule == FPS_RULE_SGD) return 1;
@@ -292,7 +292,7 @@ static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) 
     return at_once;
 }
 
-/* `count` pushes one after the other, all with a gradient for the parameter; as fps_fold_each_averaged else. */
+/* Apply `count` pushes one after the other, all with a gradient for the parameter, without an average. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
                           const fps_coefficients *by, int64_t first, int64_t last) {
     float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
@@ -314,8 +314,8 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
     }
 }
 
-/* The largest absolute value of a push's gradient within [first, last), and the parameter that has it; infinite where a value is
- * not finite. A pass over one gradient, for the rare fold that came out unsound. */
+/* The largest absolute value of a push's gradient within [first, last), and its parameter; infinite if a value is non-finite.
+ * It costs a pass over one gradient, for the rare fold with non-finite results. */
 static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
                             int64_t last, int32_t *parameter) {
     float room[FPS_TILE] FPS_ON_LINE, most = -1;
@@ -343,7 +343,7 @@ static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *s
         job->steps_in[segment->parameter] + (job->mode == FPS_FOLD_EACH ? count : count > 0);
 }
 
-/* Whether the same happens to the next segment as to this one, which all pushes have a gradient for, and no float lies between. */
+/* Whether the next segment is adjacent to this one, for which every push has a gradient, and gets the same coefficients. */
 static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segment) {
     const fps_segment *next = segment + 1;
     if (next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
@@ -353,9 +353,9 @@ static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segmen
     return 1;
 }
 
-/* Fold the floats [first, last) of the job: several processes may share one fold by ranges. A parameter's steps are written by
- * the call that has its first float. Segments that go on are folded as one: to begin with each costs more than some are long.
- * Returns 0 or a negative FPS_FOLD_ status. */
+/* Fold the floats [first, last) of the job: several processes may share one fold by ranges. The call whose range has a
+ * parameter's first float writes its steps. Adjacent segments with the same coefficients are folded as one, because starting a
+ * segment costs more than folding a short one. Returns 0 or a negative FPS_FOLD_ status. */
 static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first,
                           int64_t last) {
     fps_push *present = scratch->present;
@@ -395,7 +395,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
             fps_fold_sum(tile, job, &sum, present, count, from, to);
         }
     }
-    if (job->streaming) FPS_DRAIN(); /* streamed stores obey no release until they are drained */
+    if (job->streaming) FPS_DRAIN(); /* a release store does not order non-temporal stores before it */
     return 0;
 }
 

@@ -1,8 +1,7 @@
-/* Where one tile of a fold is read and written: the buffers themselves, or a stage in the cache that is then streamed to them.
- *
- * What it refuses to be: a place for arithmetic (fold_tile.h), or for the order of tiles (fold_run.h). */
-#ifndef FPS_FOLD_PLACE_H
-#define FPS_FOLD_PLACE_H
+/* Where one tile of a fold is read and written: the buffers themselves, or a stage in the cache that non-temporal stores then
+ * copy to them. */
+#ifndef FPS_FOLD_STAGING_H
+#define FPS_FOLD_STAGING_H
 
 #include <string.h>
 
@@ -17,15 +16,15 @@ typedef struct {
     const float *state;
     float *state_out;
     int64_t stride;     /* floats between planes */
-    int64_t out_stride; /* the same of state_out, which is another only where `streaming` */
-    int streaming;      /* the rule's own loop stores past the caches: state_out is no stage */
+    int64_t out_stride; /* the same for state_out; it differs from `stride` only with `streaming` */
+    int streaming;      /* the rule's own loop uses non-temporal stores: state_out is not the stage */
 } fps_place;
 
 /* A tile's weights, then its planes. */
 typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] FPS_ON_LINE;
 
-/* Streamed tiles are shorter: while one is written, the loads of the next are on their way. Those that pass once, through one loop,
- * are longer: to begin with each has its price. */
+/* Streamed tiles are shorter, so that the stores of one overlap with the loads of the next. Single-pass tiles are longer,
+ * because each tile has a fixed cost. */
 static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, int64_t last, int passes_once) {
     int64_t most = job->streaming ? FPS_STREAMED_TILE : passes_once ? FPS_LONG_TILE : FPS_TILE;
     return last - first < most ? last - first : most;
@@ -33,14 +32,14 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
 
 static inline int fps_begins_line(const float *address) { return (uintptr_t)address % (FPS_LINE_FLOATS * sizeof(float)) == 0; }
 
-/* Whether a rule's one loop over a tile can store past the caches by itself: it writes all that there is to write. */
+/* Whether a rule's one loop can use non-temporal stores itself: nothing else writes the tile. */
 static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *by, int64_t first) {
     int planes = job->rule == FPS_RULE_SGD ? by->has_momentum : job->rule == FPS_RULE_ADAM ? 2 : -1;
     return job->streaming && planes == job->state_planes && job->state_stride % FPS_LINE_FLOATS == 0
            && fps_begins_line(job->weights_out + first) && (planes == 0 || fps_begins_line(job->state_out + first));
 }
 
-/* In the stage planes are worked on in place: a rule's in and out have one stride. */
+/* A staged tile's planes are updated in place, so that a rule's inputs and outputs have one stride. */
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length, int streams) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
                        job->state_stride, job->state_stride, streams};
@@ -54,7 +53,7 @@ static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, in
     return place;
 }
 
-/* What was in the stage so far is stored past the caches by the loop that comes next, the last on this tile. */
+/* Let the next loop, the last on this tile, write its results from the stage with non-temporal stores. */
 static inline void fps_leave_stage(const fps_fold_job *job, int64_t first, fps_place *place) {
     place->weights_out = job->weights_out + first;
     place->state_out = job->state_out + first;

@@ -1,16 +1,16 @@
 /* The loops over one tile, compiled once for each instruction set: the includer defines FPS_ISA(name).
  *
- * What it refuses to be: clever. Each loop is what torch's single-tensor optimizer does to one element, in torch's order, with
- * a fused multiply-add exactly where ATen has one; the compiler makes vectors of it. So the bits are torch's, and they are the
- * same on every instruction set. Inputs may be the outputs (same element), never shifted against them: hence ivdep. */
+ * Each loop does to one element what torch's single-tensor optimizer does, in torch's order, with a fused multiply-add exactly
+ * where ATen has one; the compiler vectorizes it. The bits are therefore torch's, and the same on every instruction set. An
+ * output may alias its input at the same element, never at a shifted one: hence ivdep. */
 
 /* a * b + c with one rounding. */
 static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b, float c) {
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    /* No such instruction: the product is exact in double; the sum is rounded to odd, so that rounding it again to float
-     * gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
+    /* Without the instruction: the product is exact in double; the sum is rounded to odd, so that rounding it again to float
+     * equals one rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
     double product = (double)a * b, sum = product + c, back = sum - product;
     double error = (product - (sum - back)) + (c - back);
     union { double value; int64_t bits; } odd = {sum};
@@ -19,9 +19,9 @@ static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b
 #endif
 }
 
-/* number / divisor to the same bit, by products, which cost less: neither is negative, no step of it underflows, and `inverse` is
- * 1 / divisor, rounded once. The first correction leaves less than a unit in the last place; from there the second rounds as a
- * division does (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). */
+/* number / divisor to the bit, by cheaper products. Neither may be negative, no step may underflow, and `inverse` must be
+ * 1 / divisor, rounded once. The first correction leaves an error below one unit in the last place; from there the second
+ * rounds as a division does (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). */
 static inline __attribute__((always_inline)) float FPS_ISA(quotient)(float number, float divisor, float inverse) {
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
     float ratio = number * inverse;
@@ -59,8 +59,8 @@ static void FPS_ISA(add)(float *restrict total, const float *restrict gradient, 
         for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
 }
 
-/* IEEE half precision, exactly: exponents are moved by 112; infinities and NaNs by as much again; what is below the least
- * normal half gets an implicit bit that is then subtracted as a float. No subnormal float is read or written on the way. */
+/* IEEE half precision, exactly: exponents move by 112, and those of infinities and NaNs by 112 again. A subnormal half gets an
+ * implicit bit that is then subtracted as a float. No subnormal float is read or written on the way. */
 static void FPS_ISA(widen_float16)(float *restrict wide, const uint16_t *restrict halves, int64_t length) {
     const union { uint32_t bits; float value; } implicit = {113u << 23};
     for (int64_t i = 0; i < length; i++) {
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t mos
     return bits > most ? bits : most;
 }
 
-/* Element i of the gradient: of the sum, in order, of `count` of them, a constant at every call. */
+/* Element i of the sum, in order, of `count` gradients; `count` is a constant at every call. */
 static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count) {
     float total = gradients[0][i];
     if (count > 1) total += gradients[1][i];
@@ -99,12 +99,12 @@ static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float
     return total;
 }
 
-/* start + (end - start) * fraction, from the nearer of the two, as torch.lerp: `fraction` is what fps_lerp_of made of it. */
+/* start + (end - start) * fraction, from the nearer end, as torch.lerp; fps_lerp_of made `fraction`. */
 static inline __attribute__((always_inline)) float FPS_ISA(lerp)(float start, float end, float fraction, int is_small) {
     return FPS_ISA(fma)(fraction, end - start, is_small ? start : end);
 }
 
-/* The moving average of the weights; lerp, so that the average of weights that stand still is those weights to the bit. */
+/* The moving average of the weights, by lerp, so that the average of constant weights equals them to the bit. */
 static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, const float *average_in, float *average_out) {
     if (by.is_small) {
 #pragma GCC ivdep
@@ -117,16 +117,16 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
     }
 }
 
-/* The rules of SGD and Adam take `count` gradients at once: either their sum, in order, is applied with `by`, or under `each` they
- * are applied one after the other, each with its own of `by`, while the element is in registers. Loops return the largest
- * magnitude of their results, as bits: so what is not finite is found without a pass of its own. */
+/* The loops of SGD and Adam take `count` gradients at once: they apply their sum, in order, with by[0], or with `each` apply
+ * them one after the other, each with its own coefficients, while the element is in registers. They return the largest
+ * magnitude of their results as bits, so that non-finite results are found without another pass. */
 
-/* Stores of one line past the caches. */
+/* Non-temporal stores of one cache line. */
 static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *to, const float *from) {
     for (int i = 0; i < FPS_LINE_FLOATS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(float))) FPS_STREAM(to + i, from + i);
 }
 
-/* torch.optim.SGD on element i; returns the weight, and `*buffer` is the momentum's, before and after. */
+/* torch.optim.SGD on element i; returns the weight, and updates the momentum buffer `*buffer`. */
 static inline __attribute__((always_inline)) float FPS_ISA(sgd_element)(
     const fps_coefficients *own, const float *const *gradients, int64_t i, float weight, float *buffer, const int applied,
     const int count, const int each, const int decay, const int momentum, const int first, const int nesterov) {
@@ -143,23 +143,21 @@ static inline __attribute__((always_inline)) float FPS_ISA(sgd_element)(
     return weight;
 }
 
-/* Counts and flags are constants at every call, so each call is a loop without a branch. With `streaming` it takes a cache line
- * at a time, whose results are in registers or the nearest cache when they are stored. */
+/* Counts and flags are constants at every call, so each call is a loop without a branch. With `streaming` the loop takes one
+ * cache line at a time, whose results are in registers or the nearest cache when they are stored. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
-    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int decay,
-    const int momentum, const int first, const int nesterov) {
-    FPS_LOCALS(by, pushed, count, each);
-    int32_t most = 0;
-    int64_t i = 0;
-    if (streaming) {
+    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int
+    decay, const int momentum, const int first, const int nesterov) { FPS_LOCALS(by, pushed, count, each); int32_t most = 0;
+    int64_t i = 0; if (streaming) {
         int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
         float weights[FPS_LINE_FLOATS] FPS_ON_LINE, buffers[FPS_LINE_FLOATS] FPS_ON_LINE;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
                 float buffer = momentum && !first ? buffer_in[i + j] : 0;
-                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each, decay,
+                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each,
+                decay,
                                                   momentum, first, nesterov);
                 buffers[j] = buffer;
                 mosts[j] = FPS_ISA(larger)(mosts[j], weights[j]);
@@ -172,7 +170,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
 #pragma GCC ivdep
     for (; i < length; i++) {
         float buffer = momentum && !first ? buffer_in[i] : 0;
-        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum, first,
+        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum,
+        first,
                                             nesterov);
         if (momentum) buffer_out[i] = buffer;
         weights_out[i] = weight;
@@ -205,7 +204,7 @@ static inline __attribute__((always_inline)) int FPS_ISA(sgd_by_flags)(
     return most < FPS_INFINITY_BITS;
 }
 
-/* Functions of their own, so that neither kind of store costs the other registers. */
+/* Separate functions, so that neither kind of store costs the other registers. */
 static __attribute__((noinline)) int FPS_ISA(sgd)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
     float *weights_out, const float *buffer_in, float *buffer_out) {
@@ -218,11 +217,11 @@ static __attribute__((noinline)) int FPS_ISA(sgd_streaming)(
     return FPS_ISA(sgd_by_flags)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, 1);
 }
 
-/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. The lerp of the
- * mean is the same for all of `by`. */
+/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. All pushes
+ * share the lerp of the mean. */
 static inline __attribute__((always_inline)) float FPS_ISA(adam_element)(
-    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float *square,
-    const int applied, const int count, const int each, const int decay, const int shrink) {
+    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float
+    *square, const int applied, const int count, const int each, const int decay, const int shrink) {
 #pragma GCC unroll 4
     for (int k = 0; k < applied; k++) {
         float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
@@ -251,7 +250,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
                 float mean = mean_in[i + j], square = square_in[i + j];
-                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied, count,
+                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied,
+                count,
                                                    each, decay, shrink);
                 means[j] = mean;
                 squares[j] = square;
@@ -266,7 +266,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
 #pragma GCC ivdep
     for (; i < length; i++) {
         float mean = mean_in[i], square = square_in[i];
-        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each, decay,
+        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each,
+        decay,
                                              shrink);
         mean_out[i] = mean;
         square_out[i] = square;
@@ -328,7 +329,7 @@ static void FPS_ISA(adagrad)(const fps_coefficients *by, int64_t length, const f
 }
 
 /* torch.optim.RMSprop: mul_, addcmul_, centered lerp_ and addcmul, sqrt, add_, then addcdiv_, or with momentum mul_, addcdiv_
- * and add_. `stride` is from the plane of squares to that of momentum, and from there to that of the gradients' average. */
+ * and add_. `stride` separates the planes of squares, of momentum, and of the gradients' average. */
 static inline __attribute__((always_inline)) void FPS_ISA(rmsprop_loop)(
     const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
     const float *state_in, float *state_out, int64_t stride, const int decay, const int momentum, const int centered) {
@@ -374,14 +375,14 @@ static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const f
 #undef FPS_RMSPROP
 }
 
-/* Whether no value is infinite or NaN, on a tile that was written just now by a rule that does not look. */
+/* Whether no value of a tile is infinite or NaN, for rules whose loops do not check. */
 static int FPS_ISA(is_finite)(const float *values, int64_t length) {
     int32_t most = 0;
     for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
     return most < FPS_INFINITY_BITS;
 }
 
-/* Copy a tile past the caches: whoever reads it next does so after everything else has gone through them. `from` is a stage. */
+/* Copy a staged tile with non-temporal stores: by its next use the caches would have evicted it anyway. */
 static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
     const int64_t width = sizeof(FPS_STREAM_WORD) / sizeof(float);
     int64_t i = 0;

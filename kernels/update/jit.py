@@ -1,8 +1,8 @@
 """Users' own update rules: an elementwise function, compiled by Numba to a C callback that the fold calls without the GIL.
 
-Knows Numba and numbers; refuses to know stores, names of hyper-parameters, or torch. Arithmetic is in single precision, as the
-built-in rules' is: every number in the function's text counts as a float32, as NumPy counts it beside float32 values. No fast
-math: the function computes what it says, element by element, and the compiler makes vectors of it.
+Arithmetic is in single precision, like that of the built-in rules: every number in the function's text is a float32, as NumPy
+treats it beside float32 values. Fast math is off: the function computes what it says, element by element, and the compiler
+vectorizes it.
 """
 
 import hashlib
@@ -15,12 +15,12 @@ import numba.extending
 import numpy as np
 from llvmlite import ir
 
-_types: Any = numba.types  # in parts untyped
+_types: Any = numba.types  # partly untyped
 
-PART = 64  # floats computed at a time: so few that what is read ahead and what is written back overlap
+PART = 64  # floats computed at a time: few enough that prefetched loads and write-backs overlap
 
-# Results go to arrays on the stack first. No pointer from outside can lead there, so the compiler makes vectors of the loop
-# without a test for overlaps, and a rule may write where it reads.
+# Results go to arrays on the stack first. No outside pointer can alias them, so the compiler vectorizes the loop without
+# overlap checks, and a rule may write where it reads.
 _CALLBACK = """
 def callback(length, steps, hyper, gradient, weight_in, weight_out, state_in, state_out, stride):
     weight = on_stack()
@@ -38,7 +38,7 @@ def callback(length, steps, hyper, gradient, weight_in, weight_out, state_in, st
 
 @numba.extending.intrinsic
 def on_stack(_context: Any) -> Any:
-    """Give compiled code room for PART floats, in the frame of the function that calls this; nothing is written there."""
+    """Allocate PART uninitialized floats in the frame of the compiled function that calls this."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         with builder.goto_entry_block():
@@ -50,7 +50,7 @@ def on_stack(_context: Any) -> Any:
 
 
 class CompiledRule(NamedTuple):
-    """A rule as machine code. `function` computes the same in Python; `code` is what else must be kept alive."""
+    """A rule as machine code. `function` computes the same in Python; `code` must be kept alive with the address."""
 
     address: int
     digest: str
@@ -61,8 +61,8 @@ class CompiledRule(NamedTuple):
 def compile_rule(function: types.FunctionType, planes: int, hypers: int, takes_step: bool) -> CompiledRule:
     """Compile `function(weight, gradient, plane..., hyper..., [step])`, which returns the new weight and the new planes.
 
-    Raises ValueError, in one sentence, for what Numba cannot compile, for results of another number or type, and for values
-    from outside of the function that are no plain numbers.
+    Raises ValueError, in one sentence, if Numba cannot compile the function, if it returns another number or type of results,
+    or if it uses outside values that are not plain numbers.
     """
     name = function.__name__
     single, digest = _in_single_precision(function)
@@ -83,7 +83,7 @@ def compile_rule(function: types.FunctionType, planes: int, hypers: int, takes_s
 
 
 def _callback(compiled: Any, planes: int, hypers: int, takes_step: bool) -> Any:
-    """The loop over a tile, as a C function of fold.h's type fps_user_rule."""
+    """Compile the loop over a tile as a C function of the type fps_user_rule."""
     numbers = [f"h{index} = float32(hyper[{index}])" for index in range(hypers)] + ["step = float32(steps + 1)"] * takes_step
     arguments = [f"state_in[{plane} * stride + at]" for plane in range(planes)] + [each.split()[0] for each in numbers]
     stores = [
@@ -107,7 +107,7 @@ def _callback(compiled: Any, planes: int, hypers: int, takes_step: bool) -> Any:
 
 
 def _in_single_precision(function: types.FunctionType) -> tuple[types.FunctionType, str]:
-    """The function with every number in it a float32, and a digest of all that its results depend on."""
+    """Return the function with every number as a float32, and a digest of all that its results depend on."""
     code = function.__code__
     outside = _outside(function)
     single = types.FunctionType(
@@ -124,7 +124,7 @@ def _in_single_precision(function: types.FunctionType) -> tuple[types.FunctionTy
 
 
 def _outside(function: types.FunctionType) -> dict[str, Any]:
-    """What the function uses from outside: numbers are part of it from now on; modules and built-in functions may be used."""
+    """Return the outside names that the function uses: numbers, which are compiled in, modules, and built-in functions."""
     code = function.__code__
     if any(isinstance(value, types.CodeType) for value in code.co_consts):
         raise ValueError(f"rule {function.__name__!r}: expected plain expressions, found a function or a comprehension within")
@@ -149,7 +149,7 @@ def _single(value: Any) -> Any:
 
 
 def _first_words(error: Exception) -> str:
-    """The first line of a compiler's message that says something; the rest is for those who know Numba."""
+    """Return the first meaningful line of a compiler's message, without Numba's internals."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if line and not line.startswith(("Failed in", "During:", "- Resolution", "File ", ">>>"))]
     return (telling or [type(error).__name__])[0].rstrip(".:")

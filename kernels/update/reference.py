@@ -1,7 +1,7 @@
-"""The fold's oracle: what kernels/update/fold.pyx computes, bit for bit, in plain NumPy that can be read beside torch.optim.
+"""The fold's oracle: the compiled fold's results, bit for bit, in plain NumPy that can be read beside torch.optim.
 
-What it refuses to be: quick, or clever. One function a rule and one step a line, in single precision; the only trick is the
-fused multiply-add, which NumPy lacks and which is emulated exactly.
+It favors clarity over speed: one function a rule and one operation a line, in single precision. The only trick is the fused
+multiply-add, which NumPy lacks and which is emulated exactly.
 """
 
 import math
@@ -46,7 +46,7 @@ class Hyper(NamedTuple):
 
 
 class Push(NamedTuple):
-    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, the scales of gradient and rates."""
+    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, and the scales of gradient and rates."""
 
     gradient: Floats
     hypers: Sequence[Hyper]
@@ -63,7 +63,7 @@ def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats
     """Return a * b + c in float32 with one rounding, elementwise.
 
     The product of two floats is exact in double. The sum is rounded to odd in double, so that rounding it again to float
-    gives what one rounding would (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
+    equals one rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
     Computers 57(4), 2008); the sum's error is exact by Knuth's TwoSum.
     """
     product, addend = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
@@ -79,9 +79,9 @@ def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats
 def sgd(
     weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
 ) -> tuple[Floats, list[Floats]]:
-    """Apply torch.optim.SGD once, as its single-tensor form does; state: [momentum buffer], or [] where none is kept.
+    """Apply torch.optim.SGD once, as its single-tensor form does; state: [momentum buffer], or [] without one.
 
-    Without momentum the state is as it was. At a parameter's first step the buffer is the gradient, undampened.
+    Without momentum the state stays unchanged. At a parameter's first step the buffer is the gradient, undampened.
     """
     step = gradient
     if hyper.weight_decay:
@@ -116,7 +116,7 @@ def adam(
 
 
 def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
-    """Interpolate from start to end as torch.lerp does: from the nearer of the two."""
+    """Interpolate from start to end as torch.lerp does: from the nearer end."""
     if abs(fraction) < np.float32(0.5):
         return fused_multiply_add(fraction, end - start, start)
     return fused_multiply_add(fraction - np.float32(1), end - start, end)
@@ -140,7 +140,8 @@ def rmsprop(
 ) -> tuple[Floats, list[Floats]]:
     """Apply torch.optim.RMSprop once, as its single-tensor form does; its alpha is beta2.
 
-    State: [square average], [.., momentum buffer] or [.., .., gradient average]; what a group does not use stays as it was.
+    State: [square average], [.., momentum buffer] or [.., .., gradient average]; tensors that a group does not use stay
+    unchanged.
     """
     state = list(state)
     step = gradient
@@ -162,12 +163,12 @@ RULES = {RULE_SGD: sgd, RULE_ADAM: adam, RULE_ADAGRAD: adagrad, RULE_RMSPROP: rm
 
 
 def mean_rate(rates: Sequence[float]) -> float:
-    """Return the mean learning rate of the pushes: the common one, untouched by rounding, where all are equal."""
+    """Return the mean learning rate of the pushes: the exact common rate if all are equal."""
     return rates[0] if len(set(rates)) == 1 else sum(rates[1:], rates[0]) / len(rates)
 
 
 def scaled(gradient: Floats, scale: float, hyper: Hyper) -> Floats:
-    """Multiply a gradient by its scale, in single precision, and turn it round to maximize."""
+    """Multiply a gradient by its scale in single precision, and negate it to maximize."""
     return gradient * np.float32(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
 
 
@@ -179,9 +180,9 @@ def widened(gradient: npt.ArrayLike, gradient_type: int) -> Floats:
 
 
 def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tuple[Floats, float]:
-    """Sum gradients in order; return the sum and the scale that still has to be applied to it.
+    """Sum gradients in order; return the sum and the scale to apply to it.
 
-    A scale that all pushes have in common is applied once, to the sum; otherwise each gradient gets its own first.
+    A scale common to all pushes is applied once, to the sum; otherwise each gradient is scaled first.
     """
     is_common = len(set(scales)) == 1
     terms = gradients if is_common else [each * np.float32(scale) for each, scale in zip(gradients, scales, strict=True)]
@@ -192,7 +193,7 @@ def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tupl
 
 
 class Parameter(NamedTuple):
-    """One parameter as it stands: weights, the rule's state planes, the moving average of the weights, and steps."""
+    """One parameter's values: weights, the rule's state planes, the moving average of the weights, and steps."""
 
     weight: Floats
     planes: Sequence[Floats]
@@ -212,7 +213,7 @@ class Parameter(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a parameter is: which one, its floats, and its param_group."""
+    """A parameter's place: its number, its floats, and its param_group."""
 
     number: int
     span: slice
@@ -220,7 +221,7 @@ class Place(NamedTuple):
 
 
 def fold_each(rule: Apply, parameter: Parameter, place: Place, pushes: Sequence[Push], ema_decay: float) -> Parameter:
-    """Apply the rule push by push; the average moves after every push, even one without a gradient for the parameter."""
+    """Apply the rule push by push; the average moves after every push, also without a gradient for the parameter."""
     for push in pushes:
         if push.presence[place.number]:
             hyper = push.hypers[place.group]
@@ -268,8 +269,8 @@ def fold(
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
     Arguments, result and errors are those of fastps.kernels.update.fold.fold; under FOLD_SUM the hyper-parameters are those of
-    the first push that has the parameter, with the pushes' mean learning rate. Floats in no segment come out as 0. `user_rule`
-    is a function like the rules here.
+    the first push that has the parameter, with the pushes' mean learning rate. Floats outside all segments are 0 in the result.
+    `user_rule` is a function like the rules here.
     """
     _check(rule, segments, pushes, weights, state, steps, ema_plane)
     apply = RULES[rule] if user_rule is None else user_rule

@@ -232,7 +232,7 @@ def test_a_job_of_another_user_is_not_ours_and_a_silent_one_is(monkeypatch: pyte
         def ask(*arguments: Any, finding: Exception = finding, **named: Any) -> rendezvous.Offer:
             raise finding
 
-        monkeypatch.setattr(rendezvous, "ask", ask)
+        monkeypatch.setattr(rendezvous, "connect", ask)
         assert discovery.running_jobs() == found
 
 

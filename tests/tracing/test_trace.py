@@ -371,7 +371,7 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     write(replace(trace, pushes=np.append(trace.pushes, trace.pushes[5])), file)
     wrong = _fastps("trace", str(file), "--check")
     assert wrong.returncode == 1
-    assert "is in the ledger twice" in wrong.stdout
+    assert "is in the push log twice" in wrong.stdout
 
 
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:

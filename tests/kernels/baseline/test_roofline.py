@@ -1,4 +1,4 @@
-"""What benchmarks are compared with computes what it should; and the kernels' own loops for benchmarks do, too."""
+"""The roofline's loops, and the kernels' own loops for benchmarks, compute what they should."""
 
 import mmap
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 
 from fastps.job.specs import parse_policy
-from fastps.kernels.baseline import roofline as limit
-from fastps.kernels.baseline.scheduler_load import Arrivals
+from fastps.kernels.baseline import roofline
+from fastps.kernels.baseline.scheduler_load import SchedulerLoad
 from fastps.kernels.protocol.ring import Ring
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.kernels.update import fold
@@ -24,14 +24,14 @@ def _aligned(*shape: int) -> Floats:
     rows, length = shape if len(shape) == 2 else (1, shape[0])
     stride = -(-length // 16) * 16
     memory = np.zeros(rows * stride + 16, np.float32)
-    skip = -memory.ctypes.data % limit.LINE // 4
+    skip = -memory.ctypes.data % roofline.LINE // 4
     found: Floats = memory[skip : skip + rows * stride].reshape(rows, stride)
     return found if len(shape) == 2 else found[0]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("planes", "count"), [(2, 1), *((1, count) for count in limit.COUNTS)])
-def test_the_limit_computes_what_the_fold_computes(planes: int, count: int, streaming: bool) -> None:
+@pytest.mark.parametrize(("planes", "count"), [(2, 1), *((1, count) for count in (1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 61))])
+def test_the_roofline_computes_what_the_fold_computes(planes: int, count: int, streaming: bool) -> None:
     random = np.random.default_rng(count)
     gradients = [_aligned(LENGTH) for _ in range(count)]
     weights, weights_out, state, state_out = (
@@ -48,7 +48,7 @@ def test_the_limit_computes_what_the_fold_computes(planes: int, count: int, stre
     rule = fold.RULE_SGD if planes == 1 else fold.RULE_ADAM
     steps = np.array([1 if planes == 1 else 0])
     expected = fold.fold(rule, fold.FOLD_SUM, [(0, length, 0)], pushes, weights, state, steps)
-    loop = limit.Loop(
+    loop = roofline.Loop(
         gradients, weights, state, weights_out, state_out, learning_rate=0.1, momentum=0.9, beta2=0.999, epsilon=1e-8
     )
     loop.run(0, 512, streaming)
@@ -66,11 +66,11 @@ def test_every_second_pass_reads_what_the_first_has_written() -> None:
     )
     gradient[:], weights[:], state[:] = 1.0, 1.0, 0.0
     rates = {"learning_rate": 0.5, "momentum": 0.5}
-    there = limit.Loop([gradient], weights, state, weights_out, state_out, **rates)
-    back = limit.Loop([gradient], weights_out, state_out, weights, state, **rates)
+    there = roofline.Loop([gradient], weights, state, weights_out, state_out, **rates)
+    back = roofline.Loop([gradient], weights_out, state_out, weights, state, **rates)
     there.run(0, 32, False, 3, back)
     assert (weights[0], weights_out[0], state_out[0, 0]) == (-0.25, -1.125, 1.75)
-    other = limit.Loop([gradient] * 2, weights_out, state_out, weights, state, **rates)
+    other = roofline.Loop([gradient] * 2, weights_out, state_out, weights, state, **rates)
     with pytest.raises(ValueError, match="number of gradients"):
         there.run(0, 32, False, 2, other)
 
@@ -89,10 +89,13 @@ def test_a_folding_runs_again_into_the_same_buffers() -> None:
 
 def test_refusals_say_what_was_expected() -> None:
     weights, state = _aligned(32), _aligned(1, 32)
-    with pytest.raises(ValueError, match="expected 1, 2, 3, 4, 8, 16 gradients, found 5"):
-        limit.Loop([weights] * 5, weights, state, weights, state, learning_rate=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="expected at least one gradient, found 0"):
+        roofline.Loop([], weights, state, weights, state, learning_rate=0.1, momentum=0.9)
+    adam = _aligned(2, 32)
+    with pytest.raises(ValueError, match="expected one gradient, found 2"):
+        roofline.Loop([weights] * 2, weights, adam, weights, adam, learning_rate=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="begin on a cache line"):
-        limit.Loop([weights[1:17]], weights[:16], state[:, :16].copy(), weights[:16], state, learning_rate=0.1, momentum=0.9)
+        roofline.Loop([weights[1:17]], weights[:16], state[:, :16].copy(), weights[:16], state, learning_rate=0.1, momentum=0.9)
 
 
 def _both(work: Callable[[bool], object]) -> None:
@@ -112,7 +115,7 @@ def test_two_processes_echo_descriptors_and_spin() -> None:
         rings = (there, back) if first else (back, there)
         for _ in range(2):
             rings[0].echo(rings[1], first, 20)
-            limit.spin(memoryview(memory)[8192:8320], first, 20)
+            roofline.spin(memoryview(memory)[8192:8320], first, 20)
 
     _both(work)
     assert (len(there), len(back)) == (0, 0)
@@ -132,8 +135,8 @@ def test_two_processes_echo_descriptors_and_spin() -> None:
 )
 def test_arrivals_make_the_folds_that_their_pushes_earn(spec: str, folds: int) -> None:
     scheduler = Scheduler(8, **parse_policy(spec).values(8))
-    arrivals = Arrivals(scheduler)
-    found = sum(arrivals.play(events) for events in (300, 500))
+    load = SchedulerLoad(scheduler)
+    found = sum(load.play(events) for events in (300, 500))
     assert found == scheduler.version
     # Pushes that wait for their place in the order are folded later.
     assert folds - (8 if spec.startswith("r2sp") else 0) <= found <= folds
@@ -142,5 +145,5 @@ def test_arrivals_make_the_folds_that_their_pushes_earn(spec: str, folds: int) -
 
 def test_arrivals_too_late_are_dropped_as_a_store_would() -> None:
     scheduler = Scheduler(8, **parse_policy("backup:1").values(8))
-    folds = Arrivals(scheduler).play(800)
+    folds = SchedulerLoad(scheduler).play(800)
     assert folds * 7 + sum(scheduler.dropped(worker) for worker in range(8)) == pytest.approx(800, abs=8)

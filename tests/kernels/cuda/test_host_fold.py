@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.kernels.cuda import host_fold as device_fold
-from fastps.kernels.cuda import launch_args as device_order
+from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.cuda import runtime as cuda
 from fastps.kernels.update import reference
 from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, RULE_SGD, RULE_USER
@@ -35,7 +34,7 @@ from tests.support.fold_jobs import (
     make_job,
 )
 
-DTYPES = pytest.mark.parametrize("dtype", list(device_order.DTYPES))
+DTYPES = pytest.mark.parametrize("dtype", list(launch_args.DTYPES))
 LONG = (4095, 4096, 4097, 9001)  # around a tile's border
 
 
@@ -67,24 +66,24 @@ def aligned(values: Any) -> Any:
 def fold_on_device(job: Job, mode: int, dtype: str, nonfinite: Any = None) -> tuple[Result, list[Any]]:
     """The job's result by the kernel, and the gradients that it read, in float32."""
     decay = job.ema_decay or 0.0
-    shape = device_order.Shape(job.row.rule, len(job.state), decay, tuple(job.segments))
+    shape = launch_args.Shape(job.row.rule, len(job.state), decay, tuple(job.segments))
     gradients = [aligned(narrowed(push[0], dtype)) for push in job.pushes]
     pushes = [
-        device_order.DevicePush(gradient.ctypes.data, push[1], np.array(push[2], np.bool_), *push[3:])
+        launch_args.DevicePush(gradient.ctypes.data, push[1], np.array(push[2], np.bool_), *push[3:])
         for gradient, push in zip(gradients, job.pushes, strict=True)
     ]
     weights, state = aligned(job.weights), aligned(job.state)
     weights_out, state_out = aligned(np.zeros_like(weights)), aligned(np.zeros_like(state))
-    buffers = device_order.Buffers(
+    buffers = launch_args.Buffers(
         weights.ctypes.data, weights_out.ctypes.data, state.ctypes.data, state_out.ctypes.data, len(weights)
     )
     options = {"scale": job.scale, "rate_scale": job.rate_scale, "nonfinite": 0}
     if nonfinite is not None:
         options["nonfinite"] = nonfinite.ctypes.data
-    order, steps = device_order.make_order(shape, mode, pushes, job.steps, buffers, **options)
-    order, tiles = aligned(order), aligned(device_order.tiles_of(shape))
-    blocks = len(tiles) // device_fold.TILE_BYTES
-    device_fold.launch(job.row.rule, device_order.DTYPES[dtype], order.ctypes.data, tiles.ctypes.data, blocks)
+    order, steps = launch_args.make_launch_args(shape, mode, pushes, job.steps, buffers, **options)
+    order, tiles = aligned(order), aligned(launch_args.tiles_of(shape))
+    blocks = len(tiles) // host_fold.TILE_BYTES
+    host_fold.launch(job.row.rule, launch_args.DTYPES[dtype], order.ctypes.data, tiles.ctypes.data, blocks)
     return (weights_out, state_out, steps), [widened(gradient, dtype) for gradient in gradients]
 
 
@@ -136,7 +135,7 @@ def test_a_fold_of_no_pushes_copies_everything_even_what_is_not_finite() -> None
 @given(
     row=st.sampled_from(ALL_ROWS),
     mode=st.sampled_from([FOLD_SUM, FOLD_EACH]),
-    dtype=st.sampled_from(list(device_order.DTYPES)),
+    dtype=st.sampled_from(list(launch_args.DTYPES)),
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     pushes=st.integers(1, 6),
     situation=st.sampled_from(sorted(SITUATIONS)),
@@ -183,17 +182,17 @@ def test_a_push_that_is_not_finite_is_told_and_no_other(mode: int, dtype: str) -
 
 def test_what_no_kernel_can_do_is_refused() -> None:
     with pytest.raises(ValueError, match="folds on the CPU only"):
-        device_order.Shape(RULE_USER, 1, 0.0, ((0, 4, 0),))
+        launch_args.Shape(RULE_USER, 1, 0.0, ((0, 4, 0),))
     with pytest.raises(ValueError, match="at most 1 planes of sgd"):
-        device_order.Shape(RULE_SGD, 2, 0.0, ((0, 4, 0),))
+        launch_args.Shape(RULE_SGD, 2, 0.0, ((0, 4, 0),))
     with pytest.raises(ValueError, match="multiple of 16"):
-        device_order.Shape(RULE_SGD, 0, 0.0, ((4, 4, 0),))
-    shape = device_order.Shape(RULE_SGD, 0, 0.0, ((0, 4, 0),))
-    push = device_order.DevicePush(0, [SGD_ROWS[3].hyper], np.ones(1, np.bool_))
+        launch_args.Shape(RULE_SGD, 0, 0.0, ((4, 4, 0),))
+    shape = launch_args.Shape(RULE_SGD, 0, 0.0, ((0, 4, 0),))
+    push = launch_args.DevicePush(0, [SGD_ROWS[3].hyper], np.ones(1, np.bool_))
     with pytest.raises(ValueError, match="expected the planes"):
-        device_order.make_order(shape, FOLD_SUM, [push], np.zeros(1, np.int64), device_order.Buffers(0, 0, 0, 0, 4))
+        launch_args.make_launch_args(shape, FOLD_SUM, [push], np.zeros(1, np.int64), launch_args.Buffers(0, 0, 0, 0, 4))
     with pytest.raises(ValueError, match="a rule of 0 to 3"):
-        device_fold.launch(4, 0, 0, 0, 0)
+        host_fold.launch(4, 0, 0, 0, 0)
 
 
 # -- compilers -------------------------------------------------------------------------------------------------------------

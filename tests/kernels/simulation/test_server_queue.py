@@ -8,7 +8,7 @@ import pytest
 from fastps import parse_policy
 from fastps.errors import UsageError
 from fastps.kernels.simulation.network import Network
-from fastps.kernels.simulation.server_queue import Service
+from fastps.kernels.simulation.server_queue import ServerQueue
 from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.options import SimulationTexts, read_simulation
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
@@ -179,8 +179,8 @@ def test_options_are_read_and_refused() -> None:
 def test_a_table_of_times_that_does_not_fit_is_refused() -> None:
     network = Network(np.zeros(1), np.zeros(1, np.int64))
     with pytest.raises(ValueError, match="expected 3 times for each shard, found 2"):
-        Service(np.zeros((1, 2)), network, 4, 0)
+        ServerQueue(np.zeros((1, 2)), network, 4, 0)
     with pytest.raises(ValueError, match="expected times of a server of 0 to 1e15 ns, found -1"):
-        Service(np.array([[0.0, -1.0, 0.0]]), network, 4, 0)
+        ServerQueue(np.array([[0.0, -1.0, 0.0]]), network, 4, 0)
     with pytest.raises(IndexError, match="expected a station of 0 to 2, found 3"):
-        Service(np.zeros((1, 3)), network, 4, 2).use(3, 1)
+        ServerQueue(np.zeros((1, 3)), network, 4, 2).use(3, 1)
