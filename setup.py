@@ -34,7 +34,7 @@ SHARED = "fastps.kernels.cython_shared"
 LEVEL = "-O2"
 # Modules that another level makes faster. Times at LEVEL over times at -O3 (both builds took turns; gcc 12, x86-64), by `fastps
 # bench kernels`: the fold 4.0, and the limit that it is compared with 3.1; by `fastps bench scheduler`, 16 and 1,000 workers:
-# 1.07, or 1.01 with roster alone at -O3. Nothing else is faster: `fastps bench sim` 0.97 to 1.00, and by `fastps bench lane` a
+# 1.07, or 1.01 with state alone at -O3. Nothing else is faster: `fastps bench sim` 0.97 to 1.00, and by `fastps bench lane` a
 # post takes 2.0 to 2.2 of its limits at either level.
 LEVELS = {"update.fold": "-O3", "baseline.roofline": "-O3", "scheduling.state": "-O3"}
 

@@ -1,21 +1,21 @@
 /* Every acquire, release, pause and futex of fastps is in this file, and nowhere else.
  *
- * What it refuses to be: a general atomics library. Each function names the one word of the protocol that it serves, so that
- * a release and the acquire that reads it can be found by their shared label:
+ * Refuses to be a general atomics library. Each function names the one word of the protocol that it serves. A release and the
+ * acquire that reads it share a label. Label, word, publisher -> reader, and what is published:
  *
- *   [TAIL]    lane.tail     producer -> combiner     publishes the descriptors below it, and the slots that they name
- *   [HEAD]    lane.head     combiner   -> producer   publishes that slots below it were read for the last time
- *   [TURN]    turn          combiner   -> next combiner  publishes everything that the combiner wrote under the shard lock
- *   [PENDING] turn's flag   pusher   -> combiner     publishes the pusher's [TAIL] to a combiner that may already have looked
- *   [COMMIT]  commit        combiner   -> everyone   publishes weights, rule state, record and scheduler state of one version
- *   [PIN]     lane.pin      reader   -> combiner     publishes which buffer is being read; paired with [COMMIT], see below
- *   [GRANT]   lane.granted  combiner   -> worker     publishes the permission, after the commit that earned it
- *   [EVENT]   lane.event    combiner   -> sleeper    the futex word; paired with lane.sleeping, see below
- *   [STATE]   lane.state    member   -> everyone   publishes that a worker attached, left or failed, and its message
- *   [WORK]    work.ticket   combiner   -> helpers    publishes a fold in the making; a claim takes one chunk of it
- *   [HELP]    lane.helping  helper   -> combiner     publishes that chunks may be in this lane's hands; 0: and what it wrote
- *   [CHUNK]   work.done     helper   -> combiner     publishes a chunk's results; one that is missing is folded again
- *   [USERS]   mapping.users user     -> last user  publishes that a view or tensor of this process's mapping is used no more
+ *   [TAIL]     lane.tail      producer -> combiner       the descriptors below it, and the slots that they name
+ *   [HEAD]     lane.head      combiner -> producer       that slots below it were read for the last time
+ *   [TURN]     lock           combiner -> next combiner  everything that the combiner wrote under the lock
+ *   [PENDING]  lock's flag    pusher   -> combiner       the pusher's [TAIL] to a combiner that may already have read it
+ *   [COMMIT]   commit         combiner -> everyone       weights, rule state, record and scheduler state of one version
+ *   [PIN]      lane.pin       reader   -> combiner       which buffer is being read; paired with [COMMIT], see below
+ *   [GRANT]    lane.granted   combiner -> worker         the permission, after the commit that earned it
+ *   [EVENT]    lane.event     combiner -> sleeper        the futex word; paired with lane.sleeping, see below
+ *   [STATE]    lane.state     member   -> everyone       that a worker attached, left or failed, and its message
+ *   [WORK]     work.ticket    combiner -> helpers        a fold in the making; a claim takes one chunk of it
+ *   [HELP]     lane.helping   helper   -> combiner       that chunks may be in this lane's hands; 0: and what it wrote
+ *   [CHUNK]    work.done      helper   -> combiner       a chunk's results; one that is missing is folded again
+ *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
  * Two places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
@@ -23,8 +23,8 @@
  * All four operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
  * fence anywhere: ThreadSanitizer cannot model one.
  *
- * A build with FASTPS_HOOKS=1 calls a hook before each access (hooks.h), which a test uses to count, to die at the n-th store, or
- * to let a seeded scheduler run another worker. A build with FASTPS_DEBUG=1 checks FPS_ASSERT. */
+ * A build with FASTPS_HOOKS=1 runs a failpoint before each access, which a test uses to count, to die at the n-th store, or to
+ * let a seeded scheduler run another worker. A build with FASTPS_DEBUG=1 checks FPS_ASSERT. */
 #ifndef FPS_ATOMICS_H
 #define FPS_ATOMICS_H
 
@@ -53,7 +53,7 @@
 #define FPS_ASSERT(condition) ((void)0)
 #endif
 
-_Static_assert(sizeof(long) == 8, "fastps needs a 64-bit machine: its commit and turn words are 64 bits wide");
+_Static_assert(sizeof(long) == 8, "fastps needs a 64-bit machine: its commit and lock words are 64 bits wide");
 _Static_assert(__atomic_always_lock_free(8, 0), "64-bit atomics must be lock-free to work between processes");
 
 /* -- [TAIL] ------------------------------------------------------------------------------------------------------------ */
@@ -95,13 +95,13 @@ static inline int fps_lock_release(uint64_t *lock, uint64_t mine, uint64_t given
     if (fps_mutant(FPS_MUTANT_KEEP_LOCK)) return 1;
     return __atomic_compare_exchange_n(lock, &mine, given, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
-/* Publishes to the combiner: this pusher's tail. Returns the word as it was. */
+/* Publishes to the combiner: this pusher's tail. Returns the previous word. */
 static inline uint64_t fps_lock_set_pending(uint64_t *lock, uint64_t flag) {
     fps_failpoint_store();
     if (fps_mutant(FPS_MUTANT_FORGET_PENDING)) return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
     return __atomic_fetch_or(lock, flag, __ATOMIC_ACQ_REL);
 }
-/* Acquires the tails of everyone who set the flag; they need not set it again before their next push. */
+/* Acquires the tails of all lanes that set the flag; they need not set it again before their next push. */
 static inline void fps_lock_clear_pending(uint64_t *lock, uint64_t flag) {
     fps_failpoint_store();
     __atomic_fetch_and(lock, ~flag, __ATOMIC_ACQUIRE);
@@ -128,7 +128,7 @@ static inline uint64_t fps_pin_load(const uint64_t *pin) {
     return __atomic_load_n(pin, __ATOMIC_SEQ_CST);
 }
 
-/* A whole version is copied by one reader at a time; as with pins, what follows must re-read commit. 0 where another reads. */
+/* One reader at a time copies a whole version; as with pins, what follows must re-read commit. 0 where another reads. */
 static inline int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next) {
     fps_failpoint_store();
     return __atomic_compare_exchange_n(reader, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -189,7 +189,7 @@ static inline int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next
 }
 
 /* -- [WORK], [HELP] and [CHUNK] ---------------------------------------------------------------------------------------- */
-/* Publishes to helpers: the order in the work area, and the cleared [CHUNK] word. */
+/* Publishes to helpers: the work item, and the cleared [CHUNK] word. */
 static inline void fps_ticket_release(uint64_t *ticket, uint64_t value) {
     fps_failpoint_store();
     __atomic_store_n(ticket, value, __ATOMIC_RELEASE);
@@ -198,8 +198,8 @@ static inline uint64_t fps_ticket_acquire(const uint64_t *ticket) {
     fps_failpoint_load();
     return __atomic_load_n(ticket, __ATOMIC_ACQUIRE);
 }
-/* Acquires the order; releases this lane's [HELP], which precedes it: whoever sees the ticket exhausted sees who may still be
- * at work, because claims are one chain of read-modify-writes. */
+/* Acquires the work item; releases this lane's [HELP], which precedes it: a combiner that sees the ticket exhausted sees every
+ * lane that may still be at work, because claims are one chain of read-modify-writes. */
 static inline int fps_ticket_claim(uint64_t *ticket, uint64_t seen, uint64_t next) {
     fps_failpoint_store();
     return __atomic_compare_exchange_n(ticket, &seen, next, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
@@ -226,24 +226,24 @@ static inline uint64_t fps_chunks_acquire(const uint64_t *done) {
     fps_failpoint_load();
     return __atomic_load_n(done, __ATOMIC_ACQUIRE);
 }
-/* Under the shard lock, while nobody helps; [WORK] publishes it. */
+/* Under the shard lock, while no lane helps; [WORK] publishes it. */
 static inline void fps_chunks_clear(uint64_t *done) {
     fps_failpoint_store();
     __atomic_store_n(done, 0, __ATOMIC_RELAXED);
 }
-/* Let another process have this core: a helper that was preempted may be waited for, or who is to push next. */
+/* Yield the core to another process: a preempted helper, or the worker that pushes next, may need it. */
 static inline void fps_yield(void) {
     FPS_FAILPOINT_INSTEAD(yield);
     sched_yield();
 }
 
-/* -- [USERS]: within one process, so no hook --------------------------------------------------------------------------- */
-/* Publishes nothing: whoever adds a user is one already. */
+/* -- [USERS]: within one process, so no failpoint ------------------------------------------------------------------------ */
+/* Publishes nothing: the caller is a user already. */
 static inline void fps_users_add(uint32_t *users) { __atomic_fetch_add(users, 1, __ATOMIC_RELAXED); }
 /* Publishes to the last user: all that this one did with the memory. Returns whether this was the last, which acquires it. */
 static inline int fps_users_drop(uint32_t *users) { return __atomic_fetch_sub(users, 1, __ATOMIC_ACQ_REL) == 1; }
 
-/* -- counters that are only looked at, never acted upon ---------------------------------------------------------------- */
+/* -- counters that are only read, never acted upon --------------------------------------------------------------------- */
 static inline void fps_counter_set(int64_t *counter, int64_t value) {
     fps_failpoint_store();
     __atomic_store_n(counter, value, __ATOMIC_RELAXED);

@@ -1,31 +1,30 @@
-/* The test hooks of a build with FASTPS_HOOKS=1; in every other build all of this is nothing.
+/* The failpoints of a build with FASTPS_HOOKS=1; every other build compiles them to nothing.
  *
- * Each access to shared memory in the lane's and the shard lock's protocol calls one of three macros just before it: fps_failpoint_load,
- * fps_failpoint_store (both in atomics.h's functions), and FPS_FAILPOINT for a store that needs no order of its own: a descriptor,
- * a record, a fold's order, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded
- * scheduler runs another coroutine there (chaos_machine.pyx). Mutants are faults of our own, switched on to show that a check
- * would find them.
+ * Each access to shared memory by the protocol calls one of three macros just before it: fps_failpoint_load and
+ * fps_failpoint_store for atomic accesses, and FPS_FAILPOINT for a store that needs no order of its own: a descriptor, a record, a
+ * work item, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded scheduler runs another
+ * coroutine there. Mutants are deliberate faults: switching one on shows that a check finds it.
  *
- * What it refuses to be: a way to change the protocol of a build that anyone trains with. */
+ * Refuses to change the protocol of a build that trains. */
 #ifndef FPS_FAILPOINTS_H
 #define FPS_FAILPOINTS_H
 
 /* Name, and what is wrong. The order is the number. */
 #define FPS_MUTANTS(MUTANT)                                                                                              \
-    MUTANT(KEEP_LOCK, "keep-turn", "a shard lock that is let go is not written as free")                                       \
-    MUTANT(TAKE_WITHOUT_COMPARING, "take-without-comparing", "a shard lock is taken by a load and a store")                    \
-    MUTANT(FORGET_PENDING, "forget-pending", "who finds the shard lock taken does not set PENDING")                            \
+    MUTANT(KEEP_LOCK, "keep-turn", "a released lock is not written as free")                                             \
+    MUTANT(TAKE_WITHOUT_COMPARING, "take-without-comparing", "a lock is taken by a load and a store")                    \
+    MUTANT(FORGET_PENDING, "forget-pending", "a lane that finds the lock taken does not set PENDING")                    \
     MUTANT(FLIP_FIRST, "flip-first", "the commit word is flipped before record and cursors are written")                 \
     MUTANT(FORGET_CURSOR, "forget-cursor", "a folded push stays in front of its lane's cursor")                          \
     MUTANT(FORGET_RECHECK, "forget-recheck", "a pull does not read the commit word again after its pin")                 \
     MUTANT(FORGET_PINS, "forget-pins", "a fold may write a buffer that is pinned")                                       \
     MUTANT(ACKNOWLEDGE_FIRST, "acknowledge-first", "heads move before the fold has read the slots")                      \
     MUTANT(TAIL_FIRST, "tail-first", "the tail is released before the descriptor is written")                            \
-    MUTANT(FORGET_HELPERS, "forget-helpers", "a combiner does not wait for those who help with its fold")                  \
+    MUTANT(FORGET_HELPERS, "forget-helpers", "a combiner does not wait for the helpers of its fold")                     \
     MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
-    MUTANT(FORGET_HEADS, "forget-heads", "who breaks a shard lock does not write the words that follow from its last commit")  \
-    MUTANT(BREAK_AT_ONCE, "break-at-once", "who breaks a shard lock does not wait for those who help with its fold")           \
-    MUTANT(FORGET_GENERATION, "forget-generation", "who buries a dead worker buries whoever has its lane by now")         \
+    MUTANT(FORGET_HEADS, "forget-heads", "who recovers a lock does not write the words that follow from its last commit") \
+    MUTANT(BREAK_AT_ONCE, "break-at-once", "who recovers a lock does not wait for the helpers of its fold")              \
+    MUTANT(FORGET_GENERATION, "forget-generation", "who marks a dead worker marks the lane's present owner")             \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
 
 enum {
@@ -69,10 +68,10 @@ static inline void fps_failpoint_store(void) {
 #define FPS_FAILPOINT() fps_failpoint_store()
 #define fps_mutant(number) (fps_failpoints.mutant == (number))
 /* In a simulated world its function is called, and the kernel's is not. */
-#define FPS_FAILPOINT_INSTEAD(function, ...)                                                                                  \
+#define FPS_FAILPOINT_INSTEAD(function, ...)                                                                             \
     do {                                                                                                                 \
-        if (fps_failpoints.function) {                                                                                        \
-            fps_failpoints.function(__VA_ARGS__);                                                                             \
+        if (fps_failpoints.function) {                                                                                   \
+            fps_failpoints.function(__VA_ARGS__);                                                                        \
             return;                                                                                                      \
         }                                                                                                                \
     } while (0)

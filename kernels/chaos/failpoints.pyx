@@ -1,6 +1,6 @@
-"""The test hooks for Python: count the stores to shared memory, die at the n-th, switch a mutant on. Only in a build for tests.
+"""The failpoints for Python: count the stores to shared memory, die at the n-th, switch a mutant on.
 
-hooks.h says what is counted. What it refuses to be: part of a build that anyone trains with (setup.py leaves it out).
+Refuses to be part of a build that trains.
 """
 
 from libc.stdint cimport int64_t

@@ -1,4 +1,4 @@
-# Who watches a simulated job and knows what must be true of it, for chaos.pyx and chaos_machine.pyx.
+# The invariant checker of a simulated job.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -43,7 +43,7 @@ cdef class InvariantChecker:
     cdef watched_t *shards
     cdef char kinds[MAX_WORKERS][MAX_STEPS]
     cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
-    cdef int64_t promised[MAX_WORKERS]            # descriptors of whom a shard lock was told
+    cdef int64_t promised[MAX_WORKERS]            # descriptors that were posted before the worker last tried to combine
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil

@@ -1,10 +1,10 @@
-"""The invariant checker of a simulated job: watches every event, and says what must be true of it and is not.
+"""The invariant checker of a simulated job: it watches every event, and reports what must be true of it and is not.
 
-It knows nothing of how the protocol works, only what it promises, and looks at what is published: commit words, records,
+It knows only what the protocol promises, not how the protocol works, and reads what is published: commit words, records,
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
 worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
 
-What it refuses to be: part of the protocol, or of a build that anyone trains with.
+Refuses to be part of the protocol, or of a build that trains.
 """
 
 from libc.math cimport fabs
@@ -13,7 +13,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
-from fastps.kernels.scheduling.state cimport state_slowest_clock, state_workers, scheduler_t, worker_t
+from fastps.kernels.scheduling.state cimport scheduler_t, state_slowest_clock, state_workers, worker_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_LEAVE,
@@ -23,9 +23,9 @@ from fastps.kernels.shm.arena_h cimport (
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
-    fps_record,
     fps_lane_shard,
     fps_lock_owner,
+    fps_record,
 )
 
 cdef enum:
@@ -98,8 +98,7 @@ cdef class InvariantChecker:
             if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
                     if state_workers(state)[index].consumed < self.promised[index]:
-                        self.fail(b"stranded: a push of worker %ld is left behind by a shard lock that is free (shard %ld, step
-                        %ld)",
+                        self.fail(b"stranded: a push of worker %ld is left behind under a free lock (shard %ld, step %ld)",
                                   index, shard, state_workers(state)[index].consumed)
 
     cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
@@ -147,7 +146,7 @@ cdef class InvariantChecker:
             if fps_commit_buffer(commit) != fps_commit_buffer(before):
                 self.fail(b"flip: version %ld of shard %ld changed its buffer to %ld", fps_commit_version(commit), shard,
                           fps_commit_buffer(commit))
-            return  # a shard lock was broken
+            return  # a lock was recovered
         self.flips += 1
         if record.version != fps_commit_version(commit) or record.weights_buffer != fps_commit_buffer(commit) \
                 or <uint64_t> state.version != fps_commit_version(commit):
@@ -248,7 +247,7 @@ cdef class InvariantChecker:
     cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
         """No worker is granted a step that is too far ahead of the slowest.
 
-        Of a commit in which somebody joined, at a lower clock perhaps, it cannot be seen which came first.
+        Of a commit in which a worker joined, perhaps at a lower clock, the order of events is not visible.
         """
         cdef watched_t *known = &self.shards[shard]
         cdef const worker_t *worker
@@ -271,11 +270,10 @@ cdef class InvariantChecker:
     # -- the end -----------------------------------------------------------------------------------
 
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil:
-        """Everyone has ended. Nothing is held, and the ledger is even: what the arena counts, too.
+        """All processes have ended: no lock is held, and all pushes are accounted for, in the arena's counters, too.
 
-        `dead`: the dead, as bits; `unnoticed`: those of them who died when all others had ended, or were about to, or died
-        while they saw to it; they may hold a shard lock for ever, what they posted last may lie there, and the dead may still
-        be counted.
+        `dead`: the dead, as bits. `unnoticed`: those of them that died when all others had ended, were about to end, or died
+        while they recovered it. These may still hold a lock and be counted, and their last posts may be undecided.
         """
         cdef int32_t shard, index
         cdef scheduler_t *state
@@ -287,7 +285,7 @@ cdef class InvariantChecker:
             state = self.arena.scheduler(shard, fps_commit_record(known.commit))
             owner = fps_lock_owner(self.arena.shard_header(shard).lock)
             if owner != 0 and not (unnoticed >> (owner - 1)) & 1:
-                self.fail(b"turn: worker %ld holds the shard lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
+                self.fail(b"lock: worker %ld holds the lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
             for index in range(self.n_workers):
                 if (unnoticed >> index) & 1:
                     continue
@@ -295,7 +293,7 @@ cdef class InvariantChecker:
                         or <int64_t> self.arena.lane_shard(index, shard).head != known.cursor[index]:
                     self.fail(b"ledger: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
                               known.cursor[index])
-                # Of a null push nobody can see whether it was folded or dropped, only that it was one of them.
+                # Of a null push it is not visible whether it was folded or dropped.
                 uncertain = known.nulls[index] if self.may_drop else 0
                 folded = self.arena.lane_shard(index, shard).folded
                 if not known.folded[index] - uncertain <= folded <= known.folded[index] \
@@ -303,4 +301,4 @@ cdef class InvariantChecker:
                     self.fail(b"ledger: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
                               known.folded[index])
                 if state_workers(state)[index].live and not (dead >> index) & 1:
-                    self.fail(b"roster: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)
+                    self.fail(b"state: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)

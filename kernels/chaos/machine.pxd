@@ -1,4 +1,4 @@
-# The machine of a simulated job, for who lives on it (chaos_workers.pyx) and who makes jobs for it (chaos.pyx).
+# The machine of a simulated job, for the processes that run on it and the worlds that set it up.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -45,7 +45,7 @@ cdef struct process_t:
     uint32_t weight         # how often it is chosen
     int64_t died_ns
     bint noticed            # by a survivor
-    bint settled            # somebody saw it, broke its turns and marked_dead it
+    bint settled            # a survivor saw it, recovered its locks and marked it dead
     uint32_t generation     # how many had this place before
 
 ctypedef void (*what_a_process_does)(int index) noexcept nogil
@@ -59,7 +59,7 @@ cdef class Machine:
     cdef what_a_process_does born   # before it runs: its private memory is made
     cdef what_a_process_does live   # all that it does, from its beginning
     cdef int32_t runs           # the process that runs, or -1
-    cdef bint over              # a violation, or too many events: nobody is resumed again
+    cdef bint over              # a violation, or too many events: no process is resumed again
     cdef int64_t now_ns
     cdef int64_t events
     cdef int64_t calm_events    # events since the last fault
@@ -69,7 +69,7 @@ cdef class Machine:
     # What the seed decides.
     cdef uint64_t random
     cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults
-    cdef uint32_t busy_factor   # by how much likelier a fault is for who folds
+    cdef uint32_t busy_factor   # by how much likelier a fault is for a process that folds
     cdef int32_t crashes_left
     cdef int32_t stalls_left
     cdef int32_t restarts_left

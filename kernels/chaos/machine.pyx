@@ -1,12 +1,12 @@
 """The machine of a simulated job: processes that share one thread, a clock, and chance that stops and kills them.
 
-Each process is a coroutine. At every access to shared memory (hooks.h) chance may let another one run, stop this one for a
-while, or let it die: a dead process is never resumed, but another may take its place. Time is simulated, too: it goes on with
-every access, and jumps when everybody sleeps; each process may have a clock that is wrong. One seed, one history. The invariant
-checker looks at every event (checker.pyx).
+Each process is a coroutine. At every access to shared memory (a failpoint) chance may let another process run, stop this one
+for a while, or kill it. A dead process is never resumed, but another may take its place. Time is simulated, too: it moves with
+every access, and jumps when all processes sleep. Each process may have a wrong clock. One seed gives one history. The invariant
+checker looks at every event.
 
-What it refuses to know: what a process does (chaos_workers.pyx), and what a job is (chaos.pyx). Of the arena it reads only what
-makes a death worth having: who holds a shard lock or helps.
+Refuses to know what a process does, and what a job is. Of the arena it reads only what makes a death worth having: which
+process holds a shard lock, and which one helps.
 """
 
 from cpython.ref cimport PyObject
@@ -14,14 +14,14 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from fastps.kernels.base.failpoints cimport fps_failpoints
-from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_member_generation, fps_member_state, fps_lock_owner
+from fastps.kernels.shm.arena_h cimport FPS_LANE_FREE, fps_lock_owner, fps_member_generation, fps_member_state
 
 cdef enum:
     MOST_RESTART_NS = 200_000_000
     YIELD_NS = 300_000          # what a yielded core is away at most
     MOST_STALL_NS = 200_000_000
     EVENT_NS = 128              # simulated time of an access, at most
-    # Without a fault: enough for everyone to finish, or there is a deadlock.
+    # Without a fault: enough for all processes to finish, or there is a deadlock.
     CALM_EVENTS = 4_000_000
     CALM_NS = 10_000_000_000
 
@@ -53,7 +53,7 @@ cdef void _life_of_machine(int index) noexcept nogil:
 cdef class Machine:
     """Runs the processes of one job after the other; keeps the coroutines' stacks in between.
 
-    Who makes a job sets `arena`, `checker`, `born`, `live` and what the seed decides; then `begin` and `play`.
+    The job's maker sets `arena`, `checker`, `born`, `live` and what the seed decides; then `begin` and `play`.
     """
 
     def __cinit__(self):
@@ -95,7 +95,7 @@ cdef class Machine:
             self._begin_life(index)
 
     cdef void play(self, int64_t shared_least):
-        """Run until nobody is left or something is wrong. `shared_least`: the shortest fold that is shared, in floats moved."""
+        """Run until no process is left or a check fails. `shared_least`: the shortest fold that is shared, in floats moved."""
         global _machine
         _machine = <PyObject *> self
         fps_failpoints.at_access = _access_of_machine
@@ -127,7 +127,7 @@ cdef class Machine:
         return self.now_ns + self.processes[index].skew_ns
 
     cdef void pause(self, int64_t duration_ns) noexcept nogil:
-        """Sleep for a time that nobody cuts short."""
+        """Sleep for a time that no event cuts short."""
         cdef process_t *me = &self.processes[self.runs]
         me.state = SLEEPS
         me.event = NULL
@@ -139,7 +139,7 @@ cdef class Machine:
         return self.processes[index].generation + (self.processes[index].state in (DEAD, RESTARTS))
 
     cdef void notice(self, int32_t dead) noexcept nogil:
-        """Somebody sees that the last process of this place is dead."""
+        """A survivor sees that the last process of this place is dead."""
         if not self.processes[dead].noticed:
             self.processes[dead].noticed = True
             self.worst_detection_ns = max(self.worst_detection_ns, self.now_ns - self.processes[dead].died_ns)
@@ -147,7 +147,7 @@ cdef class Machine:
     # -- at an access ------------------------------------------------------------------------------
 
     cdef void at_access(self) noexcept nogil:
-        """Between two accesses of the process that runs: look, and let chance decide who goes on."""
+        """Between two accesses of the process that runs: check, and let chance decide which process continues."""
         cdef uint64_t draw = self.draw()
         cdef process_t *me = &self.processes[self.runs]
         cdef uint32_t factor
@@ -195,7 +195,7 @@ cdef class Machine:
         return self.arena.lane(self.runs).helping != 0
 
     cdef bint _may_die(self, const process_t *me) noexcept nogil:
-        """Whether a peer would miss it. Who dies before it has claimed its lane is its launcher's concern."""
+        """Whether a peer would notice. A death before the claim of a lane is the launcher's concern."""
         cdef uint32_t member = self.arena.lane(self.runs).state
         cdef int32_t index
         for index in range(self.n_processes):
@@ -248,7 +248,7 @@ cdef class Machine:
         self.runs = -1
 
     cdef int32_t _choose(self) noexcept nogil:
-        """Who runs next, or -1 when nobody is left; time goes on to the next deadline when everybody sleeps."""
+        """The process that runs next, or -1 when none is left. Time jumps to the next deadline when all sleep."""
         cdef int32_t index
         cdef int64_t next_ns, total
         cdef process_t *process

@@ -1,4 +1,4 @@
-# The workers of a simulated job; chaos_workers.pyx.
+# The workers of a simulated job.
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t

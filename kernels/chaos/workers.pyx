@@ -1,8 +1,7 @@
-"""The workers of a simulated job: each one's life, around the real lane, turn, combiner and shared fold.
+"""The workers of a simulated job: each one's life around the real lanes, shard locks and shared folds.
 
-What a worker does around the compiled protocol is fastps/store/worker.py's loop with turn_taker.py's waits, written again
-without Python: wait for the grant, pull, write the slot, post, try the shard lock, look at the peers, leave. What it refuses to
-be: a second protocol; or to know when it is stopped and whether it dies, which is the machine's affair (chaos_machine.pyx).
+A simulated worker drives the same WorkerLane as a real one: wait for the grant, pull, write the slot, push, look at the peers,
+leave. Refuses to be a second protocol, and to know when a worker is stopped or killed.
 """
 
 from cpython.ref cimport PyObject
@@ -33,11 +32,11 @@ from fastps.kernels.shm.arena_h cimport (
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
-    # fastps/job/limits.py's, in simulated time.
+    # The live store's limits, in simulated time.
     SLICE_NS = 50_000_000
     LIVENESS_NS = 50_000_000
-    IDLE_NS = 5_000_000         # between two looks of who waits for the others' end
-    JOIN_NS = 500_000           # and of who waits to join
+    IDLE_NS = 5_000_000         # between two polls of a worker that waits for the others' end
+    JOIN_NS = 500_000           # and of one that waits to join
     ROUNDS_AWAKE = 3            # of a wait that begins without sleep
     POLLS_AWAKE = 4             # in each
     OVERDUE_NS = 200_000
@@ -55,17 +54,17 @@ cdef void _live(int index) noexcept nogil:
 
 
 cdef class Workers:
-    """The processes of one job on `machine`. `lanes`: for each lane of `arena` one Lane for each process that may have it.
+    """The processes of one job on `machine`. `lanes`: for each lane of `arena` one WorkerLane for each process that may have
+    it.
 
-    `steps`: pushes of a worker. `spins`: looks before it sleeps. `at_once`: it goes on without waiting for anything.
+    `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null.
     """
 
-    def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None, list lanes not None,
-    *,
-                  int steps, int spins, bint at_once, bint is_partial, uint32_t null_share):
+    def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
+                  list lanes not None, *, int steps, int spins, bint at_once, bint is_partial, uint32_t null_share):
         cdef int index, generation
-        self.machine, self.arena, self.checker, self.lanes = machine, arena, witness, lanes
+        self.machine, self.arena, self.checker, self.lanes = machine, arena, checker, lanes
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
         self.null_share = null_share
@@ -85,13 +84,13 @@ cdef class Workers:
         _workers = NULL
 
     cdef void _be_born(self, int32_t index) noexcept nogil:
-        """A process gets the lane: nothing is left of the private memory of who had it before."""
+        """A process gets the lane: nothing is left of the private memory of the process before."""
         cdef life_t *me = &self.lives[index]
         cdef int32_t other
         memset(me, 0, sizeof(life_t))
         me.generation = self.machine.processes[index].generation
         for other in range(self.n_workers):
-            me.marked_dead[other] = self.machine.processes[other].generation  # of the present owner it will be told
+            me.marked_dead[other] = self.machine.processes[other].generation  # the present owner's death is still to come
         me.looked_ns = self.machine.clock(index)
         self._lanes[index] = self._all_lanes[index][me.generation]
 
@@ -168,7 +167,7 @@ cdef class Workers:
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil:
-        """The descriptor's own gradient, over whatever was there; who reads too early sees garbage."""
+        """The descriptor's own gradient, over what was there; a premature read sees garbage."""
         cdef char *slot = self.arena.slot(index, (<WorkerLane> self._lanes[index]).slot)
         cdef fps_hyper *hyper = <fps_hyper *> slot
         cdef float *gradient = <float *> (slot + self.arena.header.slot_gradient_offset)
@@ -249,13 +248,13 @@ cdef class Workers:
         self._settle(index, (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index)))
 
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
-        """See the turns through whose outcome this is: what was posted before them is decided then."""
+        """Combine until no helper is awaited. What was posted before is decided then."""
         cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
         while outcome == COMBINE_AWAITING:
             self._look_now_and_then(index)
             outcome = (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index))
         if outcome < 0 or outcome == COMBINE_FENCED:
-            self.checker.fail(b"turn: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
+            self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
                               (<WorkerLane> self._lanes[index]).bad_lane)
         self.checker.promised[index] = posted
 
@@ -266,9 +265,7 @@ cdef class Workers:
             self._look_around(index)
 
     cdef void _look_around(self, int32_t index) noexcept nogil:
-        """Break the turns of the dead whom this process has not seen yet, and mark_dead them:
-        fastps/membership/membership.py.
-        """
+        """Recover the locks of dead processes that this one has not seen yet, and mark them dead."""
         cdef life_t *me = &self.lives[index]
         cdef int32_t dead
         cdef uint32_t generation

@@ -1,4 +1,4 @@
-# A simulated world of workers that run the real protocol; chaos.pyx.
+# A simulated world of workers that run the real protocol.
 
 from libc.stdint cimport int32_t, int64_t
 

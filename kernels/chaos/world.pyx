@@ -1,10 +1,9 @@
-"""A simulated world: several workers in one thread, who run the real lane, turn, combiner and shared fold on a real arena.
+"""A simulated world: several workers in one thread that run the real lanes, shard locks and shared folds on a real arena.
 
-One seed, one history: it decides who runs when, who is stopped, who dies and what everybody's clock says. Here a job is made,
-played, and told what became of it.
+One seed gives one history: it decides which worker runs when, which one is stopped or killed, and what each clock says. This
+file makes a job, plays it, and reports its outcome.
 
-What it refuses to know: how processes are stopped and killed (chaos_machine.pyx), what a worker does (chaos_workers.pyx), and
-what must be true of it (checker.pyx).
+Refuses to know how processes are stopped and killed, what a worker does, and what must be true of it.
 """
 
 import mmap
@@ -53,12 +52,12 @@ cdef class World:
         Args:
             workers, steps, shards, slots: measures; `adagrad`: a rule with state, else SGD.
             is_sum, is_mean, may_drop, bound: what the invariant checker must know of the policy.
-            partial: a step waits for one shard only. at_once: a worker goes on without waiting for anything.
+            partial: a step waits for one shard only. at_once: a worker continues without waiting.
             helpers: how many waiting workers may be woken for a fold; 0: folds are not shared. shared_least: the shortest fold
                 that is, in floats moved.
-            spins: looks before a worker sleeps.
-            switch: chance of another worker's turn at an access. crash, stall, wake: chances of such a fault at an access.
-            busy_factor: by how much likelier crashes and stalls are for who holds a shard lock or helps with a fold.
+            spins: polls before a worker sleeps.
+            switch: chance at an access that another worker runs next. crash, stall, wake: chances of such a fault at an access.
+            busy_factor: by how much likelier crashes and stalls are for a worker that holds a lock or helps with a fold.
             null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
             policy: the scheduler's values.
         """
@@ -99,7 +98,7 @@ cdef class World:
         return lanes
 
     cdef void _end(self, int32_t n_workers) noexcept:
-        """Tell the invariant checker who is dead, and of whom nobody saw it and lived to see to it."""
+        """Tell the invariant checker which processes are dead, and which deaths no survivor has handled."""
         cdef int32_t index
         cdef uint32_t dead = 0, unnoticed = 0
         for index in range(n_workers):

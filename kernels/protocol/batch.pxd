@@ -1,10 +1,10 @@
-# The pushes of one commit, for who decides on them (combiner.pyx) and who commits them (commit.pyx).
+# The pushes of one commit.
 
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_shard_header, fps_folded_push
+from fastps.kernels.shm.arena_h cimport fps_folded_push, fps_shard_header
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
@@ -14,9 +14,9 @@ cdef class Batch:
     cdef Arena arena
     cdef fps_shard_header *shard_header
     cdef uint32_t shard
-    cdef SharedFold fold        # whose order the pushes are written into
+    cdef SharedFold fold        # whose work item the pushes are written into
     cdef int bad_lane           # of the last push that could not be taken
-    cdef uint32_t n_pushes      # that are in it
+    cdef uint32_t n_pushes      # in the batch
     cdef int64_t samples        # of all of them
     # Of the version that is being made.
     cdef int64_t pushes_of_update
@@ -36,6 +36,6 @@ cdef class Batch:
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _end_update(self, const scheduler_t *state) noexcept nogil
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
-                          int64_t staleness) noexcept nogil
+                             int64_t staleness) noexcept nogil
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil

@@ -1,10 +1,9 @@
-"""The pushes of one commit: taken from the lanes into the order of the fold, counted, and left out again where they spoil it.
+"""The pushes of one commit: taken from the lanes into the work item, counted, and removed if their results are non-finite.
 
-The scheduler has said what becomes of a push (combiner.pyx asked it); here its slot and its scales are written down for the
-fold, its lane's cursor goes on, and what an observer may know of it (staleness, gaps, arrivals, its push_outcome) is counted.
+The scheduler has decided what becomes of a push. This file writes its slot and its scales into the work item, moves its lane's
+cursor, and counts what an observer may see: staleness, gaps, arrivals and the push outcome.
 
-What it refuses to know: why a push is folded (scheduler.pyx), who folds it (shared_fold.pyx), which buffers are read and
-written, and when all of it becomes true (commit.pyx).
+Refuses to know why a push is folded, who folds it, which buffers are read and written, and when the commit is published.
 """
 
 cimport cython
@@ -25,23 +24,23 @@ from fastps.kernels.scheduling.state cimport (
     SCALE_SQUARE_ROOT,
     SCALE_STALENESS,
     policy_t,
+    scheduler_t,
     state_folds,
     state_mark_dirty,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
-    FPS_OUTCOME_DROPPED,
-    FPS_OUTCOME_FOLDED,
     FPS_LEAVE,
     FPS_NULL,
+    FPS_OUTCOME_DROPPED,
+    FPS_OUTCOME_FOLDED,
     FPS_STALENESS_BUCKETS,
     fps_descriptor,
-    fps_push_outcome,
     fps_folded_push,
     fps_lane_shard,
+    fps_push_outcome,
     fps_statistics,
     fps_time_bucket,
 )
@@ -55,9 +54,7 @@ cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
 
 @cython.final
 cdef class Batch:
-    """What the next commit of shard `shard` folds, written into the order of `fold`. Only who holds the shard lock may use
-    it.
-    """
+    """What the next commit of shard `shard` folds, written into the work item of `fold`. For the combiner only."""
 
     def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None):
         self.arena = arena
@@ -66,21 +63,21 @@ cdef class Batch:
         self.fold = fold
 
     cdef void begin(self) noexcept nogil:
-        """Nothing is taken yet."""
+        """Begin without pushes."""
         self.n_pushes = 0
         self.samples = 0
 
     # -- what is taken -----------------------------------------------------------------------------
 
     cdef bint take_single(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil:
-        """Take a push that makes a version by itself, the one after `version`. As `gather`."""
+        """Take a push that makes a version by itself, the one after `version`. Returns as `gather`."""
         if not self._take_push(state, lane, position, version):
             return False
         self._end_update(state)
         return True
 
     cdef bint take_listed(self, scheduler_t *state) noexcept nogil:
-        """The oldest kept push of each listed worker, one version each. As `gather`."""
+        """Take the oldest kept push of each listed worker, one version each. Returns as `gather`."""
         cdef int32_t i, lane
         cdef worker_t *worker
         for i in range(state.n_folds):
@@ -95,9 +92,9 @@ cdef class Batch:
         return True
 
     cdef bint gather(self, scheduler_t *state) noexcept nogil:
-        """All pushes kept for this version, in order of the lanes: the sum has the same bits whatever the order of arrival.
+        """Take all pushes kept for this version, in order of lanes: the sum's bits do not depend on the order of arrival.
 
-        False if one names another slot by now than its lane has: `bad_lane`.
+        Returns False if a push names a slot that its lane has not; `bad_lane` is then that lane.
         """
         cdef worker_t *worker
         cdef fps_descriptor *descriptor
@@ -161,14 +158,14 @@ cdef class Batch:
     # -- what is left out --------------------------------------------------------------------------
 
     cdef void drop(self, const scheduler_t *state, uint32_t lane, uint64_t position) noexcept nogil:
-        """A push that came too late for its version: it is not taken."""
+        """Leave out a push that came too late for its version."""
         self._write_outcome(state, lane, position, FPS_OUTCOME_DROPPED, state.version, 0)
 
     cdef bint reject(self, scheduler_t *state) noexcept nogil:
-        """Take out the pushes that the fold would have spoiled the weights with, whole.
+        """Remove, whole, the pushes that made the fold's results non-finite.
 
-        To the scheduler they are null pushes then: steps that count and change nothing. Where every gradient is finite and
-        only the result is not, the largest one goes. False if the order names a lane that there is not: it is damaged.
+        The scheduler counts them as null pushes: steps that change nothing. Where every gradient is finite and only the result
+        is not, the largest one is removed. Returns False if the work item names a lane that the arena has not: it is damaged.
         """
         cdef uint32_t index, kept = 0, largest = 0
         cdef int32_t parameter
@@ -206,7 +203,7 @@ cdef class Batch:
             1.0 / self.n_pushes if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out, state_in, state_out)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
-        """What the learning rate of a sum is multiplied by."""
+        """The factor of the learning rate of a sum."""
         if policy.scale == SCALE_LINEAR:
             return self.n_pushes  # PSP-SGD, Algorithm 1, line 13
         if policy.scale == SCALE_SQUARE_ROOT:
@@ -243,8 +240,8 @@ cdef class Batch:
         self.pushes_of_update = self.staleness_of_update = 0
 
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
-                          int64_t staleness) noexcept nogil:
-        """Write down what becomes of a push, if the job is recorded; true once this commit is."""
+                             int64_t staleness) noexcept nogil:
+        """Write a push outcome, if the job is recorded. It holds once this commit is published."""
         cdef fps_push_outcome *push_outcome
         if not fps_counter_get(&self.shard_header.recorded):
             return

@@ -1,4 +1,4 @@
-# The shard lock of one shard as one lane takes it, for the lane's worker (turn.pyx).
+# One shard's lock as one lane takes it.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -16,14 +16,14 @@ cdef class Combiner:
     cdef uint32_t shard
     cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
     cdef uint64_t lock          # the lock word while this lane holds it
-    cdef int64_t now_ns         # when the shard lock was tried: which timers are due
+    cdef int64_t now_ns         # when the lock was tried: decides which timers are due
     cdef SharedFold fold
     cdef Batch batch
     cdef Commit commit
-    cdef bint hands_over        # a server folds, or the shard's own device, and not this lane: it lets go without draining
-    cdef uint32_t generation    # of this lane's owner: a shard lock is its owner's, not its lane's
+    cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining
+    cdef uint32_t generation    # of this lane's owner, who holds the lock: a later owner of the lane does not
     cdef int awaiting           # what is waited for while COMBINE_AWAITING
-    # Scratch of a shard lock, allocated once.
+    # Scratch, allocated once.
     cdef uint64_t *tails
     cdef uint64_t *heads        # as they were before the commit
     cdef uint32_t *members

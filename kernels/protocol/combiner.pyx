@@ -1,10 +1,9 @@
-"""The shard lock of one shard: take it, drain all lanes, give the scheduler what is posted, commit, let go; break a dead one's.
+"""One shard's lock as one lane takes it: drain all lanes, decide what is posted, commit, release; and recover a dead owner's.
 
-Flat combining: whoever posted tries the shard lock; if another has it, that one is told by the PENDING flag and drains again
-before it lets go, so no push is stranded although nobody waits.
+This is flat combining. A worker that has posted tries the lock. If another lane holds it, the worker sets the PENDING flag, and
+that combiner drains again before it releases. So no push is stranded, although no worker waits for the lock.
 
-What it refuses to know: what is written down of a push (batch.pyx), how a commit becomes true (commit.pyx), processes
-(fastps/membership/membership.py proves an owner dead and has its turn broken), clocks (times come in descriptors and as
+Refuses to know processes (callers prove an owner dead before they recover its lock), clocks (times come in descriptors and as
 arguments), files, and Python objects on the way of a push.
 """
 
@@ -16,14 +15,14 @@ from fastps.kernels.base.atomics cimport (
     fps_event_wake,
     fps_grant_acquire,
     fps_head_acquire,
+    fps_lock_clear_pending,
+    fps_lock_load,
+    fps_lock_release,
+    fps_lock_set_pending,
+    fps_lock_take,
     fps_sleeping_load,
     fps_state_acquire,
     fps_tail_acquire,
-    fps_lock_clear_pending,
-    fps_lock_release,
-    fps_lock_load,
-    fps_lock_set_pending,
-    fps_lock_take,
 )
 from fastps.kernels.base.failpoints cimport FPS_MUTANT_BREAK_AT_ONCE, FPS_MUTANT_FORGET_CURSOR, fps_mutant
 from fastps.kernels.protocol.batch cimport Batch
@@ -55,9 +54,9 @@ from fastps.kernels.scheduling.state cimport (
     FOLD_ALL,
     FOLD_QUORUM,
     NEVER_NS,
+    scheduler_t,
     state_mark_dirty,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 from fastps.kernels.shm.arena cimport Arena
@@ -71,19 +70,19 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PUSH,
     fps_descriptor,
     fps_lane,
-    fps_member_generation,
-    fps_member_state,
     fps_lock_epoch,
     fps_lock_generation,
     fps_lock_owner,
     fps_lock_pack,
+    fps_member_generation,
+    fps_member_state,
 )
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 
 cdef enum:
-    MAX_ROUNDS = 16  # drains before a combiner hands the shard lock over: nobody does the others' work for ever
+    MAX_ROUNDS = 16  # drains before a combiner offers the lock to another lane, so that none works for the others endlessly
     _NOTHING = 100   # no event; beyond the scheduler's actions
-    _ENOUGH = 101    # this lane has folded for long, and another waits that can go on
+    _ENOUGH = 101    # this lane has folded for long, and another lane that waits can continue
     # What a combiner that is COMBINE_AWAITING waits for.
     _NOBODY = 0
     _FOLD = 1         # helpers of its own fold
@@ -92,7 +91,7 @@ cdef enum:
 
 
 cdef class Combiner:
-    """Lane `lane` as it takes the shard lock of shard `shard`. Only one thread may use it."""
+    """The lock of shard `shard` as lane `lane` takes it. Only one thread may use it."""
 
     def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
         cdef uint32_t lanes = arena.header.n_lanes
@@ -119,14 +118,14 @@ cdef class Combiner:
     # -- taking and letting go ---------------------------------------------------------------------
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil:
-        """Take the shard lock if it is free, and run it."""
+        """Take the shard lock if it is free, drain and release it."""
         if self.awaiting != _NOBODY:
             return self.resume(now_ns)
         self.now_ns = now_ns
         return self.run() if self.take() else COMBINE_BUSY
 
     cdef int resume(self, int64_t now_ns) noexcept nogil:
-        """Go on with a shard lock that was COMBINE_AWAITING; DONE if there is none."""
+        """Resume where this lane holds the lock and was COMBINE_AWAITING. Returns COMBINE_DONE where it was not."""
         cdef int awaited = self.awaiting
         if awaited == _NOBODY:
             return COMBINE_DONE
@@ -149,25 +148,26 @@ cdef class Combiner:
                     return True
                 seen = fps_lock_load(word)
                 continue
-            # The combiner may have looked at this lane already: the flag keeps it from letting go before it looks again.
+            # The combiner may have read this lane already. The flag makes it read again before it releases the lock.
             seen = fps_lock_set_pending(word, FPS_PENDING)
             if fps_lock_owner(seen) != 0:
                 return False
             seen = fps_lock_load(word)
 
     cdef bint is_idle(self) noexcept nogil:
-        """Whether this lane leaves the shard lock to others, and has none to end."""
+        """Whether this lane leaves the shard lock to others, and holds none that it must release."""
         return self.hands_over and self.awaiting == _NOBODY
 
     cdef bint is_offered(self) noexcept nogil:
-        """Whether the shard lock is free although more is pending, and this lane may run it."""
+        """Whether the shard lock is free although more is pending, and this lane may take it."""
         cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
         return seen & FPS_PENDING and fps_lock_owner(seen) == 0 and not self.hands_over
 
     cdef int run(self, int outcome=_RUN) noexcept nogil:
-        """Drain until nothing is pending, then let go; after MAX_ROUNDS, or a long fold, hand over to whoever comes next.
+        """While holding the lock: drain until nothing is pending, then release it.
 
-        `outcome`: of the commit that the shard lock begins with, if it was under way.
+        After MAX_ROUNDS drains, or a long fold, the lock is offered to another lane. `outcome`: that of a commit that was under
+        way when the lock was recovered or resumed.
         """
         cdef uint64_t *word = &self.shard_header.lock
         cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
@@ -199,7 +199,7 @@ cdef class Combiner:
             outcome = _RUN
 
     cdef int _offer(self, int outcome) noexcept nogil:
-        """Let go of the shard lock although more is pending, and tell one who waits; if nobody does, the next push takes it."""
+        """Release the lock although more is pending, and wake a lane that waits; if none does, the next push takes it."""
         if not self._let_go(FPS_PENDING):
             return COMBINE_FENCED
         self._wake_next()
@@ -207,7 +207,7 @@ cdef class Combiner:
         return outcome
 
     cdef bint _let_go(self, uint64_t flag) noexcept nogil:
-        """Write the shard lock as free, with `flag` or the PENDING that another has set; False if it is this lane's no more."""
+        """Write the lock as free, with `flag` or the PENDING that a lane set. False if another lane recovered the lock."""
         cdef uint64_t *word = &self.shard_header.lock
         cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
         while not (fps_lock_release(word, self.lock, given | flag)
@@ -217,9 +217,7 @@ cdef class Combiner:
         return True
 
     cdef void _wake_next(self) noexcept nogil:
-        """Move the event of the next lane that waits, for it looks at the shard lock before it sleeps; wake it if it does
-        already.
-        """
+        """Move the event of the next lane that waits, and wake it if it sleeps. A lane reads its event before it sleeps."""
         cdef uint32_t step, index
         cdef fps_lane *lane
         for step in range(1, self.arena.header.n_lanes):
@@ -232,7 +230,7 @@ cdef class Combiner:
                 return
 
     cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil:
-        """Whether a live lane can do nothing until a fold: all its slots hold pushes from the descriptor `head` on."""
+        """Whether a live lane can do nothing before a fold: all its slots hold pushes from the descriptor `head` on."""
         cdef fps_lane *lane = self.arena.lane(index)
         cdef uint64_t back, slots = self.arena.header.n_slots
         if fps_member_state(fps_state_acquire(&lane.state)) != FPS_LANE_LIVE or fps_tail_acquire(&lane.tail) - head < slots:
@@ -250,10 +248,10 @@ cdef class Combiner:
         return fps_head_acquire(&self.arena.lane_shard(index, self.shard).head)
 
     cdef bint _is_wanted(self) noexcept nogil:
-        """Whether the shard lock should change hands after this commit: its fold was long, and a lane that waited for it has
+        """Whether another lane should take the lock after this commit: its fold was long, and a lane that waited for it has
         more.
 
-        A combiner that went on would stay for as long as the others push, and not push itself.
+        A combiner that continued would stay for as long as the others push, and not push itself.
         """
         cdef uint32_t index
         if self.fold.chunks < 2 or self.fold.on_device or self.arena.header.n_servers:
@@ -266,14 +264,14 @@ cdef class Combiner:
         return False
 
     cdef int _hand_over(self) noexcept nogil:
-        """Let go of a shard lock that this lane cannot run, for those who can."""
+        """Release a lock under which this lane cannot fold, and wake the lanes that can."""
         if not self._let_go(0):
             return COMBINE_FENCED
         self.wake_all()
         return COMBINE_BUSY
 
     cdef void wake_all(self) noexcept nogil:
-        """Move every other lane's event and wake who sleeps: one of them can fold what is pending."""
+        """Move every other lane's event and wake those that sleep: one of them can fold what is pending."""
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
             if index != self.lane:
@@ -294,7 +292,7 @@ cdef class Combiner:
     # -- one commit --------------------------------------------------------------------------------
 
     cdef int _commit_once(self) noexcept nogil:
-        """One commit: up to a batch of events, in order of their times. Returns COMBINE_BUSY if there may be more, else _DONE."""
+        """One commit: up to a batch of events, in order of their times. Returns COMBINE_BUSY if more may follow."""
         cdef scheduler_t *state = self.commit.begin()
         cdef int action
         cdef bint any_event = False
@@ -332,7 +330,7 @@ cdef class Combiner:
     cdef void _read_lanes(self) noexcept nogil:
         cdef uint32_t index
         for index in range(self.arena.header.n_lanes):
-            # The state first: the tail of one who is proved dead is then its last.
+            # The state first: the tail of a worker that is proved dead is then its last.
             self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
             self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
             self.heads[index] = self._head(index)
@@ -388,9 +386,9 @@ cdef class Combiner:
         return action
 
     cdef int _next_change(self, scheduler_t *state) noexcept nogil:
-        """Who died is counted no more, and who joins is counted, once all that was posted is decided. As _next_event.
+        """Retire workers that died and admit workers that join, once everything posted is decided. Returns as `_next_event`.
 
-        Both follow from the lane's state word and from what is committed, so they are said once, whoever holds the shard lock.
+        Both follow from the lane's state word and from what is committed, so each happens once, whichever lane combines.
         """
         cdef uint32_t lane, member
         cdef worker_t *worker
@@ -402,7 +400,7 @@ cdef class Combiner:
             if worker.live and (member == FPS_LANE_DEAD
                                 or worker.generation != <int32_t> fps_member_generation(self.members[lane])):
                 return scheduler_leave(state, lane, self.now_ns)
-            # What its last owner pushed and is kept for a fold lies in its slots.
+            # The slots still hold what the lane's last owner pushed and what is kept for a fold.
             if (member == FPS_LANE_JOINING and not worker.live and worker.cursor == worker.consumed
                     and (self.shard == 0 or self._clock_of(lane) >= 0)):
                 scheduler_join(state, lane, self.now_ns, -1 if self.shard == 0 else self._clock_of(lane))
@@ -411,7 +409,7 @@ cdef class Combiner:
         return _NOTHING
 
     cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
-        """The clock at which the first shard has let a lane's owner join, which is its clock in all of them; -1: it has not."""
+        """The clock at which the first shard admitted a lane's owner, which is its clock in all shards; -1: not yet."""
         if fps_grant_acquire(&self.arena.lane_shard(lane, 0).generation) != fps_member_generation(self.members[lane]):
             return -1
         return fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted) - 1
@@ -426,18 +424,18 @@ cdef class Combiner:
             self.batch.count_arrival(arrived, state.now_ns - began_ns)
         return action
 
-    # -- turns of the dead, and writing by hand ----------------------------------------------------
+    # -- locks of the dead, and writing by hand ----------------------------------------------------
 
     cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil:
-        """First the shard lock, then the commit word's epoch: from then on a flip of the late owner fails.
+        """Take the lock of a dead owner, then write the next epoch into the commit word: the late owner is fenced.
 
-        Those who help with its fold are waited for: they write the buffers that the next fold will write.
+        Waits for the lanes that help with its fold, because they write the buffers that the next fold will write.
         """
         cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
         cdef uint64_t present
         self.now_ns = now_ns
         while True:
-            # An owner before the present one has died, too: the next joins after that only.
+            # An owner before the present one is dead, too: the next one joins only after that.
             present = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state)) & 0xffff
             if fps_lock_owner(seen) != dead_lane + 1 or (
                     fps_lock_generation(seen) != generation & 0xffff and fps_lock_generation(seen) == present):
@@ -455,7 +453,7 @@ cdef class Combiner:
         return self.resume(now_ns)
 
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
-        """While holding: publish the spare buffers as they are (the version stays), or not; then run the shard lock as usual."""
+        """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
         cdef int outcome = COMBINE_DONE
         self.now_ns = now_ns
         if publish:

@@ -1,4 +1,4 @@
-# The commits of one shard as the combiner of its turn makes them, for combiner.pyx and for who writes by hand (turn.pyx).
+# The commits of one shard, for the lane that holds its lock.
 
 cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -9,16 +9,16 @@ from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
-# Outcomes of a shard lock, and of a commit in it.
+# Outcomes of combining, and of one commit.
 cdef enum:
     COMBINE_DONE = 0
     COMBINE_BUSY = 1
     COMBINE_FENCED = 2
-    COMBINE_AWAITING = 3   # held, until a helper has given its chunk back: look whether it lives, then resume
+    COMBINE_AWAITING = 3   # the lock is held until a helper gives its chunk back: check whether it lives, then resume
     COMBINE_BAD_DESCRIPTOR = -1
     COMBINE_NO_BUFFER = -2
     COMBINE_BAD_FOLD = -3
-    COMBINE_BAD_STATE = -4  # the scheduler's state cannot be walked
+    COMBINE_BAD_STATE = -4  # the scheduler state cannot be walked
 
 
 @cython.final
@@ -29,8 +29,8 @@ cdef class Commit:
     cdef SharedFold fold
     cdef Batch batch            # what is folded
     cdef uint64_t seen          # the commit word that the flip expects
-    cdef scheduler_t expected   # what must hold of the shard's state
-    cdef bint is_checked        # whether the state was looked at in this turn: from then on it is this lane's own
+    cdef scheduler_t expected   # what must hold of the shard's scheduler state
+    cdef bint is_checked        # whether the state was checked since the lock was taken
     cdef int64_t spare_buffer   # the weights buffer that `find_spare` gave out, or that is folded into
     cdef uint32_t spare_state   # the state buffer that goes with it
     # Scratch, allocated once: the lanes to wake once the shard lock is given back.

@@ -1,11 +1,10 @@
-"""One commit of a shard: fold into buffers that nobody reads, write the record, flip the commit word, and what follows from it.
+"""One commit of a shard: fold into buffers that nobody reads, write the record, flip the commit word, publish what follows.
 
-One flip of the commit word makes everything of a commit true: weights, rule state, cursors, the scheduler's state. Whoever dies
-before it leaves nothing that anyone reads; the words that follow from it (heads, grants, the deadline) the next combiner
-derives again.
+One flip of the commit word publishes everything of a commit: weights, rule state, cursors and the scheduler state. A combiner
+that dies before the flip leaves nothing that another process reads. The next combiner derives the words that follow from a
+commit (heads, grants, the deadline) again.
 
-What it refuses to know: the shard lock (combiner.pyx has it while this runs), which pushes are in the commit and why (batch.pyx
-and scheduler.pyx), arithmetic (fold.pyx).
+Refuses to know the shard lock, which its caller holds; which pushes are in the commit, and why; and arithmetic.
 """
 
 cimport cython
@@ -26,11 +25,11 @@ from fastps.kernels.base.atomics cimport (
     fps_state_acquire,
 )
 from fastps.kernels.base.failpoints cimport (
+    FPS_FAILPOINT,
     FPS_MUTANT_ACKNOWLEDGE_FIRST,
     FPS_MUTANT_FLIP_FIRST,
     FPS_MUTANT_FORGET_HEADS,
     fps_mutant,
-    FPS_FAILPOINT,
 )
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold
@@ -38,12 +37,12 @@ from fastps.kernels.scheduling.policy cimport policy_check
 from fastps.kernels.scheduling.decisions cimport scheduler_due
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
+    scheduler_t,
     state_begin,
     state_catch_up,
     state_copy,
     state_dirty,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 from fastps.kernels.scheduling.state_check cimport state_can_be_followed, state_can_be_walked, state_remember
@@ -57,11 +56,11 @@ from fastps.kernels.shm.arena_h cimport (
     fps_commit_pack,
     fps_commit_record,
     fps_commit_version,
+    fps_lane_shard,
     fps_member_state,
     fps_reader_state,
     fps_reader_weights,
     fps_record,
-    fps_lane_shard,
 )
 
 
@@ -73,7 +72,7 @@ cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
 
 @cython.final
 cdef class Commit:
-    """The commits of shard `shard`, one after the other. Only who holds its turn may use it."""
+    """The commits of shard `shard`, one after the other. Only the lane that holds the shard's lock may use it."""
 
     def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None, Batch batch not None):
         self.arena = arena
@@ -82,7 +81,7 @@ cdef class Commit:
         self.fold = fold
         self.batch = batch
         state_remember(&self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.shard_header.commit))),
-                        arena.header.n_lanes)
+                       arena.header.n_lanes)
         policy_check(&self.expected.policy, arena.header.n_lanes)
         self.to_wake = <uint32_t *> calloc(arena.header.n_lanes, sizeof(uint32_t))
         if not self.to_wake:
@@ -94,9 +93,9 @@ cdef class Commit:
     # -- from the scheduler's inactive copy to the flip --------------------------------------------
 
     cdef scheduler_t *begin(self) noexcept nogil:
-        """The scheduler's inactive copy, brought up to date: what is decided on it is true once this commit is.
+        """The inactive copy of the scheduler state, brought up to date. The flip publishes what is decided on it.
 
-        NULL where what is committed is damaged: looked at once a shard lock.
+        NULL if the committed state is damaged, which is checked once each time the lock is taken.
         """
         self.seen = fps_commit_load(&self.shard_header.commit)
         return self._prepare()
@@ -120,7 +119,7 @@ cdef class Commit:
         return self.arena.scheduler(self.shard, 1 - fps_commit_record(self.seen))
 
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil:
-        """Fold the batch into buffers that nobody reads, write the other record, and make all of it true by one flip."""
+        """Fold the batch into buffers that nobody reads, write the other record, and publish everything by one flip."""
         cdef uint32_t state_in = self.shard_header.records[fps_commit_record(self.seen)].state_buffer
         if self.batch.n_pushes == 0:
             self.spare_buffer = fps_commit_buffer(self.seen)
@@ -135,19 +134,19 @@ cdef class Commit:
         return self._end_fold(self.fold.run())
 
     cdef int finish(self) noexcept nogil:
-        """Go on with a commit whose fold was COMBINE_AWAITING, and what it decided was left for others to write over."""
+        """Resume a commit whose fold was COMBINE_AWAITING. Its state is checked again: any process may have written over it."""
         if not self._is_sound(self._inactive()):
             return COMBINE_BAD_STATE
         return self._end_fold(self.fold.finish())
 
     cdef int _end_fold(self, int outcome) noexcept nogil:
-        """Commit what was folded, unless it was refused or is still waited for."""
+        """Commit what was folded, unless the fold was refused or helpers still have chunks."""
         if outcome == FOLD_AWAITING:
             return COMBINE_AWAITING
         if outcome == FOLD_NONFINITE:
             if not self.batch.reject(self._inactive()):
                 return COMBINE_BAD_FOLD
-            # The others are folded again.
+            # The remaining pushes are folded again.
             return self.fold_and_flip(self._inactive())
         if outcome != FOLD_DONE:
             return COMBINE_BAD_FOLD
@@ -178,7 +177,7 @@ cdef class Commit:
     # -- buffers that nobody reads -----------------------------------------------------------------
 
     cdef int64_t find_spare(self) noexcept nogil:
-        """A weights buffer that nobody reads, or -1, and the state buffer `spare_state`, for who writes them by hand."""
+        """A weights buffer that nobody reads, or -1, and the state buffer `spare_state`, to be written by hand."""
         self.seen = fps_commit_load(&self.shard_header.commit)
         self.spare_buffer = self._free_buffer()
         self.spare_state = self._free_state()
@@ -194,7 +193,7 @@ cdef class Commit:
     cdef int64_t _free_buffer(self) noexcept nogil:
         """The lowest buffer that is neither active nor pinned, or -1.
 
-        The pins are read after the flip that retired the buffers ([PIN] in atomics.h). The lowest first keeps the same few
+        The pins are read after the flip that retired the buffers ([PIN]). The lowest first keeps the same few
         buffers in the cache.
         """
         cdef uint64_t pinned[2]
@@ -202,7 +201,7 @@ cdef class Commit:
         pinned[0] = pinned[1] = 0
         _mark(pinned, fps_reader_weights(fps_reader_load(&self.shard_header.reader)))
         for index in range(self.arena.header.n_lanes):
-            # A dead worker's pin counts no more; the next owner pins what is published after its state changed.
+            # A dead worker's pin does not count; the next owner of its lane pins what is published after the state changed.
             if fps_member_state(fps_state_acquire(&self.arena.lane(index).state)) == FPS_LANE_DEAD:
                 continue
             # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
@@ -228,7 +227,7 @@ cdef class Commit:
     # -- what follows from a commit ----------------------------------------------------------------
 
     cdef void _publish(self, scheduler_t *state) noexcept nogil:
-        """Write the words that follow from the commit for everyone whom it touched."""
+        """Write the words that follow from the commit, for every worker that it changed."""
         cdef int32_t i
         cdef int64_t due_ns = scheduler_due(state)
         for i in range(state.n_dirty_workers):
@@ -236,7 +235,7 @@ cdef class Commit:
         if due_ns != self.shard_header.due_ns:
             fps_counter_set(&self.shard_header.due_ns, due_ns)
             if due_ns != NEVER_NS and state.first_waiting >= 0:
-                # Whoever sleeps must wake in time for the new deadline; one of them is enough to take the shard lock then.
+                # One sleeper must wake in time for the new deadline, to combine then.
                 self._queue_wake(state.first_waiting)
 
     cdef void _publish_lane_shard(self, scheduler_t *state, uint32_t index) noexcept nogil:
@@ -256,7 +255,7 @@ cdef class Commit:
         self._queue_wake(index)
 
     cdef void _queue_wake(self, uint32_t index) noexcept nogil:
-        """Move the lane's event, and wake its worker once the shard lock is given back."""
+        """Move the lane's event, and wake its worker once the shard lock is released."""
         cdef uint32_t i
         fps_event_add(&self.arena.lane(index).event)
         if not fps_sleeping_load(&self.arena.lane(index).sleeping):
@@ -268,9 +267,7 @@ cdef class Commit:
         self.n_to_wake += 1
 
     cdef void wake(self) noexcept nogil:
-        """Wake whom the commits concern, after letting go: a system call inside the shard lock would make everyone wait for
-        it.
-        """
+        """Wake the queued workers, after the lock is released: every lane would wait for a system call under the lock."""
         cdef uint32_t i
         for i in range(self.n_to_wake):
             fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
@@ -279,9 +276,7 @@ cdef class Commit:
     # -- after one that was not finished -----------------------------------------------------------
 
     cdef void change_epoch(self, uint64_t epoch) noexcept nogil:
-        """Write the epoch of the shard lock into the commit word: from then on a flip by who had the shard lock before
-        fails.
-        """
+        """Write the lock's epoch into the commit word. From then on a flip by the previous owner fails: it is fenced."""
         cdef uint64_t commit
         while True:
             commit = fps_commit_load(&self.shard_header.commit)
@@ -290,14 +285,14 @@ cdef class Commit:
                 return
 
     cdef void repair(self) noexcept nogil:
-        """Make the inactive copy whole again after an unfinished commit, and every derived word true."""
+        """Restore the inactive copy after an unfinished commit, and write every derived word again."""
         cdef uint64_t commit = fps_commit_load(&self.shard_header.commit)
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
         self.batch.forget_update()
         if not self._is_sound(active):
-            return  # nothing follows from what is damaged; the next commit says so
+            return  # nothing follows from a damaged state; the next commit reports it
         FPS_FAILPOINT()
         inactive.n_workers = active.n_workers
         state_copy(inactive, active)

@@ -1,4 +1,4 @@
-# A lane as its worker uses it, for who drives many workers without Python: chaos_workers.pyx.
+# A lane as its worker uses it, with C methods for code that drives many workers without Python.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

@@ -1,7 +1,7 @@
-"""A lane as its worker uses it: slots, posts, waits and turns, over all shards; its pulls are reader.pyx's.
+"""A lane as its worker uses it: slots, posts, waits and shard locks, over all shards.
 
-The life of a push after backward (docs/architecture/protocol.md has the picture). What it refuses to know: processes, clocks
-(times are arguments), files; and what happens under the shard lock, which is combiner.pyx's.
+docs/architecture.md has a picture of the life of a push after backward. Refuses to know processes, clocks (times are arguments)
+and files.
 """
 
 from libc.math cimport NAN
@@ -40,20 +40,20 @@ from fastps.kernels.shm.arena_h cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_descr
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
-    # A wait ends after so many times that it helped, for a signal may have come.
+    # Return after this many help rounds so Python can run signal handlers.
     HELP_ROUNDS = 4
-    # Who has helped soon has the commit: it looks as often before it sleeps again.
+    # Polls before a lane that has helped sleeps again: the commit comes soon.
     SPINS_AFTER_HELP = 2000
 
-# Outcomes of a shard lock.
-DONE = COMBINE_DONE                      # the shard lock was run, and everything posted before it is decided
-BUSY = COMBINE_BUSY                      # another has it, and will see what was posted
-FENCED = COMBINE_FENCED                      # another broke this turn; nothing of it was committed after that
-AWAITING = COMBINE_AWAITING              # a helper of a held turn has not given its chunk back: look at the peers, try again
+# Outcomes of try_combine and recover_lock.
+DONE = COMBINE_DONE                      # everything posted before is decided
+BUSY = COMBINE_BUSY                      # another lane combines, and will see what was posted
+FENCED = COMBINE_FENCED                  # another lane recovered this lock; nothing was committed after that
+AWAITING = COMBINE_AWAITING              # a helper still has a chunk: check the peers, then try again
 BAD_DESCRIPTOR = COMBINE_BAD_DESCRIPTOR  # lane `bad_lane` holds a descriptor that no worker of ours can have posted
-NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pinned: more readers than the arena was made for
+NO_BUFFER = COMBINE_NO_BUFFER            # every weights buffer is active or pinned: there are more readers than planned
 BAD_FOLD = COMBINE_BAD_FOLD              # the fold refused its job
-BAD_STATE = COMBINE_BAD_STATE            # what is committed cannot be read: something wrote over the scheduler's state
+BAD_STATE = COMBINE_BAD_STATE            # something wrote over the committed scheduler state
 
 KIND_PUSH = FPS_PUSH
 KIND_NULL = FPS_NULL
@@ -97,7 +97,7 @@ cdef class Lane(ShardLocks):
         return 0
 
     def call_server(self):
-        """Wake the server, for what this lane has posted. Whatever was posted before is seen by the server's next turn."""
+        """Wake the server. Its next drain sees everything that was posted before."""
         cdef fps_lane *server = self.arena.lane(self.arena.header.n_lanes)
         if not self.arena.header.n_servers:
             raise RuntimeError("expected an arena with a lane for a server, found one whose workers take the turns")
@@ -107,13 +107,13 @@ cdef class Lane(ShardLocks):
                 fps_event_wake(&server.event)
 
     def event(self):
-        """The word that `await_call` waits for to change. The server reads it before it takes the turns."""
+        """The word whose change `await_call` waits for. The server reads it before it combines."""
         return fps_event_load(&self.words.event)
 
     def await_call(self, uint32_t seen, int64_t spins, int64_t slice_ns):
-        """The server's rest: until the word is no longer `seen`, which `event` gave, or the slice has ended. Releases the GIL.
+        """Wait, as the server, until the word is no longer `seen`, which `event` returned, or the slice ends. Releases the GIL.
 
-        What was posted since moves the word after the post, so that nobody is missed. Returns early on a signal.
+        A worker moves the word after its post, so no push is missed. Returns early on a signal.
         """
         cdef int64_t _poll
         with nogil:
@@ -127,7 +127,7 @@ cdef class Lane(ShardLocks):
             fps_sleeping_set(&self.words.sleeping, 0)
 
     def await_call_awake(self, uint32_t seen, int64_t polls):
-        """The same without sleep: looks so many times, lets others have the core in between, and says whether it was called."""
+        """Poll `polls` times without sleep, and yield the core in between. Returns whether the word changed."""
         cdef int64_t _poll
         cdef bint called = False
         with nogil:
@@ -148,7 +148,7 @@ cdef class Lane(ShardLocks):
         memcpy(self.arena.slot(self.index, slot) + self.arena.header.slot_presence_offset, <char *> words, size)
 
     def set_versions(self, uint32_t slot):
-        """Write into the slot which version of each shard was pulled: what its gradient is computed with."""
+        """Write into the slot the version of each shard that its gradient is computed with: the one that was pulled."""
         self._check_slot(slot)
         self._set_versions(slot)
 
@@ -209,7 +209,7 @@ cdef class Lane(ShardLocks):
         return fps_counter_get(&self.arena.lane_shard(self.index, 0).batch)
 
     def due_ns(self):
-        """The nearest deadline of any shard's timer, or -1: whoever waits should try the shard lock then."""
+        """The nearest deadline of any shard's timer, or -1. A worker that waits should try to combine then."""
         return self._due_ns()
 
     cdef int64_t _due_ns(self) noexcept nogil:
@@ -226,7 +226,7 @@ cdef class Lane(ShardLocks):
 
         `shards`: by how many shards the steps must be granted; 0: by all. Spins `spins` times first, then sleeps on the word
         that commits and grants change. Releases the GIL. Returns early on a signal, so that Python can run its handler. On
-        False the caller should try the shard lock: it may have been handed over.
+        False the caller should try to combine: the lock may have been offered.
         """
         cdef bint reached
         if shards == 0:
@@ -236,7 +236,7 @@ cdef class Lane(ShardLocks):
         return reached
 
     def wait_awake(self, int64_t granted, uint64_t done, int64_t polls, uint32_t shards=0):
-        """The same without sleep: looks so many times, and lets others have the core in between. Releases the GIL."""
+        """Poll `polls` times without sleep, and yield the core in between. Returns as `wait`. Releases the GIL."""
         cdef bint reached
         if shards == 0:
             shards = self.n_shards
@@ -281,7 +281,7 @@ cdef class Lane(ShardLocks):
 
     cdef void _count(self, int64_t steps, int64_t wait_ns, int64_t compute_ns, int64_t samples, double loss,
                      int64_t stale_blocks) noexcept nogil:
-        """Publish a worker's counters to whoever looks."""
+        """Publish a worker's counters to observers."""
         cdef int64_t loss_bits
         memcpy(&loss_bits, &loss, sizeof(loss_bits))
         fps_counter_set(&self.words.steps, steps)

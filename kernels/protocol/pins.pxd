@@ -1,4 +1,4 @@
-# What a lane reads of published versions, for the lane that is one: turn.pyx.
+# What a lane reads of published versions.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

@@ -1,6 +1,6 @@
 """A lane as a reader: it pins the published buffers of all shards, so that no fold writes into what its worker reads.
 
-A pull copies nothing. What it refuses to know: what is in the buffers, and who publishes them (commit.pyx).
+A pull copies nothing. Refuses to know what is in the buffers, and who publishes them.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -12,7 +12,7 @@ from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
 
 
 cdef class Reader:
-    """The pins of one attached lane, which `index` is in `arena`."""
+    """The pins of lane `index` of `arena`."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         arena._check_lane(index)
@@ -28,7 +28,7 @@ cdef class Reader:
     def pull(self, uint32_t shard=0):
         """Pin a shard's published weights and return their buffer; `shard_version` then says which version. Copies nothing.
 
-        -1 where the commit word names a buffer that the arena has not: it is damaged.
+        Returns -1 if the commit word is damaged: it names a buffer that the arena has not.
         """
         cdef uint64_t commit
         self._check_shard(shard)
@@ -59,7 +59,7 @@ cdef class Reader:
         return commit
 
     cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil:
-        """Pin what is published; returns the commit word. A fold that flips after the second look sees the pin."""
+        """Pin what is published; returns the commit word. A combiner that flips after the second load sees the pin."""
         cdef uint64_t commit
         while True:
             commit = fps_commit_load(published)
@@ -68,10 +68,9 @@ cdef class Reader:
                 return commit
 
     def prefetch(self, uint32_t shard=0):
-        """Pin a shard's published weights as the next to be taken; returns (buffer, version), buffer as of `pull`. The pulled
-        ones stay pinned.
+        """Pin a shard's published weights as the next ones; returns (buffer, version), the buffer as `pull` does.
 
-        May be called by another thread than the one that pulls, as long as `take_prefetched` is not called at the same time.
+        The pulled weights stay pinned. Another thread than the one that pulls may call this, but not during `take_prefetched`.
         """
         cdef uint64_t commit
         self._check_shard(shard)
@@ -80,19 +79,19 @@ cdef class Reader:
         return self._buffer_of(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):
-        """Make what `prefetch` returned the weights that are read: a swap of pins."""
+        """Make the weights that `prefetch` returned the ones that are read: a swap of pins."""
         self._check_shard(shard)
         fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, buffer + 1)
         self.versions[shard] = version
 
     def shard_version(self, uint32_t shard):
-        """The version of a shard's weights that were pulled last."""
+        """The version of a shard's last pull."""
         self._check_shard(shard)
         return self.versions[shard]
 
     @property
     def version(self):
-        """The newest version of any shard that was pulled last: the timestamp of the next push."""
+        """The newest version among the shards' last pulls: the timestamp of the next push."""
         return self._newest()
 
     cdef uint64_t _newest(self) noexcept nogil:
@@ -103,7 +102,7 @@ cdef class Reader:
         return newest
 
     def unpin(self):
-        """End the reads of whatever buffers were pulled."""
+        """End the reads of all pulled buffers."""
         cdef uint32_t shard
         for shard in range(self.n_shards):
             fps_pin_exchange(&self.arena.lane_shard(self.index, shard).pin, 0)

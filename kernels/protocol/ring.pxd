@@ -1,12 +1,12 @@
-# A lane: one worker's way in. Ring functions for the store's turn (turn.pyx), inline because a post is a few stores.
+# The functions of a lane's ring, inline because a post is a few stores.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_tail_release
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_TAIL_FIRST, fps_mutant, FPS_FAILPOINT
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_TAIL_FIRST, fps_mutant
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_lane
 
-# The ring lies behind its lane's control words, and the seats behind the ring; `ring_size` is a power of two.
+# The ring lies behind its lane's control words, and the lane-shard words behind the ring; `ring_size` is a power of two.
 cdef inline fps_descriptor *lane_descriptor(fps_lane *lane, uint32_t ring_size, uint64_t position) noexcept nogil:
     return <fps_descriptor *> (lane + 1) + (position & (ring_size - 1))
 

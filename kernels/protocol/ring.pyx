@@ -1,8 +1,8 @@
 """A lane's ring of descriptors: single producer, single consumer, fixed 64-byte descriptors, and no copy of the payload.
 
-The producer posts a descriptor and goes on; the gradient that it names stays where it is until the consumer's head has passed
-it. The two indices lie on cache lines of their own, and each is written by one side only. What it refuses to be: a queue with
-several producers, or one that blocks; waiting is the store's business.
+The producer posts a descriptor and continues. The gradient that it names stays in its slot until the consumer's head has passed
+the descriptor. The two indices lie on cache lines of their own, and one side writes each. Refuses to be a queue with several
+producers, and to block.
 
 `Ring` is the same ring on any memory, for tests and for `fastps bench lane`.
 """
@@ -19,7 +19,7 @@ cdef enum:
 
 
 cdef inline uint64_t _mixed(uint64_t value) noexcept nogil:
-    """A value that looks random, of a position: a torn or repeated descriptor cannot have the right one by chance."""
+    """A pseudo-random value of a position: a torn or repeated descriptor does not have the right one by chance."""
     value = (value ^ (value >> 30)) * <uint64_t> 0xbf58476d1ce4e5b9
     value = (value ^ (value >> 27)) * <uint64_t> 0x94d049bb133111eb
     return value ^ (value >> 31)
@@ -137,10 +137,10 @@ cdef class Ring:
         return empty
 
     def echo(self, Ring back not None, bint first, uint64_t count, int64_t max_polls=2_000_000_000):
-        """Descriptors to and fro: the `first` process posts here and waits for the answer in `back`; the other answers.
+        """Exchange descriptors: the `first` process posts here and waits for the reply in `back`; the other replies.
 
-        The two rings are each other's way back; each counts its own tail, so that calls may follow each other. Raises
-        AssertionError for a wrong descriptor, TimeoutError after `max_polls` fruitless looks in a row.
+        Each ring is the other's way back and counts its own tail, so calls may follow each other. Raises AssertionError for a
+        wrong descriptor, TimeoutError after `max_polls` fruitless polls in a row.
         """
         cdef uint64_t i, begin = self.lane.tail
         cdef int outcome = 0
@@ -167,7 +167,7 @@ cdef class Ring:
         lane_post(self.lane, self.size, fps_head_acquire(&self.lane_shard.head), &descriptor)
 
     cdef int _receive(self, uint64_t step, int64_t max_polls) noexcept nogil:
-        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `max_polls` looks."""
+        """Wait for the next descriptor: 0 if it is this step's, 1 if it is not, -1 after `max_polls` polls."""
         cdef uint64_t head = self.lane_shard.head
         cdef fps_descriptor *descriptor
         cdef int64_t tries = 0

@@ -1,4 +1,4 @@
-# The turns of all shards as one lane takes them.
+# All shard locks as one lane takes them.
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -12,8 +12,8 @@ cdef class ShardLocks(Reader):
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
     cdef readonly tuple combiners         # one a shard
     cdef PyObject *_combiners[FPS_MAX_SHARDS]  # the same
-    cdef SharedFold helper              # turns from shard to shard
-    cdef uint32_t helpers               # cores for those who help with this lane's folds; 0: none, nor does it help
+    cdef SharedFold helper              # helps with one shard after the other
+    cdef uint32_t helpers               # sleepers that a fold of this lane may wake; 0: folds are not shared
 
     cdef bint _is_offered(self) noexcept nogil
     cdef bint _help(self) noexcept nogil

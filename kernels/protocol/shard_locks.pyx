@@ -1,4 +1,4 @@
-"""The turns of all shards as one lane takes them: run, broken where their owner died, or held to write by hand.
+"""All shard locks as one lane takes them: combine, recover a dead owner's lock, or hold one to write buffers by hand.
 
 Refuses to know what the lane posts and what it waits for.
 """
@@ -6,7 +6,7 @@ Refuses to know what the lane posts and what it waits for.
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_state_acquire, fps_lock_load
+from fastps.kernels.base.atomics cimport fps_help_end, fps_help_load, fps_lock_load, fps_state_acquire
 from fastps.kernels.protocol.combiner cimport Combiner
 from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_DONE, COMBINE_FENCED, Commit
 from fastps.kernels.protocol.pins cimport Reader
@@ -16,16 +16,16 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_LANE_DEAD,
     FPS_LANE_LEFT,
     FPS_MAX_CHUNKS,
-    fps_member_generation,
-    fps_member_state,
     fps_lock_generation,
     fps_lock_owner,
+    fps_member_generation,
+    fps_member_state,
 )
 from fastps.kernels.update.fold cimport fps_user_rule
 
 
 cdef class ShardLocks(Reader):
-    """The turns that lane `index` of `arena`, which the caller has claimed, may take. See Lane."""
+    """The shard locks as lane `index` of `arena` takes them. The caller has claimed the lane."""
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.bad_lane = -1
@@ -37,7 +37,7 @@ cdef class ShardLocks(Reader):
     # -- the shard lock ----------------------------------------------------------------------------------
 
     def try_combine(self, int64_t now_ns=0):
-        """Take each shard's lock if it is free, and run it. Returns DONE, BUSY, FENCED or a negative outcome. Releases the GIL.
+        """Combine every shard whose lock is free. Returns DONE, BUSY, FENCED or a negative outcome. Releases the GIL.
 
         Timers that are due at `now_ns` are fired. Each worker starts at another shard, so that they do not queue.
         """
@@ -67,12 +67,12 @@ cdef class ShardLocks(Reader):
         return <int64_t> fps_lock_owner(fps_lock_load(&self.arena.shard_header(shard).lock)) - 1
 
     def recover_lock(self, uint32_t dead_lane, int64_t now_ns=0, generation=None):
-        """Take every turn that that owner of `dead_lane` holds, whose process is proved dead, and run it. BUSY if it held none.
+        """Take every lock that an owner of `dead_lane`, whose process is proved dead, holds, and combine. BUSY if it held none.
 
-        By default the owner is the present one. An earlier owner's turn is taken, too. Raises IndexError for a lane that the
+        By default the owner is the present one. An earlier owner's lock is taken, too. Raises IndexError for a lane that the
         arena has not.
 
-        What it was helping with is folded again by whoever waits for it: turns of this lane that do are gone on with.
+        A combiner that waits for the dead helper folds its chunks again; where this lane is that combiner, it resumes.
         """
         cdef int found
         cdef uint32_t dead_generation
@@ -98,10 +98,10 @@ cdef class ShardLocks(Reader):
         return found
 
     def recover_stale_locks(self, int64_t now_ns=0):
-        """As `recover_lock`, of every owner that is known to have ended, by its lane's own word.
+        """Do what `recover_lock` does for every owner that its lane's state word says has ended.
 
-        Whoever buries a lane breaks its turn first, but for who comes to own it: that one buries, claims, then breaks, and may
-        die or be stopped in between.
+        A peer recovers a lane's lock before it marks the lane dead. The next owner of the lane marks it dead, claims it, and
+        recovers the lock last; it may die or be stopped in between.
         """
         with nogil:
             self._recover_stale_locks(now_ns)
@@ -120,7 +120,7 @@ cdef class ShardLocks(Reader):
                 (<Combiner> self._combiners[shard]).recover_lock(index - 1, fps_lock_generation(lock), now_ns)
 
     cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil:
-        """Whether an owner of a lane has ended; of its generation the bits `known` are given."""
+        """Whether an owner of a lane has ended. `known`: which bits of its generation are given."""
         cdef uint32_t member = fps_state_acquire(&self.arena.lane(lane).state)
         cdef uint32_t state = fps_member_state(member)
         return (fps_member_generation(member) & known) != generation or state == FPS_LANE_DEAD or state == FPS_LANE_LEFT
@@ -128,7 +128,7 @@ cdef class ShardLocks(Reader):
     # -- writing by hand: the start, and loading a checkpoint --------------------------------------
 
     def hold(self, uint32_t shard=0):
-        """Take a shard's lock and keep it; False when another has it. The caller writes buffers, then calls `release`."""
+        """Take a shard's lock and keep it, to write buffers and then `release` it. False if another lane holds it."""
         self._check_shard(shard)
         return (<Combiner> self.combiners[shard]).take()
 
@@ -144,9 +144,7 @@ cdef class ShardLocks(Reader):
         return buffer, commit.spare_state
 
     def release(self, bint publish, uint32_t shard=0, int64_t now_ns=0):
-        """While holding: publish the spare buffers as they are (the version stays), or not; then run the shard lock as
-        usual.
-        """
+        """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
         cdef Combiner combiner
         cdef int outcome
         self._check_shard(shard)
@@ -158,20 +156,18 @@ cdef class ShardLocks(Reader):
     # -- folds -------------------------------------------------------------------------------------
 
     def set_user_rule(self, uintptr_t address):
-        """The job's own update rule, compiled by kernels/update/jit.py: whoever takes the shard lock calls it. It must outlive
-        this lane.
-        """
+        """Set the job's own compiled update rule, which every combiner and helper calls. It must outlive this lane."""
         cdef Combiner combiner
         for combiner in self.combiners:
             combiner.fold.item.user_rule = <fps_user_rule> address
         self.helper.item.user_rule = <fps_user_rule> address
 
     def fold_with(self, device not None, shards not None):
-        """Fold the given shards by calling `device`, and take no other shard's lock: their memory is on another device.
+        """Fold the given shards by calling `device`, and take no other shard's lock: its memory is on another device.
 
         `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
-        slot, scale, rate_scale), queues the fold on its device; an error that it raises ends the shard lock as BAD_FOLD and is
-        `fold_failure`.
+        slot, scale, rate_scale), queues the fold on its device; an error that it raises gives the outcome BAD_FOLD
+        and is `fold_failure`.
         """
         cdef Combiner combiner
         for combiner in self.combiners:
@@ -189,21 +185,21 @@ cdef class ShardLocks(Reader):
         return None
 
     def hand_over(self, bint hands_over):
-        """Whether this lane leaves every shard's lock to the server. It may still hold one, and lets go without draining."""
+        """Set whether this lane leaves every lock to the server. A lock that it holds is released without draining."""
         cdef Combiner combiner
         for combiner in self.combiners:
             combiner.hands_over = hands_over
 
     def wake_all(self):
-        """Wake whoever sleeps, for a push that this lane cannot fold itself."""
+        """Wake every lane that sleeps, for a push that this lane cannot fold itself."""
         (<Combiner> self.combiners[0]).wake_all()
 
     def share_folds(self, uint32_t helpers, bytes cores not None=b""):
-        """Let waiting lanes help with this lane's folds, of whom `helpers` are woken for it, and help with theirs; 0: never.
+        """Let waiting lanes help with this lane's folds, and help with theirs. Up to `helpers` sleepers are woken; 0: never.
 
-        Everyone begins with one of `helpers` + 1 parts: what its core read and wrote in the last fold. `cores` says for each
-        core by its number which part that is; without it every lane has its own. Folds that are too short to be worth it are
-        not shared. Only where one thread at a time uses the lane.
+        Every lane begins with one of `helpers` + 1 parts: what its core read and wrote in the last fold. `cores` has the part
+        of each core, by the core's number; without it every lane has its own part. Folds that are too short to gain are not
+        shared. Only one thread at a time may use the lane.
         """
         cdef Combiner combiner
         self.helpers = helpers
@@ -212,13 +208,13 @@ cdef class ShardLocks(Reader):
             combiner.fold.share(helpers, cores)
 
     def stream_folds(self, bint streaming):
-        """Whether this lane's folds store past the caches, as the combiner; the results have the same bits."""
+        """Set whether this lane's folds use non-temporal stores. The results have the same bits."""
         cdef Combiner combiner
         for combiner in self.combiners:
             combiner.fold.item.streaming = streaming
 
     def begins_with(self, uint64_t chunks):
-        """With which chunks this lane begins a shared fold of so many, at most 56: one bit each."""
+        """The chunks with which this lane begins a shared fold of `chunks` chunks, at most 56: one bit each."""
         if not 1 <= chunks <= FPS_MAX_CHUNKS:
             raise ValueError(f"expected 1 to {FPS_MAX_CHUNKS} chunks, found {chunks}")
         return self.helper.own_part(chunks)
@@ -229,9 +225,7 @@ cdef class ShardLocks(Reader):
         return self.helper.helped
 
     cdef bint _is_offered(self) noexcept nogil:
-        """Whether a shard lock waits for this lane to take it. Looked at after the event, which moves when a shard lock is
-        offered.
-        """
+        """Whether a shard lock is offered. Read after the event, which moves when a lock is offered."""
         cdef uint32_t shard
         for shard in range(self.n_shards):
             if (<Combiner> self._combiners[shard]).is_offered():
@@ -239,7 +233,7 @@ cdef class ShardLocks(Reader):
         return False
 
     cdef bint _help(self) noexcept nogil:
-        """Take part in every shard's fold that is being made."""
+        """Help with every shard's fold that is being made."""
         cdef uint32_t shard
         cdef bint helped = False
         for shard in range(self.n_shards):

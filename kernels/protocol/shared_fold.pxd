@@ -1,4 +1,4 @@
-# A fold that waiting lanes help with, for the combiner (combiner.pyx) and for who waits (turn.pyx).
+# A fold that waiting lanes help with.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
@@ -10,7 +10,7 @@ from fastps.kernels.update.fold cimport FoldScratch
 # Outcomes of a fold.
 cdef enum:
     FOLD_DONE = 0
-    FOLD_AWAITING = 1   # a helper has not given its chunk back: look whether it lives, then `finish`
+    FOLD_AWAITING = 1   # a helper still has a chunk: check whether it lives, then `finish`
     FOLD_REFUSED = -1
     FOLD_NONFINITE = -2   # results that are not finite, in buffers that nobody reads
 
@@ -19,19 +19,19 @@ cdef class SharedFold:
     cdef fps_work *work
     cdef uint32_t lane
     cdef uint32_t shard
-    cdef uint32_t helpers           # how many sleepers a fold may wake; 0: it is not shared
-    cdef bytes cores                # for each core by its number, with which part who is there begins; empty: a part a lane
+    cdef uint32_t helpers           # sleepers that a fold may wake; 0: it is not shared
+    cdef bytes cores                # the part of each core, by its number; empty: a part a lane
     cdef const char *part_of_core   # the same, n_cores of them
     cdef int n_cores
     cdef bint on_device             # whether `device` folds instead of the core
     cdef object device
     cdef object failure             # the error that it raised last, or None
     # Scratch, allocated once.
-    cdef FoldScratch scratch        # of this shard's folds: under overlap two threads take a lane's turns
+    cdef FoldScratch scratch        # one a shard: under overlap two threads of a lane may fold
     cdef WorkItem item
     cdef int64_t helped             # chunks that this lane has folded for others
     cdef uint64_t own               # chunks that this lane has folded as the combiner
-    cdef uint64_t chunks            # the combiner's: into how many its fold was cut
+    cdef uint64_t chunks            # of the fold that this lane combines: how many there are
     cdef int64_t first              # the shard's floats of every buffer: [first, last)
     cdef int64_t last
 

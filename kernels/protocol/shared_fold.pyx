@@ -1,13 +1,11 @@
-"""One shard's fold, cut into chunks that whoever waits may take: who has to wait does the server's work.
+"""One shard's fold, cut into chunks that waiting lanes may take: a worker that has to wait does the server's work.
 
-The combiner of the shard lock writes the order (which buffers, which slots, which scales) into the shard's work area and issues
-a ticket, of which each claim takes a chunk. Everyone begins with its own part, which its core may still have in its cache. A
-lane says that it helps before it claims, and takes that back after its last chunk, so that the combiner, who looks when no
-chunk is left to claim, knows whom to wait for. A chunk has the same bits whoever folds it, and goes into buffers that nobody
-reads: what a dead helper left undone is folded again.
+The combiner writes the work item and issues a ticket; each claim takes one chunk of it. Every lane begins with its own part,
+which its core may still have in its cache. A lane announces that it helps before its first claim, and withdraws that after its
+last chunk. So the combiner, which looks once no chunk is left to claim, knows which lanes to wait for. A chunk has the same
+bits whichever lane folds it, and goes into buffers that nobody reads. The combiner folds again what a dead helper left undone.
 
-What it refuses to know: which pushes are folded and why (batch.pyx, scheduler.pyx), who is dead
-(fastps/membership/membership.py), and arithmetic (fold.pyx).
+Refuses to know which pushes are folded and why, which process is dead, and arithmetic.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -55,9 +53,9 @@ cdef extern from *:
     #define SHARD_SHARED_LEAST (1LL << 17) /* the same of one of several shards, where workers fold beside each other anyway */
     #define CHUNK_LEAST (1LL << 16)
     #define WOKEN_LEAST (1LL << 21) /* a shorter one is over before a sleeper is awake */
-    /* A longer one outlasts a core's time slice: lanes beyond the cores would take turns on it in the middle of chunks. */
+    /* A longer one outlasts a core's time slice: lanes beyond the cores would be preempted in the middle of chunks. */
     #define ONE_A_CORE_LEAST (1LL << 26)
-    /* Looks at the helpers before the caller is told to look whether they live. */
+    /* Polls of the helpers before the caller is told to check whether they live. */
     #define SPINS 4000
     #define YIELDS 1000
     #else /* a test's small fold is shared, too */
@@ -80,12 +78,12 @@ cdef extern from *:
 
 
 cdef inline bint _is_exhausted(uint64_t ticket) noexcept nogil:
-    """No chunk is left, or it is no ticket that a combiner can have issued."""
+    """Whether no chunk is left, or no combiner can have issued the ticket."""
     return fps_ticket_left(ticket) == 0 or fps_ticket_chunks(ticket) > FPS_MAX_CHUNKS
 
 
 cdef class SharedFold:
-    """The fold of shard `shard`, as lane `lane` orders it or helps with it. Only one thread may use it."""
+    """The fold of shard `shard`, as lane `lane` makes it or helps with it. Only one thread may use it."""
 
     def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
         self.arena = arena
@@ -96,13 +94,13 @@ cdef class SharedFold:
         self.switch_to(shard)
 
     cdef void share(self, uint32_t helpers, bytes cores):
-        """Who helps, and where everyone begins: see Lane.share_folds."""
+        """Set how many sleepers are woken, and the part of each core."""
         self.helpers = helpers
         self.cores = cores
         self.n_cores, self.part_of_core = len(cores), cores
 
     cdef void switch_to(self, uint32_t shard) noexcept nogil:
-        """Be the fold of another shard: for helpers, who go from one to the next."""
+        """Switch to another shard's fold: helpers go from one to the next."""
         self.shard = shard
         self.work = self.arena.work(shard)
         self.item.switch_to(shard)
@@ -111,14 +109,15 @@ cdef class SharedFold:
     # -- the combiner --------------------------------------------------------------------------------
 
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
-        """The largest absolute value of the index-th push of an order that was read, and its parameter; infinite where a value
-        is not finite. A pass over one gradient, for the rare fold that came out nonfinite.
+        """The largest absolute value of the index-th push of the item that was read, and its parameter.
+
+        Infinite where a value is not finite. This is a pass over one gradient, for the rare fold with non-finite results.
         """
         parameter[0] = -1
         return fps_largest(&self.item.job, &self.item.pushes[index], self.first, self.last, parameter)
 
     cdef int run(self) noexcept nogil:
-        """Fold what is ordered, with whoever helps."""
+        """Fold the work item, together with the lanes that help."""
         cdef uint64_t ticket, own, chunk
         cdef int outcome
         if self.on_device:
@@ -145,11 +144,11 @@ cdef class SharedFold:
             if fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 if self._fold(chunk) != 0:
                     self.close()
-                    return self.finish()  # what is taken is still waited for, before anyone writes these buffers again
+                    return self.finish()  # waits for claimed chunks, before these buffers are written again
                 self.own |= (<uint64_t> 1) << chunk
 
     cdef int _run_on_device(self) noexcept:
-        """Hand the order to who folds on the device: it queues the fold, and whoever reads the result waits for it there."""
+        """Queue the fold on the device. A reader of the result waits for it on the device."""
         try:
             self.device(self.shard, *self.item.for_device())
         except BaseException as error:
@@ -158,7 +157,7 @@ cdef class SharedFold:
         return FOLD_DONE
 
     cdef int finish(self) noexcept nogil:
-        """Wait until nobody helps, for so long; then fold what is missing."""
+        """Wait for the helpers, for a limited number of polls; then fold what is missing."""
         cdef uint64_t done, chunk
         cdef int look, outcome
         for look in range(SPINS + YIELDS):
@@ -179,18 +178,18 @@ cdef class SharedFold:
         return FOLD_DONE
 
     cdef bint is_helped(self) noexcept nogil:
-        """Whether a chunk may be in another lane's hands. Only once the ticket is exhausted a False lasts."""
+        """Whether another lane may have a chunk. False is final only once the ticket is exhausted."""
         return self._helpers_now() > 0
 
     cdef uint32_t _helpers_now(self) noexcept nogil:
-        """How many other lanes may have a chunk in hand."""
+        """How many other lanes may have a chunk."""
         cdef uint32_t index, count = 0
         for index in range(self.arena.header.n_lanes):
             count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1
         return count
 
     cdef void close(self) noexcept nogil:
-        """Let nobody claim another chunk."""
+        """Take the remaining chunks off the ticket, so that no lane claims one."""
         cdef uint64_t ticket
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
@@ -199,7 +198,7 @@ cdef class SharedFold:
                 return
 
     cdef uint64_t _cut(self) noexcept nogil:
-        """The number of chunks, and their size into the order; whole tiles, so that all but the last are of one size."""
+        """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size."""
         cdef int64_t floats = self.last - self.first, chunk_floats
         cdef int64_t moved = floats * (self.item.job.n_pushes + 2 * (1 + self.item.job.state_planes))
         cdef int64_t chunks
@@ -226,7 +225,7 @@ cdef class SharedFold:
     # -- the helper --------------------------------------------------------------------------------
 
     cdef bint help(self) noexcept nogil:
-        """Fold chunks of the fold in the making, if there is one and any are left; False if there were none."""
+        """Fold chunks of the fold that is being made. Returns False if there were none to claim."""
         cdef fps_lane *mine = self.arena.lane(self.lane)
         cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
         cdef uint64_t chunk
@@ -242,8 +241,8 @@ cdef class SharedFold:
             if not fps_ticket_claim(&self.work.ticket, ticket, ticket & ~((<uint64_t> 1) << chunk)):
                 continue
             helped = True
-            # From the first claim on the order stays as it is, for its combiner waits for this lane. What is not marked as done
-            # the combiner folds itself: it answers for an order that makes no sense.
+            # From the first claim on the item does not change, because its combiner waits for this lane. The combiner folds
+            # every chunk that is not marked as done, so a damaged item is its to report.
             is_read = is_read or self.item.read()
             if fps_mutant(FPS_MUTANT_DONE_FIRST):
                 fps_chunk_done(&self.work.done, (<uint64_t> 1) << chunk)
@@ -254,14 +253,14 @@ cdef class SharedFold:
         return helped
 
     cdef bint _has_enough(self) noexcept nogil:
-        """Whether a fold that is long whoever pushes has a helper for every core beside the combiner's."""
+        """Whether a fold, long even with one push, has a helper for every core beside the combiner's."""
         cdef int64_t moved = (self.last - self.first) * (1 + 2 * (1 + <int64_t> self.arena.header.state_planes))
         return moved >= ONE_A_CORE_LEAST and self._helpers_now() >= self.helpers
 
     # -- both --------------------------------------------------------------------------------------
 
     cdef uint64_t own_part(self, uint64_t chunks) noexcept nogil:
-        """With which of so many chunks this lane begins, claimed or not, one bit each: in each fold those of the same core."""
+        """The chunks with which this lane begins, claimed or not, one bit each. In each fold a core begins with the same."""
         cdef uint64_t part = self.lane
         cdef int core
         if self.n_cores > 0:
@@ -271,7 +270,7 @@ cdef class SharedFold:
 
     cdef int _fold(self, uint64_t chunk) noexcept nogil:
         cdef int64_t first, chunk_floats = self.item.chunk_floats
-        # Whole tiles within the shard: streamed stores need their alignment.
+        # Whole tiles within the shard: non-temporal stores need the alignment.
         if not 0 < chunk_floats <= self.last - self.first + FPS_TILE or chunk_floats % FPS_TILE:
             return FOLD_REFUSED
         first = self.first + <int64_t> chunk * chunk_floats

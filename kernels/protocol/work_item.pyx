@@ -13,7 +13,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_STATE_IN_PLACE, fps_mutant, FPS_FAILPOINT
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_STATE_IN_PLACE, fps_mutant
 from fastps.kernels.shm.arena_h cimport FPS_STATE_BUFFERS
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_USER, fps_hyper
 

@@ -5,7 +5,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from fastps.kernels.protocol.lane cimport Lane
 
 cdef enum:
-    # None of the outcomes of a shard lock.
+    # Distinct from the outcomes of try_combine.
     PUSH_FULL = 64
     PUSH_EARLY = 65
 

@@ -1,7 +1,7 @@
-"""A worker's own lane: its steps, a compiled call for each part of one, and the tally of them that others see.
+"""A worker's own lane: its steps, one compiled call for each part of a step, and the tally of them that observers read.
 
-What a worker does in every step is here; what it does only when it has to wait, when it records, or when others push for it, is
-fastps/store/worker.py's. Refuses to know clocks (times are arguments), and to wait.
+Every step passes through here. Waits, recording, and pushes that another thread or a server delivers belong to the callers.
+Refuses to know clocks (times are arguments), and to wait.
 """
 
 from libc.math cimport NAN
@@ -13,22 +13,22 @@ from fastps.kernels.protocol.lane cimport Lane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
-FULL = PUSH_FULL    # the ring has no room for another descriptor; nothing was done
-EARLY = PUSH_EARLY  # the push before still `awaits` its grant; nothing was done
+FULL = PUSH_FULL    # the ring is full; nothing was done
+EARLY = PUSH_EARLY  # the previous push still `awaits` its grant; nothing was done
 
 
 cdef class WorkerLane(Lane):
-    """The lane `index` of `arena`, whose caller pushes steps of its own; see Lane.
+    """Lane `index` of `arena`, whose caller pushes steps of its own.
 
     Attributes:
-        steps: steps pushed so far, as the scheduler counts them; the owner sets where it begins.
-        earlier_steps: what is added to them in the tally.
+        steps: steps pushed so far, as the scheduler counts them; the owner sets the first value.
+        earlier_steps: added to `steps` in the tally.
         posts: pushes and null pushes so far; some may still be on their way.
         slot: the slot of the next push.
-        awaits: whether a push was begun since the last `advance` that came to its end.
+        awaits: whether a push was begun since the last completed `advance`.
         granted_ns: when the present step could begin, by its worker's clock.
         wait_ns, compute_ns: time waited, and between grants and pushes.
-        samples, stale_blocks, loss: as the owner tells them.
+        samples, stale_blocks, loss: as the owner sets them.
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
@@ -76,7 +76,7 @@ cdef class WorkerLane(Lane):
         return self._try_combine(now_ns)
 
     def begin_push(self, int64_t now_ns, uint32_t samples, bint null):
-        """All of `push` but to post and to try the shard lock: (step, slot, version read) of what the caller will `post`."""
+        """Do all of `push` but to post and to combine. Returns (step, slot, version read) for the caller's `post`."""
         begun = self.steps, self.slot, self._newest()
         if not null:
             self._set_versions(self.slot)
@@ -116,7 +116,7 @@ cdef class WorkerLane(Lane):
         self._publish()
 
     def publish(self):
-        """Let others see the tally."""
+        """Publish the tally to observers."""
         self._publish()
 
     cdef void _publish(self) noexcept nogil:

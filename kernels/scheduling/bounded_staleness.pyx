@@ -1,7 +1,7 @@
-"""Bounded staleness: who may go on under SSP and DSSP, and for how many extra steps.
+"""Bounded staleness: which workers may continue under SSP and DSSP, and for how many extra steps.
 
 DSSP is Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", Algorithms 1 and 2; SSP is its
-special case without room between the bounds. What it refuses to know: what is folded.
+special case without room between the bounds. Refuses to know what is folded.
 """
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
@@ -10,6 +10,7 @@ from fastps.kernels.scheduling.state cimport (
     RELEASE_NEXT_PUSH,
     WAITS_FOR_ALL,
     policy_t,
+    scheduler_t,
     state_fastest_clock,
     state_grant,
     state_grant_waiting,
@@ -20,7 +21,6 @@ from fastps.kernels.scheduling.state cimport (
     state_wait,
     state_wait_in_bucket,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 
@@ -105,9 +105,9 @@ cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept
 cdef void bounded_release(scheduler_t *state, int32_t pusher) noexcept nogil:
     """DSSP, Algorithm 1, line 17, in the policy's reading of it; `pusher`, the slowest, has pushed, or left (-1).
 
-    Nobody is released at other times: the slowest clock changes at no other time, and whoever waits is further ahead than
-    `low`, so that only the next push of the slowest, or a higher clock of it, can release him. A pusher that has just begun
-    to wait is not released by its own push.
+    No worker is released at other times: the slowest clock changes at no other time, and a waiting worker is further ahead than
+    `low`, so that only the next push of the slowest, or a higher clock of it, can release the worker. A pusher that has just
+    begun to wait is not released by its own push.
     """
     cdef int64_t reach = _reach(&state.policy)
     cdef bint keeps_pusher = pusher >= 0 and state_workers(state)[pusher].waiting == WAITS_FOR_ALL

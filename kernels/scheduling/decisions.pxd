@@ -1,4 +1,4 @@
-# The scheduler's nogil functions, for the store's combiner (combiner.pyx) and the simulator (events.pyx).
+# The scheduler's decisions, for the live store and the simulator.
 
 from libc.stdint cimport int32_t, int64_t
 

@@ -1,12 +1,12 @@
-"""The scheduler: which pushes are folded and who may go on, as a pure function of state and event.
+"""The scheduler's decisions: which pushes are folded and which workers may continue, as pure functions of state and event.
 
-No clock, no input or output, no Python object inside: time comes in as an argument, decisions go out. The live store and the
-simulator run this same object code. What it refuses to know: gradients, weights, memory of other processes, and the names of
-the disciplines (fastps/job/policy.py turns a name into values).
+There is no clock, no input or output, and no Python object: time comes in as an argument, decisions go out. The live store and
+the simulator run this same object code. Refuses to know gradients, weights, the memory of other processes, and the names of the
+disciplines.
 
-An event is a push, a leave, or a timer. Its answer is an action (what is folded), with grants written into the workers of the
-roster. Whoever brings events fires every timer that is due at or before an event's time before that event, and says when a
-drain ends: events that were found together, and are committed together.
+An event is a push, a leave, a join or a timer. The answer is an action (what is folded); grants are written into the workers of
+the scheduler state. The caller fires every timer that is due at or before an event's time before that event. The caller also
+says when a drain ends: its events were found together, and are committed together.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -37,20 +37,20 @@ from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     link_t,
     prefetch,
+    scheduler_t,
     state_add,
     state_advance,
     state_folds,
     state_grant,
     state_grant_waiting,
     state_links,
+    state_mark_dirty,
     state_remove,
     state_slowest,
     state_slowest_clock,
     state_stop_waiting,
-    state_mark_dirty,
     state_wait,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 
@@ -58,7 +58,7 @@ from fastps.kernels.scheduling.state cimport (
 # -- folds -----------------------------------------------------------------------------------------
 
 cdef int _fold_all(scheduler_t *state) noexcept nogil:
-    """The sum is complete: one fold of all that was kept, and everyone who waits for the version goes on."""
+    """Complete the sum: one fold of all kept pushes, and a grant to every worker that waits for the version."""
     FPS_FAILPOINT()
     state.version += 1
     state.n_arrived = 0
@@ -93,7 +93,7 @@ cdef int _close_sum(scheduler_t *state) noexcept nogil:
 
 
 cdef int _fold_in_order(scheduler_t *state) noexcept nogil:
-    """Fold, one after the other, the pushes whose turn it is: R2SP's fixed order of updates (section III-C)."""
+    """List the pushes that are next in R2SP's fixed order of updates (section III-C)."""
     cdef worker_t *w
     while state.n_live > 0:
         w = &state_workers(state)[state.fold_next]
@@ -125,7 +125,7 @@ cdef inline void _pass_on(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
-    """A leaf that holds a push for each of its live workers passes all on to the root."""
+    """Pass a leaf's pushes on to the root, if it holds one for each of its live workers."""
     cdef worker_t *leaf = &state_workers(state)[leader]
     cdef int32_t worker = leaf.leaf_first, following
     if leaf.leaf_kept == 0 or leaf.leaf_kept < leaf.leaf_live:
@@ -146,7 +146,7 @@ cdef void _relay(scheduler_t *state, int32_t leader) noexcept nogil:
 
 
 cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
-    """FOLD_COUNT: the push joins the sum, or in a tree its leaf's."""
+    """FOLD_COUNT: add the push to the sum, or in a tree to its leaf's."""
     cdef worker_t *w = &state_workers(state)[worker]
     cdef worker_t *leaf = &state_workers(state)[w.leader]
     if state.policy.groups == 0:
@@ -162,7 +162,7 @@ cdef void _keep(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef int _receive(scheduler_t *state, int32_t worker, int64_t timestamp) noexcept nogil:
-    """What becomes of a push that arrives now."""
+    """Decide what becomes of a push that arrives now."""
     cdef worker_t *w = &state_workers(state)[worker]
     if state.policy.combine:
         state.n_kept += 1
@@ -199,7 +199,7 @@ cdef inline void _set_time(scheduler_t *state, int64_t now_ns) noexcept nogil:
 
 cdef int scheduler_push(
         scheduler_t *state, int32_t worker, int64_t now_ns, int64_t timestamp, int64_t samples) noexcept nogil:
-    """A push of `worker` arrives; `timestamp` is the version that it was computed with, `samples` its batch.
+    """Receive a push of `worker`; `timestamp` is the version that it was computed with, `samples` its batch.
 
     Returns what to fold; grants are written into the workers.
     """
@@ -212,7 +212,7 @@ cdef int scheduler_push(
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_measure(state, worker, samples)
     elif state.policy.grant == GRANT_BOUNDED:
-        state_stop_waiting(state, worker)  # granted by another shard alone; it waits by its clock, which rises
+        state_stop_waiting(state, worker)  # another shard alone granted it; its place in the lists follows its clock
     w.push_ns[1] = w.push_ns[0]
     w.push_ns[0] = state.now_ns
     w.history = min(2, w.history + 1)
@@ -233,17 +233,17 @@ cdef int scheduler_push(
 
 
 cdef int scheduler_close(scheduler_t *state) noexcept nogil:
-    """A drain ends, the last of its commit: under `combine` the pushes that it has found are one sum, and one version."""
+    """End a commit's last drain: under `combine` its pushes are one sum and one version."""
     if not state.policy.combine or state.n_kept == 0:
         return ACTION_NONE
     return _fold_all(state)
 
 
 cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) noexcept nogil:
-    """Begin to fetch what a push of `worker` will read. It decides nothing.
+    """Prefetch what a push of `worker` will read. It decides nothing.
 
-    Among 100,000 workers nearly every decision waits for memory. Whoever knows the next pushes says so some decisions before,
-    and again when a push comes `soon`, for who stands beside its worker in a bucket is known only from the worker's links.
+    Among 100,000 workers nearly every decision waits for memory. A caller that knows the next pushes calls this some
+    decisions before, and again when a push comes `soon`: the worker's neighbours in its bucket are known only from its links.
     """
     cdef const link_t *link = &state_links(state)[worker]
     if soon:
@@ -261,10 +261,9 @@ cdef void scheduler_expect(const scheduler_t *state, int32_t worker, bint soon) 
 
 
 cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noexcept nogil:
-    """`worker` leaves in good order: it is counted no more, and whoever waited only for it goes on.
+    """Retire `worker`, and grant the workers that waited only for it.
 
-    What it had pushed and was kept is folded all the same: at once where its place in an order would never come again,
-    otherwise with its sum.
+    Its kept pushes are still folded: at once where its place in an order would never come again, otherwise with their sum.
     """
     cdef worker_t *w = &state_workers(state)[worker]
     cdef bint was_slowest = state_slowest(state) == worker
@@ -296,10 +295,10 @@ cdef int scheduler_leave(scheduler_t *state, int32_t worker, int64_t now_ns) noe
 
 
 cdef void scheduler_join(scheduler_t *state, int32_t worker, int64_t now_ns, int64_t clock) noexcept nogil:
-    """A worker joins that lives not, and of whom nothing is kept: at `clock`, or where that is less than 0 at the slowest
-    live worker's, with an empty history, and granted its first step.
+    """Admit a worker that is not live and has no retained pushes, with an empty history and its first step granted.
 
-    Nobody waits for less than before, so nobody is granted anything by it; a sum that was nearly complete waits for it, too.
+    It starts at `clock`, or for a negative `clock` at the slowest live worker's. No worker waits for less than before, so no
+    other is granted a step. A sum that was nearly complete waits for the joiner, too.
     """
     cdef worker_t *w = &state_workers(state)[worker]
     FPS_ASSERT(not w.live)
@@ -326,7 +325,7 @@ cdef int64_t scheduler_due(const scheduler_t *state) noexcept nogil:
 
 
 cdef int scheduler_fire(scheduler_t *state) noexcept nogil:
-    """The timer's event, stamped with its deadline. There must be one."""
+    """Fire the next timer, at the time of its deadline. There must be one."""
     _set_time(state, scheduler_due(state))
     if state.policy.grant == GRANT_ROUND_ROBIN:
         round_robin_grant(state)

@@ -1,6 +1,6 @@
 """A policy's values, checked one by one and together, and written as the scheduler's words.
 
-What it refuses to know: names of disciplines (fastps/job/policy.py has them), and what the values do (scheduler.pyx).
+Refuses to know the names of disciplines, and what the values do.
 """
 
 from libc.math cimport isfinite

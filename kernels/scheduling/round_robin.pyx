@@ -5,7 +5,7 @@ The gap is r T / N after the last grant, with T the slowest worker's mean iterat
 here: the mean is exponential with weight 1/8 for the newest; a worker's time as a function of its batch is the least-squares
 line through all its iterations, or the line through the origin while they say nothing about its slope; a batch grows to at most
 16 times the worker's first. The slowest is the winner of a tournament, so that no decision reads all workers.
-What it refuses to know: what is folded, and where the time comes from.
+Refuses to know what is folded, and where the time comes from.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -14,13 +14,13 @@ from libc.string cimport memcpy
 from fastps.kernels.scheduling.state cimport (
     NO_BATCH,
     prefetch,
+    scheduler_t,
     state_add,
     state_equal_times,
     state_grant,
     state_iterations,
     state_mark_dirty,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 from fastps.kernels.scheduling.tournament cimport tournament_match, tournament_set
@@ -31,7 +31,7 @@ cdef enum:
 
 
 cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept nogil:
-    """Begin to fetch what a push of `worker` will read here."""
+    """Prefetch what a push of `worker` will read here."""
     cdef const worker_t *w = &state_workers(state)[worker]
     prefetch(&w.cursor)
     prefetch(&w.relayed)
@@ -42,7 +42,7 @@ cdef void round_robin_expect(const scheduler_t *state, int32_t worker) noexcept 
 
 
 cdef void round_robin_measure(scheduler_t *state, int32_t worker, int64_t samples) noexcept nogil:
-    """A push has come: learn from the time since its worker's grant. The first step has no grant to count from."""
+    """Learn from a push's time since its worker's grant. The first step has no grant to count from."""
     cdef worker_t *w = &state_workers(state)[worker]
     cdef int64_t took_ns = state.now_ns - w.granted_ns
     state_mark_dirty(state, worker)
@@ -70,7 +70,7 @@ cdef void round_robin_space(scheduler_t *state) noexcept nogil:
 
 
 cdef void round_robin_grant(scheduler_t *state) noexcept nogil:
-    """Grant whoever's grant is next, as long as it is ready and the gap has passed."""
+    """Grant the worker that is next in the order, as long as it is ready and the gap has passed."""
     cdef int32_t worker
     while state.n_live > 0:
         worker = state.grant_next
@@ -84,10 +84,10 @@ cdef void round_robin_grant(scheduler_t *state) noexcept nogil:
 
 
 cdef void round_robin_join(scheduler_t *state, int32_t worker, int64_t clock) noexcept nogil:
-    """A worker joins, granted its first step: as the last in the order of those that are granted and not folded.
+    """Place a joiner, granted its first step, as the last of the workers that are granted and not folded.
 
-    Anywhere else the order of folds would wait for one whose grant waits for the joiner's fold. Where nobody is granted now,
-    its push is the next to be folded.
+    Anywhere else the order of folds would wait for a worker whose grant waits for the joiner's fold. Where no worker is granted
+    now, the joiner's push is the next to be folded.
     """
     cdef bint is_only = round_robin_is_ready(state, state.fold_next)
     state_add(state, worker, clock, state_workers(state)[state.grant_next].previous_live)

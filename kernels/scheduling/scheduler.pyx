@@ -1,6 +1,6 @@
-"""The scheduler as a Python object, with memory of its own: for tests, papers' tables and the benchmark.
+"""The scheduler as a Python object with memory of its own, for tests, the tables of papers, and the benchmark.
 
-Refuses to decide anything: the decisions are those that the live store and the simulator make.
+Refuses to decide anything: it calls the decisions that the live store and the simulator call.
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t
@@ -22,17 +22,17 @@ from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     NEVER_NS,
     policy_t,
+    scheduler_t,
     state_begin,
-    state_size,
     state_catch_up,
     state_copy,
+    state_dirty,
     state_folds,
     state_initialise,
-    state_slowest,
     state_mark_dirty,
-    state_dirty,
+    state_size,
+    state_slowest,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 
@@ -44,8 +44,8 @@ cdef scheduler_t *_on_cache_lines(bytearray memory):
 cdef class Scheduler:
     """The scheduler with a memory of its own, one commit an event. Values as in fastps.Policy; times in nanoseconds.
 
-    With `alternate` the commits alternate between two records, of which each follows the other by what that one's commit has
-    touched, as in the arena: slower, and for tests.
+    With `alternate` the commits alternate between two records, and each follows the other by the entries that are dirty, as in
+    the arena: slower, and for tests.
 
     >>> ssp = Scheduler(2, fold="each", grant="bounded", low=1, high=1, release="printed")
     >>> ssp.push(0, 10)  # worker 0 is one ahead: within the bound
@@ -126,18 +126,18 @@ cdef class Scheduler:
             self.state, worker, now_ns, self.state.version if timestamp is None else timestamp, samples), worker)
 
     def close(self):
-        """A drain ends, of the pushes since the last one: what they are under `combine`; returns the same as push."""
+        """End a drain: under `combine` the pushes since the last one are one sum. Returns the same as push."""
         self._begin()
         return self._outcome(scheduler_close(self.state), 0)
 
     def leave(self, int worker, int64_t now_ns):
-        """`worker` leaves in good order; returns the same as push."""
+        """Let `worker` leave in good order; returns the same as push."""
         self._worker(worker)
         self._begin()
         return self._outcome(scheduler_leave(self.state, worker, now_ns), worker)
 
     def join(self, int worker, int64_t now_ns, int64_t clock=-1):
-        """A worker that had left joins at `clock`, by default the slowest live worker's; returns the same as push."""
+        """Let a worker that had left join at `clock`, by default the slowest live worker's; returns the same as push."""
         cdef worker_t *w = self._worker(worker)
         if w.live or w.consumed != w.cursor:
             raise ValueError(f"worker {worker} may not join: {'it lives' if w.live else 'a push of it is not folded yet'}")
@@ -151,7 +151,7 @@ cdef class Scheduler:
         return None if due_ns == NEVER_NS else due_ns
 
     def fire(self):
-        """The event of the timer that is due at `due_ns`; returns the same as push."""
+        """Fire the timer that is due at `due_ns`; returns the same as push."""
         if scheduler_due(self.state) == NEVER_NS:
             raise ValueError("no timer is set")
         self._begin()

@@ -1,4 +1,4 @@
-# The scheduler's state as plain C structs without pointers, for the scheduler, the store's combiner and the simulator.
+# The scheduler state as plain C structs without pointers.
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
@@ -211,7 +211,7 @@ cdef inline int32_t *state_folds(const scheduler_t *state) noexcept nogil:
 
 
 cdef inline void state_begin(scheduler_t *state) noexcept nogil:
-    """Begin the changes of a new commit: nothing is touched yet."""
+    """Begin the changes of a new commit: nothing is dirty yet."""
     FPS_FAILPOINT()
     state.sequence += 1
     state.n_dirty_workers = 0
@@ -232,7 +232,7 @@ cdef inline void state_mark_dirty(scheduler_t *state, int32_t worker) noexcept n
 
 
 cdef inline int32_t state_slowest(const scheduler_t *state) noexcept nogil:
-    """Fewest pushes, and of those the one that arrived there first; -1 when nobody is live."""
+    """Fewest pushes, and of those the one that arrived there first; -1 when no worker is live."""
     return state_buckets(state)[state.first_bucket].first if state.first_bucket >= 0 else -1
 
 

@@ -1,13 +1,13 @@
-"""The roster: who is live, everyone's clock in order, who waits, and what of it changed in this commit.
+"""The scheduler state: which workers are live, their clocks in order, which of them wait, and what changed in this commit.
 
-The state of a scheduler is one block of memory without pointers, so that it can lie in the arena twice and be copied. Workers
-of one clock hang in one bucket, in order of arrival; the buckets hang in a list in order of their clocks. A push moves its
-worker to the next bucket; the slowest worker is the first of the first bucket (fewest pushes, and of those the one that
-arrived there first), and the fastest clock is the last bucket's. Who waits until the slowest has come nearer waits in the
-bucket of its clock: when the slowest clock rises, the frontier moves on over the buckets that it reaches and releases theirs.
-It passes no bucket twice, and a push makes at most one. So no decision grows with the number of workers.
+The state is one block of memory without pointers, so that it can lie in the arena twice and be copied. Workers of one clock
+hang in one bucket, in order of arrival; the buckets hang in a list in order of their clocks. A push moves its worker to the
+next bucket. The slowest worker is the first of the first bucket (the fewest pushes, and of those the one that arrived there
+first); the fastest clock is the last bucket's. A worker that waits until the slowest has come nearer waits in the bucket of its
+clock. When the slowest clock rises, the frontier moves over the buckets that it reaches and releases their workers. The
+frontier passes no bucket twice, and a push makes at most one. So no decision grows with the number of workers.
 
-What it refuses to know: why somebody waits or is granted (scheduler.pyx decides).
+Refuses to know why a worker waits or is granted a step.
 """
 
 from libc.stdint cimport int8_t, int32_t, int64_t
@@ -25,7 +25,7 @@ cdef inline int64_t _padded(int64_t size) noexcept nogil:
 
 
 cdef int64_t state_lay_out(scheduler_t *state, int64_t n_workers) noexcept nogil:
-    """Write where what lies, and return the size of all."""
+    """Write the offsets of all parts, and return the size of the state."""
     state.links_offset = _padded(sizeof(scheduler_t)) + n_workers * <int64_t> sizeof(worker_t)
     state.buckets_offset = state.links_offset + _padded(n_workers * sizeof(link_t))
     state.iterations_offset = state.buckets_offset + _padded((n_workers + 1) * sizeof(bucket_t))
@@ -68,7 +68,7 @@ cdef inline void _mark_bucket_dirty(scheduler_t *state, int32_t bucket) noexcept
 
 
 cdef void state_copy(scheduler_t *target, const scheduler_t *source) noexcept nogil:
-    """Everything: after a combiner died, or gave up, the inactive copy may hold anything."""
+    """Copy everything: after a combiner died or gave up, the inactive copy may hold anything."""
     FPS_FAILPOINT()
     memcpy(target, source, state_size(source.n_workers))
 
@@ -97,7 +97,7 @@ cdef void state_catch_up(scheduler_t *target, const scheduler_t *source) noexcep
 
 
 cdef void state_initialise(scheduler_t *state, int32_t n_workers, const policy_t *policy) noexcept nogil:
-    """All workers live, at clock 0, and granted their first step."""
+    """Write a state in which all workers are live, at clock 0, and granted their first step."""
     cdef int32_t i
     memset(state, 0, state_size(n_workers))
     state_lay_out(state, n_workers)
@@ -141,7 +141,7 @@ cdef void _initialise_worker(scheduler_t *state, int32_t worker) noexcept nogil:
 # -- buckets ---------------------------------------------------------------------------------------
 
 cdef inline void _append(scheduler_t *state, int32_t bucket, int32_t worker) noexcept nogil:
-    """Hang the worker behind all others of its clock: order of arrival."""
+    """Append the worker to its clock's bucket, in order of arrival."""
     cdef bucket_t *b = &state_buckets(state)[bucket]
     cdef link_t *link = &state_links(state)[worker]
     link.bucket = bucket
@@ -158,7 +158,7 @@ cdef inline void _append(scheduler_t *state, int32_t bucket, int32_t worker) noe
 
 
 cdef inline void _take_out(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Take the worker out of its bucket, and the bucket out of the list when nobody is left in it."""
+    """Take the worker out of its bucket, and an empty bucket out of the list."""
     cdef link_t *link = &state_links(state)[worker]
     cdef bucket_t *b = &state_buckets(state)[link.bucket]
     if link.previous >= 0:
@@ -178,7 +178,7 @@ cdef inline void _take_out(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
-    """A live worker lives no more: out of its bucket, its leaf, the order, and what is the greatest of the live."""
+    """Remove a live worker from its bucket, its leaf, the order and the tournaments."""
     cdef worker_t *w = &state_workers(state)[worker]
     _take_out(state, worker)
     w.live = 0
@@ -201,7 +201,7 @@ cdef void state_remove(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t before) noexcept nogil:
-    """A worker lives again, or for the first time, at this clock: the opposite of state_remove. It waits for nothing.
+    """Add a live worker at this clock: the opposite of state_remove. It does not wait.
 
     `before`: the live worker that it follows in the order of all; -1: the one with the next lower number.
     """
@@ -230,7 +230,7 @@ cdef void state_add(scheduler_t *state, int32_t worker, int64_t clock, int32_t b
 
 
 cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
-    """The bucket of any clock; made, at its place in the order, if it is not there."""
+    """The bucket of any clock; created at its place in the order if it does not exist."""
     cdef int32_t following = state.first_bucket, before = -1, index
     cdef bucket_t *made
     while following >= 0 and state_buckets(state)[following].clock < clock:
@@ -255,7 +255,7 @@ cdef int32_t _bucket_of(scheduler_t *state, int64_t clock) noexcept nogil:
     else:
         state.last_bucket = index
     state.first_bucket = index
-    # The slowest clock is lower than it was: buckets that the frontier has passed may get workers that wait in them again.
+    # The slowest clock fell: buckets that the frontier has passed may get waiting workers again.
     state.frontier = -1
     _mark_bucket_dirty(state, index)
     return index
@@ -280,7 +280,7 @@ cdef inline void _unlink_bucket(scheduler_t *state, int32_t bucket) noexcept nog
 
 
 cdef inline int32_t _bucket_after(scheduler_t *state, int32_t bucket, int64_t clock) noexcept nogil:
-    """The bucket of `clock`, which is more than `bucket`'s and at most its next's; made if it is not there."""
+    """The bucket of `clock`, which is more than `bucket`'s and at most its next's; created if it does not exist."""
     cdef bucket_t *b = &state_buckets(state)[bucket]
     cdef bucket_t *made
     cdef int32_t index
@@ -335,14 +335,14 @@ cdef inline void _enqueue(
 
 
 cdef void state_wait(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Wait in the list of all."""
+    """Put the worker into the list of all that wait."""
     if not state_workers(state)[worker].waiting:
         _enqueue(state, &state.first_waiting, &state.last_waiting, worker, WAITS_FOR_ALL)
         state.n_waiting += 1
 
 
 cdef void state_wait_in_bucket(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Wait, behind the frontier, until the slowest clock brings it to the worker's bucket."""
+    """Put the worker into its bucket's list, until the frontier reaches the bucket."""
     cdef int32_t bucket = state_links(state)[worker].bucket
     cdef bucket_t *b = &state_buckets(state)[bucket]
     b.n_waiting += 1
@@ -388,16 +388,16 @@ cdef inline void _grant(scheduler_t *state, int32_t worker) noexcept nogil:
 
 
 cdef void state_grant(scheduler_t *state, int32_t worker) noexcept nogil:
-    """Send OK: the worker may begin the step after those it has pushed."""
+    """Grant the worker the step after those that it has pushed."""
     state_stop_waiting(state, worker)
     _grant(state, worker)
 
 
 cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8_t waits, int64_t clock) noexcept nogil:
-    """Grant all of a list that is given up; its links mean nothing from then on.
+    """Grant all workers of a list, and drop the list.
 
-    `waits` and `clock` (-1: any) tell who is in it: where most of all workers are, they are granted in order of memory, which
-    is fetched ahead, instead of in order of arrival, where each must be read to find the next.
+    `waits` and `clock` (-1: any) identify its members. Where most workers are in it, they are granted in order of memory, which
+    is prefetched, instead of in order of arrival, where each must be read to find the next.
     """
     cdef int32_t worker = first, following
     cdef worker_t *w
@@ -419,14 +419,14 @@ cdef void _grant_list(scheduler_t *state, int32_t first, int32_t n_waiting, int8
 
 
 cdef void state_grant_waiting(scheduler_t *state) noexcept nogil:
-    """Grant all who wait in the list of all."""
+    """Grant every worker in the list of all that wait."""
     _grant_list(state, state.first_waiting, state.n_waiting, WAITS_FOR_ALL, -1)
     state.first_waiting = state.last_waiting = -1
     state.n_waiting = 0
 
 
 cdef void state_grant_within(scheduler_t *state, int64_t clock) noexcept nogil:
-    """Move the frontier over all buckets up to this clock, and grant those who wait in them."""
+    """Move the frontier over all buckets up to this clock, and grant the workers that wait in them."""
     cdef int32_t bucket
     cdef bucket_t *b
     while True:

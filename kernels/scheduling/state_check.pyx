@@ -1,9 +1,9 @@
-"""Whether a roster that lies in shared memory can be walked: every index is in range, and every list ends.
+"""Whether a scheduler state in shared memory can be walked: every index is in range, and every list ends.
 
-The roster (roster.pyx) trusts its links: an index out of range would be a store anywhere, a ring of links a loop without end.
-In the arena any process of the job may have written over it, so the combiner (combiner.pyx) asks here first, once a shard lock,
-which reads all lanes anyway. What it refuses to be: a checksum, for numbers that only count are left alone; or a lock,
-for a process that writes while the state is being used is not found.
+The scheduler trusts its links: an index out of range would be a store anywhere, and a ring of links an endless loop. Any
+process of the job may have written over the arena, so a combiner checks the state once each time it takes a shard lock, which
+reads all lanes anyway. Refuses to be a checksum: numbers that only count are not checked. Refuses to be a lock: a process that
+writes while the state is in use is not found.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -17,14 +17,14 @@ from fastps.kernels.scheduling.state cimport (
     WAITS_IN_BUCKET,
     bucket_t,
     link_t,
+    scheduler_t,
     state_buckets,
+    state_dirty,
     state_equal_times,
     state_iterations,
     state_lay_out,
     state_links,
-    state_dirty,
     state_workers,
-    scheduler_t,
     worker_t,
 )
 from fastps.kernels.scheduling.tournament cimport tournament_can_be_followed
@@ -50,7 +50,7 @@ cdef inline size_t _fixed_bytes(const scheduler_t *state) noexcept nogil:
 
 
 cdef void state_remember(scheduler_t *expected, const scheduler_t *state, int32_t n_workers) noexcept nogil:
-    """Keep a state's policy, which the caller then checks, and where everything lies by the number of workers."""
+    """Keep a state's policy, which the caller then checks, and the offsets that follow from the number of workers."""
     memcpy(expected, state, _fixed_bytes(state))
     expected.n_workers = n_workers
     state_lay_out(expected, n_workers)
@@ -64,7 +64,7 @@ cdef bint state_can_be_followed(const scheduler_t *state, const scheduler_t *exp
     if not (_is_index(state.n_dirty_workers, n + 1) and _is_index(state.n_dirty_links, n + 1)
             and _is_index(state.n_dirty_buckets, n + 2)):
         return False
-    # Behind the list of touched workers lies that of folds, an answer; then links' and buckets'.
+    # Behind the list of dirty workers lies that of folds, a result; then the lists of links and buckets.
     if not (_are_indices(state_dirty(state), state.n_dirty_workers, n)
             and _are_indices(state_dirty(state) + 2 * n, state.n_dirty_links, n)
             and _are_indices(state_dirty(state) + 3 * n, state.n_dirty_buckets, n + 1)):
@@ -141,7 +141,7 @@ cdef bint _is_leaf_sound(const scheduler_t *state, int32_t worker) noexcept nogi
 
 
 cdef bint _are_buckets_sound(const scheduler_t *state, int64_t waiting) noexcept nogil:
-    """The buckets in use, in order of their clocks, with who is in them; then the free ones. Together they are all."""
+    """The buckets in use, in order of their clocks, with their members; then the free ones. Together these are all buckets."""
     cdef const bucket_t *buckets = state_buckets(state)
     cdef const bucket_t *b
     cdef int32_t bucket = state.first_bucket, before = -1, n_buckets = state.n_workers + 1, used = 0, count = 0

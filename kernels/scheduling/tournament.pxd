@@ -41,6 +41,6 @@ cdef inline match_t *tournament_match(const tournament_t *tournament, int32_t en
 
 
 cdef inline void tournament_begin(tournament_t *tournament) noexcept nogil:
-    """Begin the changes of a new commit: nothing is touched yet."""
+    """Begin the changes of a new commit: nothing is dirty yet."""
     tournament.sequence += 1
     tournament.n_dirty = 0

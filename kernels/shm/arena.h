@@ -1,8 +1,7 @@
 /* The arena's words: what every attached process agrees on, byte for byte.
  *
- * What it refuses to be: a place for behaviour. Who may write a word, and what its store publishes, is said here and in
- * atomics.h; how the words change is in lane.pyx, scheduler.pyx and turn.pyx. All offsets are in bytes from the arena's start.
- * Words that another process writes at the same time have a cache line of their own, grouped by writer. */
+ * Refuses to be a place for behaviour. All offsets are in bytes from the arena's start. Words that another process writes at
+ * the same time have a cache line of their own, grouped by writer. */
 #ifndef FPS_ARENA_H
 #define FPS_ARENA_H
 
@@ -16,11 +15,11 @@
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
 #define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
 #define FPS_MAX_SHARDS 64
-#define FPS_STATE_BUFFERS 3    /* of rule state: the published one, the one that is written, and one for who copies it */
+#define FPS_STATE_BUFFERS 3    /* of rule state: the published one, the one that is written, and one that is copied */
 #define FPS_MESSAGE_BYTES 448
 #define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
-#define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all that are staler */
-_Static_assert(FPS_MAX_LANES + 2 <= 0xffff, "lane + 1, the server's lane included, fits 16 bits of the shard lock and reader words");
+#define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all staler ones */
+_Static_assert(FPS_MAX_LANES + 2 <= 0xffff, "lane + 1, the server's lane included, fits 16 bits of the lock and reader words");
 _Static_assert(FPS_MAX_BUFFERS <= 0x7f, "a buffer fits 7 bits of the commit word, and buffer + 1 fits 8 of the reader word");
 _Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping word");
 
@@ -38,10 +37,10 @@ _Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping
 #define FPS_LANE_LIVE 1
 #define FPS_LANE_LEFT 2
 #define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
-#define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still takes turns: its death matters */
+#define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still combines: its death matters */
 #define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's combiner retires it */
 #define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's combiner has let it join */
-#define FPS_LANE_SERVING 7 /* the server's lane: it takes turns and never pushes */
+#define FPS_LANE_SERVING 7 /* the server's lane: it combines and never pushes */
 
 /* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
 static inline uint32_t fps_member_pack(uint32_t generation, uint32_t state) { return (generation << 8) | state; }
@@ -54,7 +53,7 @@ typedef struct {
     uint64_t read_version; /* its timestamp: the newest version that the gradient was computed with */
     int64_t post_ns;       /* when it was posted, on the clock that all workers share */
     double scale;          /* multiplies the gradient: 1, or 1 / the loss scale */
-    double loss;           /* the worker's last loss, for whoever watches; NaN if never told */
+    double loss;           /* the worker's last loss, for observers; NaN if never told */
     uint32_t slot;         /* which of the lane's slots holds the gradient */
     uint32_t kind;         /* FPS_PUSH, FPS_NULL or FPS_LEAVE */
     uint32_t samples;      /* batch size, 0 if never told */
@@ -62,12 +61,12 @@ typedef struct {
 } fps_descriptor;
 _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
 
-/* A lane's control words; its ring of descriptors follows, then its lane_shard in each shard, then a ring of fates for each shard. */
+/* A lane's control words. Its ring of descriptors follows, then its words in each shard, then a ring of outcomes a shard. */
 typedef struct {
     uint64_t tail; /* [TAIL] line of the producer: descriptors posted so far */
     uint8_t pad_tail[56];
     /* Line of the combiners. */
-    uint32_t event; /* [EVENT] futex word: moves whenever a head or a grant of one of its seats does */
+    uint32_t event; /* [EVENT] futex word: moves whenever one of the lane's heads or grants does */
     uint8_t pad_event[60];
     /* Line of the worker. */
     uint32_t sleeping; /* paired with [EVENT] */
@@ -79,7 +78,7 @@ typedef struct {
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
     int64_t first_core, cores; /* those that its worker may run on: their lowest number, and how many; a hint for speed */
     uint8_t pad_state[32];
-    /* Counters of the worker, only looked at. */
+    /* Counters of the worker, for observers. */
     int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, reserved[2];
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
 } fps_lane;
@@ -98,25 +97,25 @@ typedef struct {
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
     uint8_t pad_pin[48];
-    /* Line of the combiner, for whoever looks: pushes that were rejected since they were not finite, and the last of them. */
+    /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them. */
     int64_t rejected, rejected_step, rejected_parameter;
     uint8_t pad_rejected[40];
 } fps_lane_shard;
 _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
 
-/* What became of one push in one shard, for a job that is recorded. The combiner writes it before the commit that makes it true,
- * and whoever takes over from a dead combiner decides again and writes it again; so it is true for every push that the lane_shard's head
- * has passed. Its lane's worker reads it then, and posts into the same place of its ring only afterwards. */
+/* What became of one push in one shard, for a job that is recorded. The combiner writes it before the commit that publishes it; a
+ * combiner that recovers a dead one's lock decides and writes it again. So it holds for every push that the lane's head in the
+ * shard has passed. The lane's worker reads it then, and posts into the same place of its ring only afterwards. */
 typedef struct {
     uint64_t position; /* of the descriptor in its lane, from 1; any other number: this push was not recorded */
     uint64_t version;  /* folded: the version that it is part of; dropped: the version that it came too late for */
     int64_t decided_ns;
     int32_t staleness; /* of a folded push */
-    uint32_t kind;     /* FPS_FATE_* */
+    uint32_t kind;     /* FPS_OUTCOME_* */
 } fps_push_outcome;
-_Static_assert(sizeof(fps_push_outcome) == FPS_LINE / 2, "two fates are a line");
+_Static_assert(sizeof(fps_push_outcome) == FPS_LINE / 2, "two outcomes are a line");
 
-/* What one commit publishes beside the weights; two of them, the commit word says which one is true. */
+/* What one commit publishes beside the weights. There are two; the commit word says which one holds. */
 typedef struct {
     uint64_t version;
     uint32_t weights_buffer;
@@ -124,7 +123,7 @@ typedef struct {
     uint8_t pad[48];
 } fps_record;
 
-/* The words of a shard, which is a commit shard_header: what one flip publishes. */
+/* The words of a shard: one flip of its commit word publishes everything of it. */
 typedef struct {
     uint64_t lock; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
     uint8_t pad_lock[56];
@@ -135,17 +134,17 @@ typedef struct {
     int64_t last_update_ns; /* for the histogram of gaps */
     uint8_t pad_due[48];
     int64_t first, last; /* its floats of every buffer: [first, last). Never changes. */
-    int64_t recorded;    /* whether somebody records what becomes of pushes; set before the pushes that are to be recorded */
-    int64_t rejections;  /* of all lanes, for whoever looks */
+    int64_t recorded;    /* whether push outcomes are recorded; set before the first push that is */
+    int64_t rejections;  /* of all lanes, for observers */
     uint8_t pad_range[32];
-    /* [PIN] who copies a whole version, one at a time: (generation : 24 | lane + 1 : 16 | state buffer + 1 : 8 |
+    /* [PIN] the one reader that copies a whole version: (generation : 24 | lane + 1 : 16 | state buffer + 1 : 8 |
      * weights buffer + 1 : 8), or 0. */
     uint64_t reader;
     uint8_t pad_reader[56];
-    uint64_t drawn; /* of shard 0: samples that all workers have drawn from the shared order of them */
+    uint64_t drawn; /* of shard 0: samples that all workers have drawn from their shared order */
     uint8_t pad_drawn[56];
 } fps_shard_header;
-_Static_assert(sizeof(fps_shard_header) == 8 * FPS_LINE, "turn, commit and the records are each on a line of their own");
+_Static_assert(sizeof(fps_shard_header) == 8 * FPS_LINE, "lock, commit and the records are each on a line of their own");
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
@@ -156,22 +155,22 @@ typedef struct {
 
 #define FPS_MAX_CHUNKS 56
 
-/* A shard's fold in the making, for whoever helps: the combiner writes it, helpers take chunks of it. Addresses differ between
- * processes, so everything is named by its number. */
+/* The work item of a shard: the combiner writes it, helpers take chunks of it. Addresses differ between processes, so everything
+ * is named by its number. */
 typedef struct {
-    uint64_t ticket; /* [WORK] (chunks : 8 | one bit a chunk that nobody has claimed : 56); exhausted when no bit is left */
+    uint64_t ticket; /* [WORK] (chunks : 8 | one bit a chunk that is not claimed : 56); exhausted when no bit is left */
     uint8_t pad_ticket[56];
     uint64_t done; /* [CHUNK] one bit a chunk */
     uint8_t pad_done[56];
-    /* Written by the combiner before the ticket, and not again until nobody helps. */
+    /* Written by the combiner before the ticket, and not again while a lane helps. */
     int64_t chunk_floats;
     double scale, rate_scale;
     int32_t mode, streaming;
     uint32_t weights_in, weights_out, state_in, n_pushes, state_out, pad_state_out;
-    uint64_t pad_order[1];
+    uint64_t pad_item[1];
     fps_folded_push pushes[]; /* FPS_MAX_PUSHES of fold.h */
 } fps_work;
-_Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the order have a line each");
+_Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the item have a line each");
 
 /* The ticket of so many chunks, of which `left` are unclaimed. Equal tickets of two folds are no danger: who may claim says so
  * before it looks, and no fold is issued while anybody does. */
@@ -222,14 +221,14 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, n_parameters)                                                                                         \
     WORD(uint32_t, presence_words) /* 64-bit words of a push's presence bitmap */                                        \
     WORD(uint32_t, rule) /* FPS_RULE_* of fold.h */                                                                      \
-    WORD(uint32_t, state_planes) /* buffers' worth of floats that the rule keeps, the weights' moving average too */      \
+    WORD(uint32_t, state_planes) /* buffers' worth of floats that the rule keeps, the weights' moving average too */     \
     WORD(uint32_t, n_shards)                                                                                             \
     WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
     WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
     WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
     WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
     WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
-    WORD(uint64_t, shard_headers_offset) /* fps_shard_header[n_shards] */                                                            \
+    WORD(uint64_t, shard_headers_offset) /* fps_shard_header[n_shards] */                                                \
     WORD(uint64_t, statistics_offset)                                                                                    \
     WORD(uint64_t, statistics_bytes) /* n_shards of them */                                                              \
     WORD(uint64_t, work_offset)                                                                                          \
@@ -237,8 +236,8 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
     WORD(uint64_t, lanes_offset)                                                                                         \
     WORD(uint64_t, lane_bytes)                                                                                           \
-    WORD(uint64_t, lane_shards_offset)                                                                                         \
-    WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                                     \
+    WORD(uint64_t, lane_shards_offset)                                                                                   \
+    WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                             \
     WORD(uint64_t, scheduler_offset)                                                                                     \
     WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
     WORD(uint64_t, weights_offset)                                                                                       \

@@ -1,4 +1,4 @@
-# The arena's control words, for who holds turns and who drives many workers without Python.
+# The arena's control words, with C methods for the protocol.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 

@@ -1,6 +1,6 @@
-"""The arena's control words: who has which lane, what is committed, who copies a version, and what was counted.
+"""The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted.
 
-What it refuses to be: a place for where the words lie (arena_view.pyx), or for the protocol of a push (lane.pyx, turn.pyx).
+Refuses to know where the words lie, and the protocol of a push.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -24,12 +24,10 @@ from fastps.kernels.base.atomics cimport (
     fps_state_change,
     fps_tail_acquire,
 )
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_FORGET_GENERATION, fps_mutant, FPS_FAILPOINT
-from fastps.kernels.scheduling.state cimport state_workers, scheduler_t, worker_t
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_FORGET_GENERATION, fps_mutant
+from fastps.kernels.scheduling.state cimport scheduler_t, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
-    FPS_OUTCOME_DROPPED,
-    FPS_OUTCOME_FOLDED,
     FPS_GAP_BUCKETS,
     FPS_LANE_DEAD,
     FPS_LANE_FAILED,
@@ -44,22 +42,24 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
     FPS_MESSAGE_BYTES,
+    FPS_OUTCOME_DROPPED,
+    FPS_OUTCOME_FOLDED,
     FPS_STALENESS_BUCKETS,
     FPS_STATE_BUFFERS,
     fps_bucket_time,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
-    fps_shard_header,
-    fps_push_outcome,
     fps_lane,
+    fps_lane_shard,
     fps_member_generation,
     fps_member_pack,
     fps_member_state,
+    fps_push_outcome,
     fps_reader_owner,
     fps_reader_pack,
     fps_record,
-    fps_lane_shard,
+    fps_shard_header,
     fps_statistics,
 )
 from fastps.kernels.shm.view cimport ArenaView
@@ -100,7 +100,7 @@ cdef class Arena(ArenaView):
 
     @property
     def version(self):
-        """Updates so far: of the shard that has had the fewest."""
+        """Updates so far, of the shard that has the fewest."""
         return min(self.shard_version(shard) for shard in range(self.header.n_shards))
 
     def shard_version(self, uint32_t shard):
@@ -108,7 +108,7 @@ cdef class Arena(ArenaView):
         return fps_commit_version(fps_commit_load(&self.shard_header(shard).commit))
 
     def committed(self, uint32_t shard=0):
-        """(version, weights buffer, state buffer) of a shard's last commit. Only who holds the shard lock may rely on it.
+        """(version, weights buffer, state buffer) of a shard's last commit. Final only for its combiner.
 
         Raises ValueError for buffers that the arena has not.
         """
@@ -117,7 +117,7 @@ cdef class Arena(ArenaView):
         return fps_commit_version(commit), *self._buffers_of(commit, record.state_buffer)
 
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
-        """(weights buffer, state buffer) of a commit, checked: whoever reads there trusts these numbers."""
+        """(weights buffer, state buffer) of a commit, checked, because readers use these numbers as indices."""
         if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
             raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
                              f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
@@ -131,11 +131,11 @@ cdef class Arena(ArenaView):
     # -- membership --------------------------------------------------------------------------------
 
     def claim(self, uint32_t lane, int64_t process_id, bint rejoin=False):
-        """Make the lane this process's own. Returns its new generation, or -1 if another has it, or had it.
+        """Make the lane this process's own. Returns its new generation, or -1 if another process has it, or had it.
 
-        The first owner of a lane whose worker is counted from the beginning is live at once, as generation 0. Any other,
-        which `rejoin` allows where there was one before, is JOINING until `joined`. The caller answers at the lane's name,
-        so nobody else claims it, and whoever is said to own it has ended.
+        The first owner of a lane whose worker is counted from the beginning is live at once, as generation 0. Any other owner
+        is JOINING until `joined`; `rejoin` allows one after an earlier owner. The caller listens at the lane's name, so no
+        other process claims the lane, and the owner that the lane names has ended.
         """
         self._check_lane(lane)
         return self._claim(lane, process_id, rejoin)
@@ -145,7 +145,7 @@ cdef class Arena(ArenaView):
         cdef uint32_t member = fps_state_acquire(&words.state), shard, generation
         cdef bint is_counted = self._committed(lane, 0).live
         if fps_member_state(member) == FPS_LANE_FREE and is_counted:
-            # The number is there before the state is, so that whoever sees the lane live can name its process.
+            # The process id before the state: a process that sees the lane live can name its process.
             FPS_FAILPOINT()
             words.process_id = process_id
             return 0 if fps_state_change(&words.state, member, fps_member_pack(0, FPS_LANE_LIVE)) else -1
@@ -161,7 +161,7 @@ cdef class Arena(ArenaView):
         words.message[0] = 0
         generation = (fps_member_generation(member) + 1) & 0xffffff
         while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
-            # A peer may mark_dead the last owner just now; that is no other owner.
+            # A peer may mark the last owner dead meanwhile; that is no other owner.
             member = fps_state_acquire(&words.state)
             if (fps_member_generation(member) + 1) & 0xffffff != generation:
                 return -1
@@ -177,16 +177,16 @@ cdef class Arena(ArenaView):
         return bool(fps_state_change(&words.state, fps_member_pack(0, FPS_LANE_FREE), fps_member_pack(0, FPS_LANE_SERVING)))
 
     def is_served(self):
-        """Whether a server process takes the turns, as far as anybody has said until now."""
+        """Whether a server process combines, as far as the lanes say now."""
         return (self.header.n_servers != 0
                 and fps_member_state(fps_state_acquire(&self.lane(self.header.n_lanes).state)) == FPS_LANE_SERVING)
 
     def clock(self, uint32_t lane, uint32_t shard=0):
-        """Pushes of the lane's worker that a shard has received, as the slowest is told by."""
+        """Pushes of the lane's worker that a shard has received: the clock that decides which worker is the slowest."""
         return self._committed(lane, shard).clock
 
     def has_joined(self, uint32_t lane):
-        """Whether every shard counts the lane's owner; who finds it so calls `joined`."""
+        """Whether every shard counts the lane's owner, which calls `joined` then."""
         return bool(self._has_joined(lane))
 
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
@@ -202,11 +202,11 @@ cdef class Arena(ArenaView):
         self._move(lane, FPS_LANE_JOINING, FPS_LANE_LIVE)
 
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil:
-        """The lane's owner goes from one state to another."""
+        """Move the lane's owner from one state to another."""
         self._change(lane, fps_member_generation(fps_state_acquire(&self.lane(lane).state)), seen, state)
 
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil:
-        """Whoever is present as that generation is not any more."""
+        """End the presence of that generation's owner. Returns False if it is not present."""
         return (self._change(lane, generation, FPS_LANE_LIVE, state) or self._change(lane, generation, FPS_LANE_LEAVING, state)
                 or self._change(lane, generation, FPS_LANE_JOINING, state)
                 or self._change(lane, generation, FPS_LANE_SERVING, state))
@@ -215,18 +215,18 @@ cdef class Arena(ArenaView):
         return fps_state_change(&self.lane(lane).state, fps_member_pack(generation, seen), fps_member_pack(generation, state))
 
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil:
-        """What a shard's last commit says of a lane. Only a hint, unless the shard lock is held."""
+        """What a shard's last commit says of a lane. A hint, unless the caller holds the shard lock."""
         return &state_workers(self.scheduler(shard, fps_commit_record(fps_commit_load(&self.shard_header(shard).commit))))[lane]
 
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0:
-        """The one given; None: of the lane's present owner."""
+        """The given generation; for None that of the lane's present owner."""
         self._check_lane(lane)
         return fps_member_generation(fps_state_acquire(&self.lane(lane).state)) if generation is None else generation
 
     def finish(self, uint32_t lane, str failure=None, generation=None):
-        """The lane's worker has ended: in good order, or by the error that `failure` describes in one line.
+        """Record that the lane's worker has ended: in good order, or by the error that `failure` describes in one line.
 
-        Does nothing where another than `generation` owns the lane; None: whoever owns it.
+        Does nothing if another generation than `generation` owns the lane; None: the present owner.
         """
         cdef bytes message
         cdef uint32_t owner = self._generation_of(lane, generation)
@@ -240,13 +240,14 @@ cdef class Arena(ArenaView):
         self._end(lane, owner, state)
 
     def leave(self, uint32_t lane, generation=None):
-        """The lane's worker has posted its last descriptor, LEAVE, and stays to take turns. As `finish` of `generation`."""
+        """Record that the worker has posted LEAVE, its last descriptor, and still combines. `generation` as in `finish`."""
         self._change(lane, self._generation_of(lane, generation), FPS_LANE_LIVE, FPS_LANE_LEAVING)
 
     def mark_dead(self, uint32_t lane, uint32_t generation):
-        """That owner's process is proved to have ended: from the next commit on nobody waits for it. False: another owns it.
+        """Mark an owner dead whose process is proved to have ended: from the next commit on no worker waits for it.
 
-        An owner that has left in good order stays so. A reader's place that it held is given back.
+        Returns False if another owner has the lane. An owner that has left in good order stays so. Releases the reader's place
+        that the owner held.
         """
         self._check_lane(lane)
         return bool(self._mark_dead(lane, generation))
@@ -268,11 +269,11 @@ cdef class Arena(ArenaView):
         return fps_member_state(fps_state_acquire(&self.lane(lane).state))
 
     def generation(self, uint32_t lane):
-        """Of the lane's owner: how many there were before."""
+        """How many owners the lane had before the present one."""
         return fps_member_generation(fps_state_acquire(&self.lane(lane).state))
 
     def lane_states(self):
-        """The state of every worker's lane, as bytes: one look at all of them."""
+        """The state of every worker's lane, as bytes."""
         cdef uint32_t index
         cdef bytearray states = bytearray(self.header.n_lanes)
         for index in range(self.header.n_lanes):
@@ -288,10 +289,11 @@ cdef class Arena(ArenaView):
     # -- copies of a whole version -----------------------------------------------------------------
 
     def pin_version(self, uint32_t lane, uint32_t shard):
-        """Keep a shard's published weights and rule state as they are: (version, weights buffer, state buffer, clocks), or None
-        while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker is live.
+        """Keep a shard's published weights and rule state unchanged: (version, weights buffer, state buffer, clocks).
 
-        Commits go on meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the arena has not.
+        Returns None while another lane does. `clocks`: of each lane the steps that are in this version, or -1 where no worker
+        is live. Commits continue meanwhile. Call `unpin_version` soon after the copy. Raises ValueError for buffers that the
+        arena has not.
         """
         cdef fps_shard_header *shard_header
         cdef uint64_t commit, mine
@@ -315,15 +317,15 @@ cdef class Arena(ArenaView):
             for index in range(self.header.n_lanes):
                 worker = &state_workers(state)[index]
                 clocks.append(worker.clock - (worker.consumed - worker.cursor) if worker.live else -1)
-            # This exchange keeps the reads above before the looks below. Two commits without a fold give the same word again,
-            # and meanwhile this copy of the state was written over: its sequence tells.
+            # This exchange keeps the reads above before the loads below. Two commits without a fold give the same word again,
+            # after this copy of the state was written over: the sequence shows that.
             fps_reader_change(&shard_header.reader, mine, mine)
             if fps_commit_load(&shard_header.commit) == commit and state.sequence == sequence:
                 return fps_commit_version(commit), fps_commit_buffer(commit), state_buffer, clocks
             fps_reader_change(&shard_header.reader, mine, 0)
 
     def unpin_version(self, uint32_t lane, uint32_t shard, generation=None):
-        """End what `pin_version` of this lane began. As `finish` of `generation`."""
+        """End what `pin_version` of this lane began. `generation` as in `finish`."""
         cdef uint64_t reader
         self._check_shard(shard)
         reader = fps_reader_load(&self.shard_header(shard).reader)
@@ -331,7 +333,7 @@ cdef class Arena(ArenaView):
             fps_reader_change(&self.shard_header(shard).reader, reader, 0)
 
     def draw(self, uint64_t samples):
-        """Draw the next samples of an order that all workers share: the first one's place, counted from the job's beginning."""
+        """Draw the next samples of the shared order. Returns the place of the first, counted from the job's beginning."""
         return fps_drawn_add(&self.shard_header(0).drawn, samples)
 
     @property
@@ -343,7 +345,7 @@ cdef class Arena(ArenaView):
 
     @property
     def rejections(self):
-        """Pushes, counted in each shard, that were not folded since they or what they would have made was not finite."""
+        """Pushes, counted in each shard, that were rejected because they or their results were non-finite."""
         cdef uint32_t shard
         cdef int64_t count = 0
         for shard in range(self.header.n_shards):
@@ -351,7 +353,7 @@ cdef class Arena(ArenaView):
         return count
 
     def rejected(self, uint32_t lane):
-        """How many of a lane's, over all shards, and (step, parameter) of the last of them, or None."""
+        """The number of a lane's rejections, over all shards, and (step, parameter) of the last, or None."""
         cdef fps_lane_shard *lane_shard
         cdef uint32_t shard
         count, last = 0, None
@@ -364,7 +366,7 @@ cdef class Arena(ArenaView):
         return count, last
 
     def failure(self, uint32_t lane):
-        """What a failed lane's worker said."""
+        """The message of a failed lane's worker."""
         cdef char *message = self.lane(lane).message
         return bytes(message[:FPS_MESSAGE_BYTES]).split(b"\0")[0].decode("utf-8", "replace")
 
@@ -379,7 +381,7 @@ cdef class Arena(ArenaView):
         fps_counter_set(&self.lane(lane).cores, count)
 
     def cores(self):
-        """How many cores all who are attached may run on. Sets that begin with the same core and are as large count once."""
+        """Cores on which the attached processes may run. Sets with the same first core and the same size count once."""
         cdef uint32_t index
         cdef fps_lane *words
         found = set()
@@ -392,17 +394,17 @@ cdef class Arena(ArenaView):
     # -- what became of pushes ---------------------------------------------------------------------
 
     def record(self):
-        """Let combiners write down what becomes of every push that is posted from now on."""
+        """Let combiners write an outcome for every push that is posted from now on."""
         cdef uint32_t shard
         for shard in range(self.header.n_shards):
             fps_counter_set(&self.shard_header(shard).recorded, 1)
 
     def push_outcomes(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
-        """What became of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
+        """The outcomes of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
 
-        A list of (OUTCOME_FOLDED, version that it is part of, time, staleness), (OUTCOME_DROPPED, version that it was late for,
-        time, 0), or None for one that nobody wrote down: LEAVE, or posted before `record`. Only the lane's last `ring_size`
-        descriptors are known, and only while the lane posts none.
+        A list of (OUTCOME_FOLDED, version that the push is part of, time, staleness), (OUTCOME_DROPPED, version that it was
+        late for, time, 0), or None for a descriptor without an outcome: LEAVE, or posted before `record`. Only the lane's last
+        `ring_size` descriptors are known, and only while the lane posts none.
         """
         cdef uint64_t position
         cdef fps_push_outcome *push_outcome

@@ -1,4 +1,4 @@
-# arena.h as Cython sees it: the arena's words, without a module of their own. A lane's words are in lane.pxd.
+# The one declaration of arena.h for Cython.
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 

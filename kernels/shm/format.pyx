@@ -1,24 +1,23 @@
-"""A fresh arena: what stands at its places before anyone attaches.
+"""A fresh arena: what its memory holds before the first process attaches.
 
-What it refuses to be: an owner of memory or files (fastps/system/shared_memory.py is), or a second place that knows where
-things lie (arena_plan.pyx).
+Refuses to own memory or files, and to decide where things lie.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from fastps.kernels.shm.view cimport ArenaView
-from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_shard_header, fps_header
+from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     policy_t,
+    scheduler_t,
     state_add,
     state_copy,
     state_initialise,
     state_remove,
     state_workers,
-    scheduler_t,
 )
 
 
@@ -28,8 +27,8 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
 
     `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
     one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
-    `versions` (one a shard), `clocks` (one a started lane) and `drawn` go on where a job ended. The policy's values are those
-    of fastps.kernels.scheduling.scheduler.Scheduler.
+    `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job ended. The policy's values are
+    those of fastps.kernels.scheduling.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment

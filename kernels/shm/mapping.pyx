@@ -1,7 +1,8 @@
-"""A mapping of shared memory that lives until its last user has gone: NumPy views, and tensors that torch frees when it likes.
+"""A mapping of shared memory that lives until its last user ends: NumPy views, and tensors that torch frees at any time.
 
 `SharedMapping` exports the buffer protocol, so NumPy reads and writes it without a copy. `SharedMapping.tensor` gives a DLPack
-capsule over a part of it, which torch takes without a copy; the capsule's deleter needs no GIL. Knows no layout, and no torch.
+capsule over a part of it, which torch takes without a copy; the capsule's deleter needs no GIL. Refuses to know the
+layout, and torch.
 """
 
 import os
@@ -34,7 +35,7 @@ DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLPack
 
 
 cdef void _forget(object capsule) noexcept:
-    """Free what a capsule holds that nobody took; who takes it renames the capsule and frees it itself."""
+    """Free what a capsule holds, unless it was taken: a consumer renames the capsule and frees it itself."""
     cdef fps_dlpack *managed
     if PyCapsule_IsValid(capsule, "dltensor"):
         managed = <fps_dlpack *> PyCapsule_GetPointer(capsule, "dltensor")

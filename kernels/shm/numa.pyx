@@ -1,6 +1,6 @@
 """The kernel's memory policies for a part of a mapping: mbind(2), without a library.
 
-What it refuses to know: which nodes there are, and what should lie where (fastps/system/numa.py).
+Refuses to know which nodes there are, and what should lie where.
 """
 
 import errno
@@ -27,9 +27,9 @@ cdef enum:
 
 
 def interleave(unsigned char[::1] memory not None, nodes):
-    """Let the mapping's pages, as they are allocated from now on, lie on `nodes` (numbers below 64) in turn.
+    """Let the mapping's pages, as they are allocated from now on, alternate between `nodes` (numbers below 64).
 
-    The mapping of a memfd hands this on to everyone who maps it. Raises ValueError, or OSError where the kernel refuses.
+    A memfd's policy holds for every process that maps it. Raises ValueError, or OSError where the kernel refuses.
     """
     cdef unsigned long mask = 0
     cdef int node

@@ -9,13 +9,13 @@ from libc.string cimport memcpy
 from fastps.kernels.scheduling.state cimport COMBINED_MOST, link_t, scheduler_t, worker_t
 from fastps.kernels.shm.arena_h cimport (
     fps_descriptor,
-    fps_shard_header,
-    fps_push_outcome,
     fps_folded_push,
     fps_header,
     fps_lane,
-    fps_record,
     fps_lane_shard,
+    fps_push_outcome,
+    fps_record,
+    fps_shard_header,
     fps_statistics,
     fps_work,
 )

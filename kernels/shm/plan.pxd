@@ -1,4 +1,4 @@
-# Whether a header's places follow from its measures, for who looks at memory that others made (arena_view.pyx).
+# The check of a header that another process wrote.
 
 from libc.stdint cimport int64_t
 

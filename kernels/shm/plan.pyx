@@ -1,7 +1,7 @@
 """How the arena's memory is cut into header, control words, scheduler state, weights, rule state and slots.
 
-A header's measures decide every place in it; so a header that somebody else wrote is checked by computing it again. What it
-refuses to be: a view of memory (arena_view.pyx), or what stands at a place in the beginning (arena_format.pyx).
+A header's measures decide every place in it, so a header that another process wrote is checked by computing it again. Refuses
+to be a view of memory.
 """
 
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
@@ -18,12 +18,12 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_SHARDS,
     FPS_STATE_BUFFERS,
     fps_descriptor,
-    fps_shard_header,
-    fps_push_outcome,
     fps_folded_push,
     fps_header,
     fps_lane,
     fps_lane_shard,
+    fps_push_outcome,
+    fps_shard_header,
     fps_statistics,
     fps_work,
 )
@@ -109,7 +109,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
 
 
 cdef int _check_size(const fps_header *header) except -1:
-    """The same size without a wrap around 2^64: places of measures that wrapped would lie anywhere."""
+    """Refuse measures whose size wraps around 2^64: their places would lie anywhere."""
     cdef double floats = 4.0 * header.buffer_floats, tables = 1024.0 * header.n_parameters + 1024.0 * header.n_groups
     cdef double all_lanes = <double> header.n_lanes + header.n_servers
     cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)

@@ -1,7 +1,6 @@
-"""The answering thread as a Python object, and its messages as bytes: answer.h holds the one definition of both.
+"""The listening thread as a Python object, and its messages as bytes.
 
-What it refuses to know: how names are made, who asks and what an answer means to a job (fastps/membership/rendezvous.py), and
-the arena behind the memfd.
+Refuses to know how names are made, which process connects, what an offer means to a job, and the arena behind the memfd.
 """
 
 from libc.errno cimport errno
@@ -58,7 +57,7 @@ REFUSED = FPS_OFFER_REFUSED
 
 
 cdef class Listener:
-    """A thread that answers at the abstract socket `name` until it is closed.
+    """A thread that listens at the abstract socket `name` until it is closed, and offers the arena to clients.
 
     Args:
         name: at most NAME_BYTES bytes, of which the first is zero: such a name is in no file system.
@@ -66,7 +65,7 @@ cdef class Listener:
         abi, place: told to every client; `place` is the lane, or -1 for the process that created the arena.
         layout_hash: 32 bytes. A client with another hash that is no observer gets `layout` instead of the descriptors.
         layout: UTF-8 text, copied.
-        user: user id of the only user who is answered.
+        user: user id of the only user that gets an offer.
 
     Raises ValueError for an argument out of range, and OSError when the name is taken or descriptors have run out.
     """
@@ -79,12 +78,12 @@ cdef class Listener:
     def __init__(self, bytes name not None, int memfd, int pidfd, uint32_t abi, bytes layout_hash not None,
                  bytes layout not None, int32_t place, unsigned int user):
         if self.listener is not NULL:
-            raise ValueError("expected a new listener, found one that answers already; make another one")
+            raise ValueError("expected a new listener, found one that listens already; make another one")
         if not 2 <= len(name) <= FPS_NAME_BYTES or name[0] != 0:
             raise ValueError(
                 f"expected a name of 2 to {FPS_NAME_BYTES} bytes that begins with a zero byte, found {name!r}")
         _check_layout(layout_hash, len(layout))
-        # One call that keeps the GIL: nobody can fork after a descriptor was opened and before it is known here.
+        # One call that keeps the GIL: no thread can fork between the opening of a descriptor and its registration here.
         self.listener = fps_listener_start(
             name, len(name), memfd, pidfd, user, abi, place, layout_hash, layout, len(layout))
         if self.listener is NULL:
@@ -96,7 +95,7 @@ cdef class Listener:
         """End the thread, free the name, close what the listener holds. May be called twice, and in a forked child."""
         listener, self.listener = self.listener, NULL
         if listener is not NULL:
-            # The GIL is kept: the thread never takes it and ends at its next poll, and nobody can fork in between.
+            # The GIL is kept: the thread never takes it and ends at its next poll, and no thread can fork in between.
             fps_listener_stop(listener)
 
     def forget_after_fork(self):
@@ -141,7 +140,7 @@ def pack_hello(uint32_t abi, bytes layout_hash not None, uint64_t layout_length,
 
 
 def abi_of(bytes data not None):
-    """The ABI in the first PREFIX_BYTES bytes of an answer; None when these are not an answer's."""
+    """The ABI in the first PREFIX_BYTES bytes of an offer; None if these are not an offer's."""
     cdef fps_offer answer
     if len(data) < FPS_PREFIX_BYTES:
         raise ValueError(f"expected at least {FPS_PREFIX_BYTES} bytes, found {len(data)}")
@@ -150,7 +149,7 @@ def abi_of(bytes data not None):
 
 
 def unpack_offer(bytes data not None):
-    """Status, place, and length of the layout's text that follows, in the OFFER_BYTES bytes of an answer."""
+    """Status, place, and length of the layout's text that follows, in the OFFER_BYTES bytes of an offer."""
     cdef fps_offer answer
     if len(data) != sizeof(answer):
         raise ValueError(f"expected {sizeof(answer)} bytes, found {len(data)}")

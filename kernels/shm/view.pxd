@@ -1,15 +1,15 @@
-# A view of the arena's memory: addresses, and nothing that changes by itself.
+# A view of the arena's memory: addresses only.
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_SHARDS,
-    fps_shard_header,
-    fps_push_outcome,
     fps_header,
     fps_lane,
     fps_lane_shard,
+    fps_push_outcome,
+    fps_shard_header,
     fps_statistics,
     fps_work,
 )
@@ -19,7 +19,7 @@ from fastps.kernels.update.fold cimport fps_segment
 cdef class ArenaView:
     cdef object memory          # keeps the mapping alive
     cdef char *base
-    # What was checked when this view was made; what lies in the memory, another process may have written over since.
+    # A copy, checked when this view was made: another process may have written over the memory since.
     cdef fps_header own_header
     cdef fps_header *header     # own_header
     cdef fps_segment *segments  # one a parameter

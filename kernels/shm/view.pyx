@@ -1,7 +1,6 @@
 """A checked view of an arena's memory: where each of its parts lies, and its measures.
 
-What it refuses to be: an owner of memory or files (fastps/system/shared_memory.py is), or a place for what changes: the control
-words are arena.pyx's, the protocol is that of lane.pyx, turn.pyx and those they call.
+Refuses to own memory or files, and to know what changes in the memory.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
@@ -13,11 +12,11 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
     FPS_LINE,
     FPS_MAGIC,
-    fps_shard_header,
-    fps_push_outcome,
     fps_header,
     fps_lane,
     fps_lane_shard,
+    fps_push_outcome,
+    fps_shard_header,
     fps_statistics,
     fps_work,
 )
@@ -25,7 +24,7 @@ from fastps.kernels.shm.plan cimport PAGE, check_header
 from fastps.kernels.update.fold cimport fps_segment
 
 cdef enum:
-    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, as streamed stores need it
+    FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, which non-temporal stores need
 
 
 cdef class ArenaView:
@@ -55,7 +54,7 @@ cdef class ArenaView:
         free(self.segments)
 
     cdef int _copy_places(self) except -1:
-        """Where parameters and shards lie, checked once: every fold goes by it."""
+        """Copy the places of parameters and shards, checked once, for every fold."""
         cdef fps_segment *segment
         cdef uint32_t index
         cdef int64_t floats = self.header.buffer_floats
@@ -65,7 +64,7 @@ cdef class ArenaView:
         memcpy(self.segments, self.base + self.header.segments_offset, self.header.n_parameters * sizeof(fps_segment))
         for index in range(self.header.n_parameters):
             segment = &self.segments[index]
-            # Without floats here the parameters lie on devices, and nobody folds here.
+            # Without floats here the parameters lie on devices, and no fold runs here.
             if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
                     or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
                     or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
@@ -153,7 +152,7 @@ cdef class ArenaView:
 
     @property
     def server_lane(self):
-        """The lane of the job's server process, behind the workers'; -1 where the workers take the turns."""
+        """The lane of the job's server process, behind the workers'; -1 where the workers combine."""
         return <int64_t> self.header.n_lanes if self.header.n_servers else -1
 
     @property
