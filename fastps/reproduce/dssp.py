@@ -154,8 +154,8 @@ ROWS = (
         " least.",
         measure=lambda effort: _four_servers(effort, 10e6, 50),
         expect=(InOrder(("bsp", "mean of ssp:3 to 15")), InOrder(("mean of ssp:3 to 15", "dssp:3,15", "asp"), slack=0.01)),
-        assumed="10 MB of parameters and 50 ms of computing, because the paper gives neither; tried, the order is the same with 1"
-        " and 100 MB. 100 Gbit/s is from section V.A.1. Times vary by 5 %.",
+        assumed="10 MB of parameters and 50 ms of computing, because the paper gives neither; tried, the order is the same with"
+        " 1 and 100 MB. 100 Gbit/s is from section V.A.1. Times vary by 5 %.",
     ),
     Row(
         id="dssp/figure-3-without-fully-connected",

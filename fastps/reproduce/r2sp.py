@@ -315,10 +315,10 @@ ROWS = (
         learns=True,
         expect=(Near({"tuned / not tuned, converged": 0.6}, 0.15),),
         assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, and batches of 16 at first in place of"
-        " 512, because there are 1,437 images; section VI.A's learning rate of 0.01, and converged as it says: a loss below 0.25 in"
-        " 10 consecutive iterations, of any worker; momentum is not in the text: none. Also tried: with a rate of 0.02 it is"
-        " about the same; time to 90 % of the test images at that rate 0.78, and to 95 % with momentum 0.5 0.73; with a rate of"
-        " 0.05 the tuned run, whose rate rises with its batches, does not learn.",
+        " 512, because there are 1,437 images; section VI.A's learning rate of 0.01, and converged as it says: a loss"
+        " below 0.25 in 10 consecutive iterations, of any worker; momentum is not in the text: none. Also tried: with"
+        " a rate of 0.02 it is about the same; time to 90 % of the test images at that rate 0.78, and to 95 % with"
+        " momentum 0.5 0.73; with a rate of 0.05 the tuned run, whose rate rises with its batches, does not learn.",
     ),
     Row(
         id="r2sp/figure-8-bsp-r2sp",
