@@ -42,7 +42,7 @@ def policy_of(trace: Trace) -> Policy:
     try:
         policy = Policy(**trace.header["policy"])
     except TypeError as error:
-        raise TraceError(f"the trace's policy is of another version of fastps: {error}; record it again") from None
+        raise TraceError(f"the trace's policy is from another version of fastps: {error}; record it again") from None
     return parse_policy("bsp") if policy.warm_up else policy
 
 

@@ -93,7 +93,7 @@ def simulate(first: int, count: int, *, mutant: str | None = None, world: Any = 
 
 def mutants(path: Path) -> dict[str, str]:
     """Return the mutants of the build at `path`: name to description."""
-    code = "import json; from fastps.kernels import hooks; print(json.dumps(hooks.MUTANTS))"
+    code = "import json; from fastps.kernels.chaos import failpoints; print(json.dumps(failpoints.MUTANTS))"
     environment = {**os.environ, "PYTHONPATH": str(path)}
     ended = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd=path, check=True

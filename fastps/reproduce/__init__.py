@@ -1,7 +1,8 @@
-"""The papers' headline tables and figures, measured again: a file a paper, each a table of rows.
+"""fastps.reproduce: the papers' headline tables and figures, measured again; each file is one paper's rows.
 
-A row says what the paper says, how it is measured here, with which parameters of the paper's text, and what is assumed where
-the text gives none. Refuses to tune: what does not fit is shown as not ok, with a note that says why.
+A row has the paper's claim, its measurement here with the parameters of the paper's text, and the assumptions where the text
+gives none. Border: it tunes nothing; a result that differs is shown as not ok, with a note that says why. Arrows: it imports
+fastps.job, fastps.simulation, fastps.advice and fastps.training.
 """
 
 from fastps.reproduce.row import Effort, Row, Verdict

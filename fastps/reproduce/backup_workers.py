@@ -1,6 +1,6 @@
 """Rows of "Revisiting Distributed Synchronous SGD" (Chen, Pan, Monga, Bengio and Jozefowicz): backup workers.
 
-Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+Numbers come from the paper's text, or are named as assumed.
 """
 
 import heapq
@@ -21,8 +21,8 @@ from fastps.simulation.compute_models import ComputeModel
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 
 MACHINES = 100
-# The body: of 100 machines the first comes after 1.4 s and the 97th after 1.8 s (section 3.1), and of 100 normal draws the
-# first lies 2.51 deviations below the mean and the 97th 1.88 above it.
+# The body: of 100 machines the first arrives after 1.4 s and the 97th after 1.8 s (section 3.1); of 100 normal draws the first
+# is 2.51 deviations below the mean and the 97th 1.88 above it.
 SIGMA = float(np.log(1.8 / 1.4) / (2.51 + 1.88))
 MEDIAN_S = float(1.4 * np.exp(2.51 * SIGMA))
 # The tail: 30 % of the last of 100 come within 2 s, so 0.3^(1/100) of all do; the rest has a Pareto tail from 2 s.
@@ -41,7 +41,7 @@ LAYERS = 18
 
 @cache
 def _arrivals(iterations: int, seed: int = 0) -> npt.NDArray[np.float64]:
-    """Seconds from a version's beginning to its k-th push: float64[iterations, 100], each row in order, from a bsp run."""
+    """Return seconds from a version's beginning to its k-th push in a bsp run: float64[iterations, 100], each row sorted."""
     random = np.random.default_rng(seed)
     shape = (MACHINES, iterations)
     body = MEDIAN_S * np.exp(SIGMA * random.standard_normal(shape))
@@ -72,7 +72,7 @@ def _figure_4(effort: Effort) -> dict[str, float]:
 
 
 def _figure_6(effort: Effort) -> dict[str, float]:
-    """Mean arrival times x iterations of Figure 5, whose two numbers in the text make a power law."""
+    """Multiply mean arrival times by iterations of Figure 5, a power law through the two numbers in the text."""
     seconds = _iterations(effort)
     rows = [
         stragglers.Arrival(k, len(seconds), float(seconds[:, k - 1].mean()), 0.0, 0.0, 0.0, 0.0, [])
@@ -84,7 +84,7 @@ def _figure_6(effort: Effort) -> dict[str, float]:
 
 
 def _figure_2(effort: Effort) -> dict[str, float]:
-    """N workers that take equally long push in turn, so that each gradient is N - 1 versions old: asp with N = 1, 21, 51."""
+    """Train with asp and N = 1, 21, 51 equally fast workers that push in turn, so that each gradient is N - 1 versions old."""
     found: dict[str, float] = {}
     updates, batch, rate = effort.choose(2000, 800), 16, 0.005
     for staleness in (0, 20, 50):
@@ -99,9 +99,9 @@ def _figure_2(effort: Effort) -> dict[str, float]:
 
 
 def _table_1(effort: Effort) -> dict[str, float]:
-    """Layers of 40 workers, each a shard under asp: read in order during forward, pushed in reverse order during backward.
+    """Simulate 40 workers whose layers are shards under asp, read in order by forward and pushed in reverse by backward.
 
-    The simulator pulls all shards before a step and pushes them after it, so the compiled scheduler is driven by hand here.
+    The simulator pulls all shards before a step and pushes them after it, so this function drives the scheduler itself.
     """
     workers, steps = 40, effort.choose(100, 30)
     random = np.random.default_rng(0)

@@ -1,6 +1,6 @@
 """Rows of "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning" (Zhao, An, Liu and Chen): DSSP.
 
-Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+Numbers come from the paper's text, or are named as assumed.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
 # Peak single-precision rates of the two cards of section V.A.1: 11.34 and 4.37 TFLOP/s.
 RATIO = 11.34 / 4.37
 CARDS = (
-    f"the 1060 takes {RATIO:.2f} times as long as the 1080 Ti, the ratio of their peak rates, for the paper gives no times;"
+    f"the 1060 takes {RATIO:.2f} times as long as the 1080 Ti, the ratio of their peak rates, because the paper gives no times;"
     " times vary by 5 % (section III.B: 'very similar'); no transfers, for both cards are in one machine."
 )
 # Table I, seconds to reach 0.67, over those of ASP.
@@ -43,7 +43,7 @@ def _readings(effort: Effort) -> dict[str, float]:
 
 
 def _largest_gap(effort: Effort) -> dict[str, float]:
-    """The largest lead, in pushes, at which a step was granted beyond the slowest worker."""
+    """Return the largest lead, in pushes, over the slowest worker at which a step was granted."""
     trace = simulate(parse_policy(READINGS["hard-bound"]), _two_cards(effort), trace=True).trace
     assert trace is not None
     received, largest = [0, 0], 0
@@ -69,7 +69,7 @@ def _four_servers(effort: Effort, model_bytes: float, compute_ms: float) -> dict
 
 
 def _busy_servers(effort: Effort) -> dict[str, float]:
-    """Without fully connected layers; and asp over bsp with a server that takes a share of a step's computing for an update."""
+    """Simulate a model without fully connected layers, and asp over bsp with updates that take a share of a step's time."""
     found = _four_servers(effort, 7e6, 500)
     simulation = Simulation(workers=4, steps=effort.choose(3000, 1000), compute=lognormal(500 * MS, 0.05))
     for share in (0.01, 0.1, 0.3, 0.4):
@@ -80,7 +80,7 @@ def _busy_servers(effort: Effort) -> dict[str, float]:
 
 
 def _figure_2(effort: Effort) -> dict[str, float]:
-    """r* by the controller, and by trying: the wait of worker 1 if it stops after 0 to 4 extra iterations."""
+    """Compare r* of the controller with a search: the wait of worker 1 if it stops after 0 to 4 extra iterations."""
     intervals = [[12, *[10] * 20], [1, *[41] * 20]]
     simulation = Simulation(workers=2, steps=7, compute=ComputeModel("replay", replay=intervals))
     trace = simulate(parse_policy("dssp:2,6"), simulation, trace=True).trace
@@ -94,7 +94,7 @@ def _figure_2(effort: Effort) -> dict[str, float]:
     }
 
 
-@cache  # two rows look at the same runs
+@cache  # two rows use the same runs
 def _mixed_cluster(sync: str, effort: Effort) -> list[Found]:
     simulation = Simulation(workers=2, steps=700, batch=16, compute=lognormal(100 * MS, 0.05, factors={1: RATIO}))
     return learn(sync, simulation, "digits", range(effort.choose(5, 1)), learning_rate=0.05, momentum=0.5, looks=140)
@@ -154,8 +154,8 @@ ROWS = (
         " least.",
         measure=lambda effort: _four_servers(effort, 10e6, 50),
         expect=(InOrder(("bsp", "mean of ssp:3 to 15")), InOrder(("mean of ssp:3 to 15", "dssp:3,15", "asp"), slack=0.01)),
-        assumed="10 MB of parameters and 50 ms of computing, for the paper gives neither; tried, the order is the same with 1"
-        " and 100 MB. 100 Gbit/s is of section V.A.1. Times vary by 5 %.",
+        assumed="10 MB of parameters and 50 ms of computing, because the paper gives neither; tried, the order is the same with"
+        " 1 and 100 MB. 100 Gbit/s is from section V.A.1. Times vary by 5 %.",
     ),
     Row(
         id="dssp/figure-3-without-fully-connected",
@@ -163,7 +163,7 @@ ROWS = (
         claim="ResNets on 4 equal servers: BSP has the largest throughput, then SSP, DSSP and ASP.",
         measure=_busy_servers,
         expect=(InOrder(("asp", "dssp:3,15", "mean of ssp:3 to 15", "bsp")),),
-        assumed="7 MB (ResNet-110) and 500 ms of computing, for the paper gives no times; 100 Gbit/s.",
+        assumed="7 MB (ResNet-110) and 500 ms of computing, because the paper gives no times; 100 Gbit/s.",
         why_not="Waiting for the slowest in each step cannot be quicker than not waiting while a server has time to spare. BSP"
         " makes one update a step where ASP makes four, so that it is quicker where an update takes a third of a step's"
         " computing or more. The paper's section V.C explains the order by how much communication can be hidden, and has no"
@@ -175,7 +175,7 @@ ROWS = (
         claim="With R = [0, 4] the controller lets the fastest worker run r* = 3 more iterations, where its wait is least.",
         measure=_figure_2,
         expect=(Near({"r* of the controller": 3, "r of the least wait": 3}, 0),),
-        assumed="intervals of 10 and 41, for the figure has no numbers: drawn so that the third green line is the nearest.",
+        assumed="intervals of 10 and 41, because the figure has no numbers: drawn so that the third green line is the nearest.",
     ),
     Row(
         id="dssp/table-1-accuracy",

@@ -1,4 +1,4 @@
-"""What a row expects of its numbers, as values: near, in order, at least, at most. Refuses to measure, and to know papers."""
+"""A row's expectations of its numbers, as values: near, in order, at least, at most."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ Numbers = Mapping[str, float]
 
 
 class Expectation(Protocol):
-    """What is expected of the numbers that a row measures."""
+    """An expectation of the numbers that a row measures."""
 
     @property
     def expected(self) -> Any:
-        """What the paper says, as JSON can hold it."""
+        """The paper's numbers in a form that JSON can hold."""
 
     @property
     def tolerance(self) -> str:
-        """How far the numbers may be from that."""
+        """The tolerance, as text."""
 
     def misses(self, measured: Numbers) -> list[str]:
-        """What does not hold, a sentence each; none where all does."""
+        """Return a sentence for each number that violates the expectation."""
 
 
 @dataclass(frozen=True)
 class Near:
-    """Each number is the expected one, give or take `by`, or with `relative` give or take such a share of it.
+    """Each number is within `by` of the expected one, or with `relative` within that share of it.
 
     >>> Near({"bsp": 2.0}, 0.1).misses({"bsp": 2.2})
     ['bsp: expected 2, found 2.2']
@@ -48,7 +48,7 @@ class Near:
         return f"±{100 * self.by:g} %" if self.relative else f"±{self.by:g}"
 
     def misses(self, measured: Numbers) -> list[str]:
-        """The numbers that are too far off; also those that are missing or no numbers."""
+        """Return the numbers that are too far off, missing or NaN."""
         return [
             f"{name}: expected {short(number)}, found {short(_of(measured, name))}"
             for name, number in self.numbers.items()
@@ -58,7 +58,7 @@ class Near:
 
 @dataclass(frozen=True)
 class InOrder:
-    """The numbers rise in this order; each may be below the one before by the share `slack` of it (ties).
+    """The numbers rise in this order; for ties, each may be below the one before by the share `slack` of it.
 
     >>> InOrder(("r2sp", "asp", "bsp")).misses({"r2sp": 0.7, "asp": 0.9, "bsp": 0.8})
     ['expected asp (0.9) < bsp (0.8)']
@@ -78,7 +78,7 @@ class InOrder:
         return f"order, ties within {100 * self.slack:g} %" if self.slack else "order"
 
     def misses(self, measured: Numbers) -> list[str]:
-        """The neighbours that are the other way round."""
+        """Return the neighbors in the wrong order."""
         found = []
         for one, next_ in zip(self.names, self.names[1:], strict=False):
             low, high = _of(measured, one), _of(measured, next_)
@@ -99,16 +99,16 @@ class Between:
 
     @property
     def expected(self) -> Any:
-        """Name to "least to most", or where one end is open "at most" and "at least"."""
+        """Name to "least to most", or with an open end to "at most" or "at least"."""
         return {name: _range(*ends) for name, ends in self.ranges.items()}
 
     @property
     def tolerance(self) -> str:
-        """A range has none of its own."""
+        """Empty: a range is its own tolerance."""
         return "range"
 
     def misses(self, measured: Numbers) -> list[str]:
-        """The numbers that lie outside."""
+        """Return the numbers outside their range."""
         return [
             f"{name}: expected {_range(*ends)}, found {short(_of(measured, name))}"
             for name, ends in self.ranges.items()
@@ -127,7 +127,7 @@ def _range(least: float, most: float) -> str:
 
 
 def short(number: float) -> str:
-    """A number as a table shows it: four digits, "-" for none.
+    """Format a number for a table: four digits, "-" for none.
 
     >>> short(0.123456), short(1500.0), short(float("nan"))
     ('0.1235', '1500', '-')

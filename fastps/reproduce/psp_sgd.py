@@ -1,6 +1,6 @@
 """Rows of "Partially Synchronous Parallelism SGD" (ICLR 2018 submission): partial push and partial pull.
 
-Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+Numbers come from the paper's text, or are named as assumed.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ SPECS = {
 }
 ITERATIONS = 90 * 50_000 / (160 * WORKERS)  # 90 epochs of CIFAR-10, section 4.2
 CLUSTER = (
-    "94 MB (ResNet-50) over 1 Gbit/s; computing times vary by 5 %, for the paper gives no spread; their median is such that"
+    "94 MB (ResNet-50) over 1 Gbit/s; computing times vary by 5 %, because the paper gives no spread; their median is such that"
     " an iteration of synchronous SGD without injected delays"
 )
 RATIOS = {name: minutes / MINUTES["c=32, 100%"] for name, minutes in MINUTES.items()}
@@ -36,7 +36,7 @@ def _iteration_s(found: Found) -> float:
 
 @cache
 def _median_ns(undelayed_minutes: float) -> float:
-    """The median computing time with which synchronous SGD takes so long for 90 epochs when no message is late."""
+    """Find the median compute time with which synchronous SGD takes the given time for 90 epochs without late messages."""
     unit = play(SPECS["c=32, 100%"], Simulation(workers=WORKERS, steps=200, compute=lognormal(SECOND, SPREAD)))
     transfers_s = 2 * BYTES / PORT
     return (undelayed_minutes * 60 / ITERATIONS - transfers_s) / _iteration_s(unit) * SECOND
@@ -72,7 +72,7 @@ def _undelayed(effort: Effort) -> dict[str, float]:
 
 
 def _errors(effort: Effort) -> dict[str, float]:
-    """Section 4.2's rates: 0.02 x d n / 128, which fall to a tenth after a third and two thirds."""
+    """Return section 4.2's rates: 0.02 x d n / 128, divided by ten after one third and after two thirds."""
     batch = 8
     cluster = _cluster(effort.choose(150, 60), MINUTES["c=28, 90%"])
     small = replace(cluster, batch=batch)

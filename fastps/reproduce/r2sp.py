@@ -1,6 +1,6 @@
 """Rows of "Round-Robin Synchronization: Mitigating Communication Bottlenecks in Parameter Servers": R2SP.
 
-Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+Numbers come from the paper's text, or are named as assumed.
 """
 
 import heapq
@@ -34,7 +34,7 @@ class Model:
 
     @property
     def overhead(self) -> float:
-        """Share of the iteration that is transfers."""
+        """The transfers' share of the iteration."""
         return self.blocked_s / self.iteration_s
 
 
@@ -80,7 +80,7 @@ def _iteration_s(found: Found) -> float:
 
 
 def _iterations(effort: Effort, speedup_is_ratio: bool = True) -> dict[str, float]:
-    """Iteration times over BSP's."""
+    """Return iteration times relative to BSP's."""
     found: dict[str, float] = {}
     for name, model in MODELS.items():
         cluster = _cluster_a(model, effort.choose(500, 100), speedup_is_ratio)
@@ -96,7 +96,7 @@ def _both_readings(effort: Effort) -> dict[str, float]:
 
 
 def _throttled(effort: Effort) -> dict[str, float]:
-    """BSP's iteration over R2SP's, with all links at 10, 5 and 2.5 Gbit/s; and with only the servers' links so narrow."""
+    """Divide BSP's iteration by R2SP's, with all links at 10, 5 and 2.5 Gbit/s, and with only the servers' links reduced."""
     found: dict[str, float] = {}
     for name in ("alexnet", "vgg16"):
         cluster = _cluster_a(MODELS[name], effort.choose(500, 100))
@@ -117,7 +117,7 @@ def _port_use(effort: Effort) -> dict[str, float]:
 
 
 def _contending(effort: Effort) -> dict[str, float]:
-    """Figure 3's three workers: the most that push, or pull, at once, when the first third has settled."""
+    """Return how many of Figure 3's three workers push, or pull, at once at most, after the first third of the run."""
     simulation = Simulation(
         workers=3, steps=300, compute=lognormal(100 * MS, SPREAD), model_bytes=50e6, bandwidth=2.5e9, worker_bandwidth=2.5e9
     )
@@ -131,7 +131,7 @@ def _contending(effort: Effort) -> dict[str, float]:
 
 
 def _most_at_once(lines: npt.NDArray[np.void], begins: str, ends: str) -> int:
-    """The most transfers of one kind at once; those under way at the beginning are not counted."""
+    """Return the most simultaneous transfers of one kind, without those in progress at the beginning."""
     most, under_way = 0, set()
     for kind, worker in zip(lines["kind"].tolist(), lines["worker"].tolist(), strict=True):
         if TRACE_KINDS[kind] == begins:
@@ -143,7 +143,7 @@ def _most_at_once(lines: npt.NDArray[np.void], begins: str, ends: str) -> int:
 
 
 def _tuned_training(effort: Effort) -> dict[str, float]:
-    """Time until the training has converged, and to 90 % of the test images, with tuned batches over those without."""
+    """Compare tuned with untuned batches: the time to convergence, and to an accuracy of 90 % of the test images."""
     slowest = SPEEDS["g2.2x"]
     factors = {worker: slowest / SPEEDS[kind] for worker, kind in enumerate(CLUSTER_B)}
     simulation = Simulation(workers=8, steps=300, batch=16, compute=lognormal(SECOND, SPREAD, factors=factors))
@@ -159,7 +159,7 @@ def _tuned_training(effort: Effort) -> dict[str, float]:
 
 
 def _goal_s(rows: list[Found]) -> float:
-    """Mean seconds until the goal; NaN if one run has not come to it."""
+    """Return the mean seconds until the goal; NaN if a run did not reach it."""
     return fmean(float("nan") if row["goal_s"] is None else row["goal_s"] for row in rows)
 
 
@@ -169,7 +169,7 @@ def _zero_gaps(effort: Effort) -> dict[str, float]:
 
 
 def _zero_gaps_by_spread(effort: Effort) -> dict[str, float]:
-    """Also of computing times that hardly vary."""
+    """Measure also with compute times that hardly vary."""
     cluster = _cluster_a(MODELS["vgg16"], effort.choose(500, 100))
     found = {sync: play(sync, cluster)["zero_gap_share"] for sync in ("asp", "ssp:5")}
     for spread in (0.01, 0.001):
@@ -178,7 +178,7 @@ def _zero_gaps_by_spread(effort: Effort) -> dict[str, float]:
     return found
 
 
-@cache  # two rows look at the same runs
+@cache  # two rows use the same runs
 def _relaxations(effort: Effort) -> dict[float, Found]:
     cluster = _cluster_a(MODELS["vgg16"], effort.choose(1000, 200))
     return {step / 10: play(f"r2sp:{step / 10:g}", cluster) for step in range(11)}
@@ -208,7 +208,7 @@ def _worst_of_r2sp(effort: Effort) -> dict[str, float]:
 
 
 def _figure_4a(effort: Effort) -> dict[str, float]:
-    """Worker 1 pushes first and reads; the other two end their iteration and the next; then worker 1 pushes again."""
+    """Let worker 1 push and read first, the other two end this iteration and the next, then worker 1 push again."""
     server = _scheduler(SSP(1), 3)
     server.push(0, 1)
     read = server.version
@@ -219,7 +219,7 @@ def _figure_4a(effort: Effort) -> dict[str, float]:
 
 
 def _worst_of_ssp(effort: Effort) -> dict[str, float]:
-    """The largest staleness of many runs whose times vary very much."""
+    """Return the largest staleness over many runs with highly variable times."""
     return {
         "N = 3": max(
             play("ssp:1", Simulation(workers=3, steps=2000, compute=lognormal(MS, 1.0), seed=seed))["staleness_max"]
@@ -235,7 +235,7 @@ def _scheduler(policy: Policy, workers: int) -> Scheduler:
 
 
 def _tuned_batches(effort: Effort) -> dict[str, float]:
-    """Cluster-B played by hand: a worker of a kind takes fixed + batch / speed seconds, which the coordinator must learn."""
+    """Drive cluster-B by hand: a worker takes fixed + batch / speed seconds by its kind, which the coordinator must learn."""
     slowest_s = 0.3 + 512 / SPEEDS["g2.2x"]
     fixed_s = {kind: slowest_s - BLOCKED_S[kind] - 512 / SPEEDS[kind] for kind in SPEEDS}
     server = _scheduler(R2SP(0.8, tune=True), len(CLUSTER_B))
@@ -315,10 +315,10 @@ ROWS = (
         learns=True,
         expect=(Near({"tuned / not tuned, converged": 0.6}, 0.15),),
         assumed="the speeds of Table II, no transfers, a perceptron on 8 x 8 digits, and batches of 16 at first in place of"
-        " 512, for there are 1,437 images; section VI.A's learning rate of 0.01, and converged as it says: a loss below 0.25 in"
-        " 10 consecutive iterations, of any worker; momentum is not in the text: none. Also tried: with a rate of 0.02 it is"
-        " about the same; time to 90 % of the test images at that rate 0.78, and to 95 % with momentum 0.5 0.73; with a rate of"
-        " 0.05 the tuned run, whose rate rises with its batches, does not learn.",
+        " 512, because there are 1,437 images; section VI.A's learning rate of 0.01, and converged as it says: a loss"
+        " below 0.25 in 10 consecutive iterations, of any worker; momentum is not in the text: none. Also tried: with"
+        " a rate of 0.02 it is about the same; time to 90 % of the test images at that rate 0.78, and to 95 % with"
+        " momentum 0.5 0.73; with a rate of 0.05 the tuned run, whose rate rises with its batches, does not learn.",
     ),
     Row(
         id="r2sp/figure-8-bsp-r2sp",

@@ -1,4 +1,4 @@
-"""One row: what a paper says, what is measured, and whether the two agree. Refuses to know any paper."""
+"""One row: a paper's claim, its measurement, and whether the two agree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fastps.reproduce.expectations import Expectation, Numbers
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is spent on a row: `quick` has fewer steps and seeds, on the same expectations."""
+    """The effort for a row: `quick` has fewer steps and seeds, with the same expectations."""
 
     quick: bool = False
 
@@ -21,7 +21,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a row; `as_json` has the keys that every program may rely on."""
+    """The outcome of a row; `as_json` has the keys that programs may rely on."""
 
     row: "Row"
     measured: Numbers
@@ -53,12 +53,12 @@ class Row:
     Attributes:
         id: "paper/what", which `fastps reproduce` takes.
         source: the table or figure.
-        claim: what the paper says, in a sentence.
-        measure: the numbers, for an effort.
-        expect: what is expected of them; all must hold.
+        claim: the paper's statement in a sentence.
+        measure: returns the numbers for an effort.
+        expect: the expectations; all must hold.
         learns: whether gradients are computed, which takes much longer than virtual time alone.
         assumed: parameters that the paper's text does not give, with the reason for each.
-        why_not: why a row that is known not to hold does not; shown only where it does not.
+        why_not: the reason of a known disagreement; shown only if the row does not hold.
     """
 
     id: str
@@ -72,11 +72,11 @@ class Row:
 
     @property
     def paper(self) -> str:
-        """The part of the id before the stroke."""
+        """The part of the id before the slash."""
         return self.id.partition("/")[0]
 
     def judge(self, measured: Numbers, seconds: float = 0.0) -> Verdict:
-        """Hold what was measured against what is expected."""
+        """Compare the measured numbers with the expectations."""
         misses = [miss for expectation in self.expect for miss in expectation.misses(measured)]
         parts = []
         if misses:

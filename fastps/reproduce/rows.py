@@ -1,4 +1,4 @@
-"""All rows, and the running of those that were asked for. Refuses to measure, and to show."""
+"""All rows by name, and the measurement of selected ones."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,7 +11,7 @@ ROWS: tuple[Row, ...] = (*dssp.ROWS, *psp_sgd.ROWS, *rudra.ROWS, *r2sp.ROWS, *ba
 
 
 def choose(names: Sequence[str]) -> list[Row]:
-    """The rows of some ids or papers, in the table's order; all rows for none. Raises UsageError for an unknown name.
+    """Return the rows with some ids or papers, in the table's order; without names, all. Raises UsageError for an unknown name.
 
     >>> [row.id for row in choose(["dssp/figure-2"])]
     ['dssp/figure-2']
@@ -31,7 +31,7 @@ def reproduce(
     after: Callable[[Verdict], None] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Verdict]:
-    """Measure rows, one after the other; `before` and `after` are called around each."""
+    """Measure rows one after the other; `before` and `after` are called around each."""
     verdicts = []
     for row in rows:
         if before is not None:

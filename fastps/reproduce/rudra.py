@@ -1,6 +1,6 @@
 """Rows of "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning" (Gupta, Zhang and Milthorpe): Rudra.
 
-Refuses to decide anything: policies and the scheduler do. Numbers are of the paper's text, or named as assumed.
+Numbers come from the paper's text, or are named as assumed.
 """
 
 from functools import cache
@@ -42,7 +42,7 @@ COMPUTE_S = {
     4: PER_8_S - (PER_16_S - PER_8_S) / 2,
 }
 CIFAR_BYTES = 350e3  # section 4.2
-# What an update takes: with lambda-softsync and 4 samples, 2073 s (Table 2), the server does nothing but push, update, answer.
+# Time of an update: with lambda-softsync and 4 samples, 2073 s (Table 2), the server only handles pushes, updates and answers.
 UPDATE_S = 2073 / (CIFAR_SAMPLES / 4) - 2 * CIFAR_BYTES / PORT
 
 
@@ -60,7 +60,7 @@ def _staleness(effort: Effort) -> dict[str, float]:
 
 
 def _errors_of(n: int, batch: int, learners: int, epochs: int, seeds: int, scale: str = "") -> float:
-    """Test error of n-softsync after so many epochs; the rate is alpha_0 / n, or with scale=mean alpha_0."""
+    """Return n-softsync's test error after a number of epochs; the rate is alpha_0 / n, or with scale=mean alpha_0."""
     simulation = Simulation(
         workers=learners, steps=round(epochs * 1437 / batch / learners), batch=batch, compute=lognormal(100 * MS, SPREAD)
     )
@@ -76,7 +76,7 @@ def _modulation(effort: Effort) -> dict[str, float]:
 
 
 def _constant_product(effort: Effort) -> dict[str, float]:
-    """(n, mu, lambda) with about the same mu lambda, at the ends of staleness and learners; 40 epochs."""
+    """Train (n, mu, lambda) of about the same mu lambda at both ends of staleness and learners; 40 epochs."""
     groups = {
         "128": ((1, 4, 30), (2, 64, 2), (30, 4, 30), (8, 16, 8)),
         "512": ((30, 16, 30), (2, 256, 2), (1, 16, 30), (8, 64, 8)),
@@ -103,7 +103,7 @@ def _overlaps(effort: Effort) -> dict[str, float]:
 
 
 def _table_4(effort: Effort) -> dict[str, float]:
-    """Minutes for 1.2 million images."""
+    """Return minutes for 1.2 million images."""
     found: dict[str, float] = {}
     for name, spec, batch, learners in (
         ("base-hardsync", "hardsync:256", 16, 18),
@@ -125,7 +125,7 @@ def _table_4(effort: Effort) -> dict[str, float]:
 
 
 def _rudra_base(batch: int, spread: float, steps: int) -> Simulation:
-    """30 learners of CIFAR-10 and a server that takes time; the mean time of a step does not depend on the spread."""
+    """Simulate 30 learners of CIFAR-10 and a server that takes time; a step's mean time does not depend on the spread."""
     return Simulation(
         workers=LEARNERS,
         steps=steps,
@@ -137,13 +137,13 @@ def _rudra_base(batch: int, spread: float, steps: int) -> Simulation:
 
 
 def _seconds(spec: str, batch: int, spread: float, steps: int) -> float:
-    """Of 140 epochs."""
+    """Return the seconds of 140 epochs."""
     return CIFAR_SAMPLES / batch / float(play(spec, _rudra_base(batch, spread, steps))["steps_per_s"])
 
 
 @cache
 def _spread(steps: int) -> float:
-    """With which hardsync with 8 samples takes Table 3's 1995 s: by bisection."""
+    """Find by bisection the value with which hardsync with 8 samples takes Table 3's 1995 s."""
     least, most = 0.0, 0.5
     for _ in range(12):
         middle = (least + most) / 2
@@ -152,7 +152,7 @@ def _spread(steps: int) -> float:
 
 
 def _speedups(effort: Effort, batch: int) -> dict[str, float]:
-    """Speed-up of 30 learners over one."""
+    """Return the speed-up of 30 learners over one."""
     steps = effort.choose(2000, 500)
     alone = CIFAR_SAMPLES / batch * COMPUTE_S[batch]
     specs = {"hardsync": "hardsync:128", "1-softsync": "softsync:1", "lambda-softsync": f"softsync:{LEARNERS}"}
@@ -161,7 +161,7 @@ def _speedups(effort: Effort, batch: int) -> dict[str, float]:
 
 
 def _small_batches(effort: Effort) -> dict[str, float]:
-    """The speed-ups with 4 samples, and seconds of 140 epochs that Tables 2 and 3 have and that were not put in."""
+    """Measure the speed-ups with 4 samples, and those seconds of 140 epochs in Tables 2 and 3 that are not inputs."""
     steps = effort.choose(2000, 500)
     runs = (("hardsync:128", 4), ("softsync:1", 4), ("softsync:30", 8), ("softsync:30", 16))
     seconds = {f"seconds, {spec}, mu = {batch}": _seconds(spec, batch, _spread(steps), steps) for spec, batch in runs}

@@ -1,6 +1,6 @@
-"""What the rows have in common: simulations by spec, and real gradients in virtual time over a few seeds.
+"""Helpers shared by the papers' rows: simulations by spec, and training with real gradients in virtual time over a few seeds.
 
-torch and the images are imported when a row needs them. Refuses to know any paper.
+torch and the images are loaded only when a row needs them.
 """
 
 from collections.abc import Sequence
@@ -24,25 +24,25 @@ SECOND = 1_000_000_000
 
 
 def lognormal(median_ns: float, sigma: float, **options: Any) -> ComputeModel:
-    """Computing times of this median; sigma is the standard deviation of their logarithm."""
+    """Return lognormal compute times of this median; sigma is the standard deviation of their logarithm."""
     return ComputeModel("lognormal", median_ns, sigma, **options)
 
 
 def play(sync: str | Policy, simulation: Simulation) -> Found:
-    """The row of one simulation."""
+    """Return the row of one simulation."""
     return simulate(sync if isinstance(sync, Policy) else parse_policy(sync), simulation).row
 
 
 @cache
 def images(name: str) -> "Dataset":
-    """A data set, read once."""
+    """Load a data set once."""
     from fastps.training.data import load
 
     return load(name)
 
 
 def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **training: Any) -> list[Found]:
-    """The rows of training in virtual time, one a seed, on one thread: these models are too small for two."""
+    """Train in virtual time, a row for each seed, on one thread: these models are too small for two."""
     import torch
 
     from fastps.training.virtual import VirtualTraining, train_virtually
@@ -61,12 +61,12 @@ def learn(sync: str, simulation: Simulation, data: str, seeds: Sequence[int], **
 
 
 def error(rows: Sequence[Found]) -> float:
-    """Mean share of the test images that is named wrong at the end."""
+    """Return the mean share of wrongly classified test images at the end."""
     return 1 - fmean(row["test_accuracy"] for row in rows)
 
 
 def time_to(rows: Sequence[Found], accuracy: float) -> float:
-    """Mean virtual seconds until the test accuracy is first reached, on straight lines between looks; NaN where never."""
+    """Return the mean virtual seconds to a test accuracy, interpolated linearly between evaluations; NaN if not reached."""
     return fmean(_time_to(row["accuracy_over_time"], accuracy) for row in rows)
 
 

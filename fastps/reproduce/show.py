@@ -1,4 +1,4 @@
-"""What `fastps reproduce` shows: the row at hand, a table of the verdicts, notes. Refuses to measure and to judge."""
+"""The output of `fastps reproduce`: the progress, a table of the verdicts, notes, and the document."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ MOST_LINES = 6  # of a cell; a longer one stands in the row's footnote
 
 
 def reproduce_watched(rows: Sequence[Row], effort: Effort, console: Console, *, progress: bool = True) -> list[Verdict]:
-    """Measure the rows behind a bar that names the one at hand, if one is wanted."""
+    """Measure the rows, optionally with a progress bar that names the current one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         task = bar.add_task("", total=len(rows))
@@ -37,7 +37,7 @@ def reproduce_watched(rows: Sequence[Row], effort: Effort, console: Console, *, 
 
 
 def list_table(rows: Sequence[Row]) -> Table:
-    """A line a row: its id, the table or figure, and what the paper says."""
+    """Make a table with a line for each row: its id, the table or figure, and the paper's claim."""
     table = Table(title=f"{len(rows)} rows", show_lines=True)
     for heading in ("id", "source", "the paper says"):
         table.add_column(heading, overflow="fold")
@@ -47,7 +47,7 @@ def list_table(rows: Sequence[Row]) -> Table:
 
 
 def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Table:
-    """A line a row: what the paper says, what we get, how near that had to be, and whether it is."""
+    """Make a table with a line for each row: the paper's numbers, the measured ones, the tolerance, and the verdict."""
     kind = "quick: fewer steps and seeds" if effort.quick else "in full"
     table = Table(title=f"reproduced {summary(verdicts)} ({kind})", show_lines=True)
     for heading in ("row", "the paper says", "expected", "we get", "tolerance", "ok"):
@@ -67,17 +67,17 @@ def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Table:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Such as "30 of 35 rows"."""
+    """Return a text such as "30 of 35 rows"."""
     return f"{sum(verdict.ok for verdict in verdicts)} of {len(verdicts)} rows"
 
 
 def notes(verdicts: Sequence[Verdict]) -> str:
-    """A paragraph for each row that has something to be said of it."""
+    """Return a paragraph for each row with a note."""
     return "\n\n".join(f"{verdict.row.id}: {verdict.note}" for verdict in verdicts if verdict.note)
 
 
 def numbers(measured: dict[str, Any]) -> str:
-    """The numbers of a row, a line each.
+    """Format the numbers of a row, one a line.
 
     >>> numbers({"bsp": 1.23456, "asp": None})
     'bsp: 1.235\\nasp: -'
@@ -86,7 +86,7 @@ def numbers(measured: dict[str, Any]) -> str:
 
 
 def markdown(verdicts: Sequence[Verdict], command: str) -> str:
-    """The same as a document: a table a paper, and a footnote a row for long cells and notes."""
+    """Format the results as a document: a table for each paper, then the notes."""
     parts = [f"`{command}` gives {summary(verdicts)}.\n"]
     for paper in dict.fromkeys(verdict.row.paper for verdict in verdicts):
         parts.append(f"## {paper}\n\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|")
@@ -149,7 +149,7 @@ def _mark(verdict: Verdict) -> str:
 
 
 def write_markdown(verdicts: Sequence[Verdict], command: str, file: Path) -> None:
-    """Write that document. Raises UsageError."""
+    """Write the document. Raises UsageError."""
     title = "# The papers' tables and figures, measured again\n\n"
     try:
         file.write_text(title + INTRODUCTION + markdown(verdicts, command))
@@ -168,5 +168,5 @@ def _expected(expected: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Brackets are markup to rich."""
+    """Escape brackets, which are rich's markup."""
     return text.replace("[", "\\[")

@@ -140,7 +140,7 @@ def read(file: Path) -> Trace:
         found = Trace(header, tables["steps"], tables["pushes"])
         _check_header(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(f"the trace {file} is damaged or of another version of fastps: {error}; record it again") from None
+        raise TraceError(f"the trace {file} is damaged or from another version of fastps: {error}; record it again") from None
     return found
 
 

@@ -113,7 +113,7 @@ def trace(file: str | Path) -> Recording:
 
 
 def recorder_for(worker: Recorded) -> "Recorder | None":
-    """Make the recorder of a worker that begins, or return None if this process does not record."""
+    """Make the recorder of a starting worker, or return None if this process does not record."""
     global _current
     file = os.environ.get(TRACE_VARIABLE)
     if _current is None and file:

@@ -85,7 +85,7 @@ cdef class SchedulerLoad:
             while played < events and self._play_next():
                 played += 1
         if played < events:
-            raise RuntimeError(f"expected {events} pushes, found that after {played} nobody may push and no timer is set")
+            raise RuntimeError(f"expected {events} pushes, found that after {played} no worker may push and no timer is set")
         return self.scheduler.state.version - version
 
     cdef bint _play_next(self) noexcept nogil:

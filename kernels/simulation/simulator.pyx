@@ -132,7 +132,7 @@ cdef class Simulator(SimulatedShards):
         if self.finished:
             return False
         if self.queue.length == 0:
-            raise RuntimeError(f"after {self.received} pushes everybody waits, and no timer is set")
+            raise RuntimeError(f"after {self.received} pushes every worker waits, and no timer is set")
         return True
 
     @property

@@ -135,7 +135,7 @@ def _outside(function: types.FunctionType) -> dict[str, Any]:
         if not (_is_number(value) or isinstance(value, types.ModuleType | types.BuiltinFunctionType)):
             raise ValueError(
                 f"rule {function.__name__!r} uses {name!r} from outside, a {type(value).__name__}: expected numbers and modules"
-                " only, for all workers must run the same code"
+                " only, because all workers must run the same code"
             )
     return outside
 

@@ -193,7 +193,7 @@ def _compare_fates(outcome: Outcome, trace: Trace, origin_ns: int) -> None:
 
 
 def made(cpu_ms: list[float], blocked_ms: list[float], *, steps: int = 50, queue: bool = True, cores: int = 2) -> Trace:
-    """A trace of workers that never wait for each other, as asp's; on so many cores everybody waits half of a step for one."""
+    """A trace of workers that never wait for each other, as asp's; on `cores` cores each waits half of a step for one."""
     lines, pushes, version = [], [], 0
     for worker, (cpu, blocked) in enumerate(zip(cpu_ms, blocked_ms, strict=True)):
         now_ns = 10**9

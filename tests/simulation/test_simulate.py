@@ -469,7 +469,7 @@ def test_a_simulation_in_which_all_wait_for_ever_ends_with_an_error() -> None:
     compute = ComputeTimes("constant", 10.0, 0.0, np.ones(2), 0)
     network = Network(np.zeros(1), np.zeros(1, np.int64))
     simulator = Simulator({"fold": "each", "grant": "at-once"}, compute, network, np.zeros(2, np.int32), needed=2, steps=9)
-    with pytest.raises(RuntimeError, match="after 2 pushes everybody waits"):
+    with pytest.raises(RuntimeError, match="after 2 pushes every worker waits"):
         simulator.run(1000)
 
 
