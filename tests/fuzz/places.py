@@ -1,8 +1,7 @@
-"""Where what lies in an arena, for who writes over it; and walls around an arena, and marks between its parts.
+"""The places of an arena's parts, for tests that overwrite them; walls around an arena, and marks between its parts.
 
-The header's words say where (kernels/shm/arena.h). A sanitizer knows memory that was allocated, not the parts of one mapping:
-so an access beyond the arena ends at a wall of pages that nobody may touch, and a store between two parts changes a mark.
-Refuses to know what is written.
+The header's words give the places. A sanitizer checks allocations, not the parts of one mapping. So an access beyond the arena
+hits a wall of inaccessible pages, and a store between two parts changes a mark.
 """
 
 import ctypes
@@ -11,14 +10,14 @@ import os
 import struct
 from typing import Any, NamedTuple
 
-from fastps.system import shared_memory as memory_of
+from fastps.system import shared_memory
 
 _PAGE = mmap.PAGESIZE
-_WALL_BYTES = 1 << 30  # beyond most wild indices; nothing of it is ever in memory
+_WALL_BYTES = 1 << 30  # larger than most wild offsets; never resident in memory
 _NOBODY, _SHARED, _ANONYMOUS, _FIXED, _NO_RESERVE = 0, 0x01, 0x22, 0x10, 0x4000
 _LINE, _LANE_BYTES, _SEAT_BYTES, _FATE_BYTES, _DOMAIN_BYTES = 64, 768, 192, 32, 512
 _WORK_BYTES = 192 + 40 * 1024
-_ROSTER_BYTES = 2048  # of a few workers; the rest of its pages is for more
+_ROSTER_BYTES = 2048  # scheduler state of a few workers; the rest of its pages is for more workers
 _MARK = 0xC5
 
 
@@ -71,7 +70,7 @@ class Header(NamedTuple):
 
 _HEADER = struct.Struct("<Q14Id26Q")
 Places = dict[str, list[tuple[int, int]]]
-"""A name, and where such parts lie: (offset, length) in bytes."""
+"""By name, the (offset, length) in bytes of each part of that kind."""
 
 
 def header_of(memory: Any) -> Header:
@@ -80,7 +79,7 @@ def header_of(memory: Any) -> Header:
 
 
 def places_of(header: Header) -> Places:
-    """What processes write, by name. Weights and the rule's floats are left out: a stray float is a float."""
+    """The parts that processes write, by name. Weights and optimizer state are left out: any bits there are a valid float."""
     lanes = [header.lanes_offset + lane * header.lane_bytes for lane in range(header.n_lanes)]
     slots = [header.slots_offset + slot * header.slot_bytes for slot in range(header.n_lanes * header.n_slots)]
     shards = range(header.n_shards)
@@ -104,7 +103,7 @@ def places_of(header: Header) -> Places:
 
 
 def gaps_of(header: Header) -> list[tuple[int, int]]:
-    """(begin, end) of what lies between parts, and nobody uses."""
+    """(begin, end) of the unused gaps between parts."""
     ends = {
         header.domains_offset: _HEADER.size,
         header.work_offset: header.domains_offset + header.n_shards * _DOMAIN_BYTES,
@@ -145,25 +144,25 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Walls:
-    """Between `begin` and `end` every arena that this process maps lies between two walls."""
+    """Map every arena of this process between two walls, from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self._map_shared = memory_of.map_shared
+        self._map_shared = shared_memory.map_shared
         self._mapped: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """From now on."""
-        memory_of.map_shared = self._map  # type: ignore[assignment]
+        """Map arenas between walls from now on."""
+        shared_memory.map_shared = self._map  # type: ignore[assignment]
 
     def end(self) -> None:
-        """Arenas that were mapped are gone: nobody may read them any more."""
-        memory_of.map_shared = self._map_shared
+        """Unmap the arenas; no code may read them afterwards."""
+        shared_memory.map_shared = self._map_shared
         for address, length in self._mapped:
             _libc.munmap(address, length)
         self._mapped.clear()
 
     def _map(self, descriptor: int, *, writable: bool = True) -> Any:
-        self._map_shared(descriptor, writable=writable)  # its checks
+        self._map_shared(descriptor, writable=writable)  # for its checks
         size = os.fstat(descriptor).st_size
         length = 2 * _WALL_BYTES + -(-size // _PAGE) * _PAGE
         address = _libc.mmap(None, length, _NOBODY, _ANONYMOUS | _NO_RESERVE, -1, 0)
