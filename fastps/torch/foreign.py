@@ -34,7 +34,7 @@ def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         if kind in ("DTensor", "FlatParameter"):
             raise UnsupportedError(
                 f"parameter {name!r} is a {kind}, a part that fully_shard or FullyShardedDataParallel keeps: expected whole"
-                " parameters; leave sharding out, for fastps keeps one copy for all workers"
+                " parameters; leave sharding out, because fastps keeps one copy for all workers"
             )
         if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError(
@@ -54,8 +54,8 @@ def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             continue
         size = tensors[index].numel()
         raise UnsupportedError(
-            f"parameter {names[index]!r} is of a layer with sparse=True ({type(layer).__name__}): expected dense gradients, for"
-            " tables by rows are not supported yet; build the layer with sparse=False, which costs a pass over all"
+            f"parameter {names[index]!r} belongs to a layer with sparse=True ({type(layer).__name__}): expected dense gradients,"
+            " because sparse ones are not supported yet; build the layer with sparse=False, which costs a pass over all"
             f" {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
         )
 

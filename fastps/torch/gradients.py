@@ -71,8 +71,8 @@ class Gradients:
             )
         if gradient.requires_grad:
             raise UnsupportedError(
-                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, for the gradient is moved"
-                " into shared memory"
+                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
+                " moved into shared memory"
             )
 
     def zero(self, slot: int, set_to_none: bool) -> None:

@@ -42,8 +42,8 @@ class OptimizerState(torch.optim.Optimizer):
         """Raise UsageError, because the arena exists already: add the group to the torch optimizer before wrapping it."""
         if self._wrapped:
             raise UsageError(
-                "add_param_group() after wrapping is not supported, for the arena is made: add the group to the"
-                " torch optimizer first, then wrap it"
+                "add_param_group() after wrapping is not supported, because the arena exists already: add the group"
+                " to the torch optimizer first, then wrap it"
             )
         super().add_param_group(param_group)
 

@@ -126,7 +126,7 @@ def why_not_compiled() -> str | None:
     if wanted not in ("auto", "attributes"):
         raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto or attributes, found {wanted!r}")
     if wanted == "attributes":
-        return "loops over Python's attributes, for FASTPS_TENSOR_LOOPS says so"
+        return "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
     advice = "for faster steps install fastps again, beside this torch (pip install --force-reinstall --no-deps)"
     if _compiled is None:
         return f"the compiled loops over tensors are not there ({_not_there}): {advice}"
