@@ -54,9 +54,9 @@ def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             continue
         size = tensors[index].numel()
         raise UnsupportedError(
-            f"parameter {names[index]!r} belongs to a layer with sparse=True ({type(layer).__name__}): expected dense gradients,"
-            " because sparse ones are not supported yet; build the layer with sparse=False, which costs a pass over all"
-            f" {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
+            f"parameter {names[index]!r} belongs to a layer with sparse=True ({type(layer).__name__}): expected dense"
+            " gradients, because sparse ones are not supported yet; build the layer with sparse=False, which costs a pass over"
+            f" all {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
         )
 
 

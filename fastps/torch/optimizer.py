@@ -390,7 +390,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         if self._weights.has_moved(changed):
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
-                f" load): expected it to stay where fastps shows the job's weights, because the next step points it back; {_CURE}"
+                " load): expected it to stay where fastps shows the job's weights, because the next step points it back;"
+                f" {_CURE}"
             )
         if self._total_steps == 0:
             return

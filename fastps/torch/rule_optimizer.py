@@ -26,7 +26,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     >>> model.weight.tolist()
     [[0.75, 0.75]]
 
-    Raises TypeError unless every hyper-parameter of the rule is given, by name, here or in its param_group.
+    Raises:
+        TypeError: A hyper-parameter of the rule is given neither here, by name, nor in its param_group, or one is unknown.
     """
 
     def __init__(self, params: Iterable[Any], rule: UserRule, **hyper: float) -> None:

@@ -23,7 +23,8 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
         optimizer: the DistributedOptimizer; give it `batch_size=`, the size before any tuning.
         seed: seed of the permutations, the same for all workers. `set_epoch` works as in torch's DistributedSampler.
 
-    Raises ValueError if the optimizer has no batch size.
+    Raises:
+        ValueError: The optimizer has no batch size.
     """
 
     def __init__(self, samples: int, optimizer: "DistributedOptimizer", seed: int = 0) -> None:
