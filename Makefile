@@ -1,5 +1,5 @@
-# make demo and make test do all their own set-up: a .venv, the install, then the job.
-# PYTHON picks the interpreter that the .venv is made from (3.11 or newer).
+# Targets set up what they need: a .venv with fastps installed.
+# PYTHON chooses the interpreter of the .venv (3.11 or newer).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,12 +8,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE_TREE := build/tree
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
-# pip says nothing for minutes, and all too much with -v: of that the build's own lines are shown, and the end of it if it fails.
+# pip is silent for minutes, and verbose with -v. Show the build's own lines only, and the end of the log if it fails.
 SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
-# Tests run in two processes: comparisons of times have a few chances, and everything else does not care.
+# Run the tests in two processes. Tests that compare times retry, and other tests do not depend on load.
 PARALLEL := -n 2 --dist worksteal
 
-# Show a build's folder ($1) the Python files: its compiled modules lie beside links, so that only a changed header rebuilds.
+# Link the Python files into a build's folder ($1), beside its compiled modules, so that a changed Python file needs no rebuild.
 LINK_PYTHON = find $1/fastps -type l -delete; \
 	for entry in fastps/*; do [[ $$entry == */__pycache__ ]] || ln -s "$(CURDIR)/$$entry" $1/fastps/; done; \
 	for file in kernels/*.py kernels/*/*.py; do mkdir -p "$1/fastps/$${file%/*}"; ln -s "$(CURDIR)/$$file" "$1/fastps/$$file"; done; \
@@ -45,31 +45,31 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 test: $(VENV)/.installed lint test-hooks  ## lint, types and the tests
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
-# Several hundred MB of other people's frameworks: only for tests/clients.
+# Several hundred MB of other frameworks, which only tests/clients needs.
 $(VENV)/.clients: $(VENV)/.installed
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])' \
 		| xargs $(PIP) install --quiet -c constraints.txt
 	touch $@
 
-test-all: $(VENV)/.clients lint test-debug hooks  ## every test, the slow ones, those of other frameworks and the special builds too
+test-all: $(VENV)/.clients lint test-debug hooks  ## all tests, also the slow ones, of other frameworks and of special builds
 	$(BIN)/python -m pytest -q
 	$(HOOKS_TESTS)
 
-test-debug: $(VENV)/.installed  ## the core's tests on a build with bounds checks and assertions
+test-debug: $(VENV)/.installed  ## tests of the core, built with bounds checks and assertions
 	rm -rf build/debug
 	FASTPS_DEBUG=1 $(PIP) install -v --no-build-isolation --no-deps --target build/debug . $(SHOW_BUILD)
 	cp -r tests build/debug/tests
 	cd build/debug && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . \
 		-m "not slow" tests/kernels tests/store/test_store.py
 
-hooks: build/hooks/.made  ## build/hooks: the core with test hooks, for fastps chaos and the tests of deaths
+hooks: build/hooks/.made  ## build/hooks: the core with failpoints, for fastps chaos and tests/crash
 	@$(call LINK_PYTHON,build/hooks)
 
 build/hooks/.made: $(VENV)/.installed
 	FASTPS_HOOKS=1 $(BIN)/python setup.py -q build_ext --build-lib build/hooks --build-temp build/hooks-objects
 	touch $@
 
-test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the build with hooks
+test-hooks: hooks  ## deaths at stores to shared memory, and the simulated world, on the failpoint build
 	$(HOOKS_TESTS) -m "not slow" $(PARALLEL)
 
 .PHONY: sanitized-thread sanitized-address
@@ -77,22 +77,22 @@ sanitized-thread sanitized-address: sanitized-%: $(VENV)/.installed
 	FASTPS_SANITIZE=$* $(BIN)/python setup.py -q build_ext --build-lib build/$* --build-temp build/$*-objects
 	@$(call LINK_PYTHON,build/$*)
 
-# The sanitizer's library must be there before Python; Python itself is not instrumented, and lets go of nothing at its exit.
+# Preload the sanitizer's library, because Python itself is not instrumented. Leaks are ignored: Python frees little at exit.
 SANITIZED_PYTEST := ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir .
 UNDER_THREAD := cd build/thread && LD_PRELOAD=$$(cc -print-file-name=libtsan.so) TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 UNDER_ADDRESS := cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS="detect_leaks=0" \
 	UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"
 
-test-sanitizers: sanitized-thread sanitized-address  ## threads on one arena under ThreadSanitizer, and the core's tests under AddressSanitizer
+test-sanitizers: sanitized-thread sanitized-address  ## an arena's threads under ThreadSanitizer, the core under AddressSanitizer
 	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/protocol/test_lane.py
 	$(UNDER_ADDRESS) $(SANITIZED_PYTEST) -m "not slow" \
 		tests/kernels/protocol tests/kernels/scheduling/test_scheduler.py
 
 FUZZ_SECONDS ?= 600
-fuzz: sanitized-address  ## attach messages, the arena's words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
+fuzz: sanitized-address  ## fuzz messages, arena words and checkpoints for FUZZ_SECONDS (600) under AddressSanitizer
 	$(UNDER_ADDRESS) FASTPS_FUZZ_SECONDS=$(FUZZ_SECONDS) $(SANITIZED_PYTEST) --timeout=$$(($(FUZZ_SECONDS) + 600)) tests/fuzz
 
-lint: $(VENV)/.installed  ## ruff, cython-lint, mypy, and the arrows between the rooms
+lint: $(VENV)/.installed  ## ruff, cython-lint, mypy, and the imports between packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cython-lint kernels
@@ -108,8 +108,8 @@ $(VENV)/.docs: $(VENV)/.installed
 		| xargs $(PIP) install --quiet -c constraints.txt
 	touch $@
 
-docs: $(VENV)/.docs  ## build the site into build/site, strictly
+docs: $(VENV)/.docs  ## build the site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
 
-clean:  ## remove everything that was built
+clean:  ## remove all build products
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so

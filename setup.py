@@ -1,14 +1,14 @@
-"""Build of the compiled core: kernels/ROOM/NAME.pyx becomes the extension fastps.kernels.ROOM.NAME.
+"""Build of the compiled core: kernels/FOLDER/NAME.pyx becomes the extension fastps.kernels.FOLDER.NAME.
 
-What it refuses to be: a place for metadata (pyproject.toml has it all) or for machine-specific flags. No -march=native: the
-fold chooses its instruction set at run time, so that one wheel runs on any x86-64 or arm64.
+All metadata is in pyproject.toml. There are no machine-specific flags such as -march=native: the fold chooses its instruction
+set at run time, so one wheel runs on any x86-64 or arm64 machine.
 
-A line on stderr for each compiled module says how far the build is; ccache is used where it is on the PATH (CCACHE_DISABLE=1:
-is not). What Cython gives every module that has a memoryview is compiled once, into fastps.kernels.cython_shared.
+The build prints a line to stderr for each compiled module. It uses ccache if ccache is on the PATH (CCACHE_DISABLE=1 turns it
+off). Cython's memoryview code, which many modules share, is compiled once, into fastps.kernels.cython_shared.
 
-FASTPS_DEBUG=1 builds with bounds checks and assertions; FASTPS_HOOKS=1 compiles the test hooks of atomics.h in, so that a
-test can count, or die at, every access to shared memory. FASTPS_SANITIZE=thread or =address builds with that sanitizer, the
-latter with UndefinedBehaviorSanitizer, too.
+FASTPS_DEBUG=1 builds with bounds checks and assertions. FASTPS_HOOKS=1 compiles failpoints in, by which a test can count every
+access to shared memory, or die at it. FASTPS_SANITIZE=thread builds with ThreadSanitizer, and FASTPS_SANITIZE=address with
+AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 import importlib.util
@@ -27,20 +27,20 @@ DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = {"": "", "thread": "thread", "address": "address,undefined"}[os.environ.get("FASTPS_SANITIZE", "")]
 STAGE = Path("build/cimport")
-JOBS = len(os.sched_getaffinity(0))  # compilers at a time
-HOOKS_ONLY = ("chaos",)  # rooms that only the tests' build has
-NOT_HOOKED = ("baseline", "simulation", "tensors")  # and those that have nothing to hook
+JOBS = len(os.sched_getaffinity(0))  # parallel compilers
+HOOKS_ONLY = ("chaos",)  # folders that only the failpoint build compiles
+NOT_HOOKED = ("baseline", "simulation", "tensors")  # folders without failpoints, which the test builds leave out
 SHARED = "fastps.kernels.cython_shared"
 LEVEL = "-O2"
-# Modules that another level makes faster. Times at LEVEL over times at -O3 (both builds took turns; gcc 12, x86-64), by `fastps
-# bench kernels`: the fold 4.0, and the limit that it is compared with 3.1; by `fastps bench scheduler`, 16 and 1,000 workers:
-# 1.07, or 1.01 with state alone at -O3. Nothing else is faster: `fastps bench sim` 0.97 to 1.00, and by `fastps bench lane` a
-# post takes 2.0 to 2.2 of its limits at either level.
+# Modules that -O3 makes faster. Times at LEVEL divided by times at -O3, measured alternately (gcc 12, x86-64): `fastps bench
+# kernels` 4.0 for the fold and 3.1 for its roofline; `fastps bench scheduler` with 16 and 1,000 workers 1.07, or 1.01 if only
+# the scheduler state is at -O3. Nothing else gains: `fastps bench sim` 0.97 to 1.00, and in `fastps bench lane` a post takes
+# 2.0 to 2.2 times its roofline at either level.
 LEVELS = {"update.fold": "-O3", "baseline.roofline": "-O3", "scheduling.state": "-O3"}
 
 
 def stage_cimports() -> str:
-    """Show Cython the tree as it will be installed, so that `cimport fastps.kernels.x` finds kernels/x.pxd.
+    """Stage the tree as it will be installed, so that `cimport fastps.kernels.x` finds kernels/x.pxd. Returns its root.
 
     Cython resolves a cimport by folders on disk and does not read setuptools' package_dir.
     """
@@ -54,7 +54,7 @@ def stage_cimports() -> str:
 
 
 def torch_folder() -> Path | None:
-    """Where torch is: to be imported from here, or in the environment that an isolated build is for; None: in neither."""
+    """torch's folder: importable here, or installed in the environment that an isolated build targets; None without torch."""
     found = importlib.util.find_spec("torch")
     folders = [Path(found.origin).parent] if found and found.origin else []
     folders += [Path(sysconfig.get_path("platlib")) / "torch"]
@@ -62,8 +62,9 @@ def torch_folder() -> Path | None:
 
 
 def torch_extension() -> list[Extension]:
-    """fastps.kernels.tensors.torch_tensors, in C++ against torch's headers; without them Python's attributes do
-    (tensor_loops.py).
+    """The C++ extension fastps.kernels.tensors.torch_tensors, built against torch's headers; empty without torch.
+
+    Without the extension, loops over Python attributes replace it at run time.
     """
     folder = torch_folder()
     if folder is None or HOOKS or SANITIZER:
@@ -77,7 +78,7 @@ def torch_extension() -> list[Extension]:
             include_dirs=["kernels", str(folder / "include")],
             depends=["kernels/tensors/torch_tensors.hpp"],
             extra_compile_args=["-std=c++20", *(["-O1"] if DEBUG else ["-O2", "-g0"]), "-Wall", "-Wno-unused-function"],
-            # Without a path: torch is imported first, and these are what it has loaded.
+            # No rpath: fastps imports torch first, which loads these libraries.
             library_dirs=[str(folder / "lib")],
             libraries=["torch_python", "torch_cpu", "c10"],
             language="c++",
@@ -87,17 +88,17 @@ def torch_extension() -> list[Extension]:
 
 
 def level(module: str) -> str:
-    """How far the compiler optimizes a module; with test hooks, where nothing is timed, all alike."""
+    """A module's optimization level. The failpoint build, which is not timed, uses one level for all modules."""
     return LEVEL if HOOKS else LEVELS.get(module, LEVEL)
 
 
 def extensions() -> list[Extension]:
-    """One extension for each kernels/ROOM/NAME.pyx; all share the headers, so a changed header rebuilds all of them."""
+    """One extension per kernels/FOLDER/NAME.pyx. All depend on all headers, so a changed header rebuilds every extension."""
     macros = [("FASTPS_DEBUG", "1")] if DEBUG else []
     macros += [("FASTPS_HOOKS", "1")] if HOOKS else []
     late = [f"-fsanitize={SANITIZER}", "-g", "-O1", "-fno-omit-frame-pointer"] if SANITIZER else []
-    late += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # coroutine.h changes stacks
-    # -ffp-contract=off: the same bits on every machine; a fused multiply-add happens only where the source writes one.
+    late += ["-U_FORTIFY_SOURCE"] if HOOKS else []  # the simulated world's coroutines switch stacks
+    # -ffp-contract=off: the same bits on every machine; only an explicit fma in the source is a fused multiply-add.
     late += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-unused-function", "-pthread"]
     headers = [*sorted(str(path) for path in Path("kernels").rglob("*.h")), "kernels/cuda/fold.cu"]
     left_out = (*(() if HOOKS else HOOKS_ONLY), *(NOT_HOOKED if HOOKS or SANITIZER else ()))
@@ -106,7 +107,7 @@ def extensions() -> list[Extension]:
         for source in sorted(Path("kernels").glob("*/*.pyx"))
         if source.parent.name not in left_out and source.stem != "torch_tensors"
     }
-    modules[SHARED.removeprefix("fastps.kernels.")] = "kernels/cython_shared.c"  # which Cython writes under build/
+    modules[SHARED.removeprefix("fastps.kernels.")] = "kernels/cython_shared.c"  # Cython writes it under build/
     return [
         Extension(
             f"fastps.kernels.{module}",
@@ -114,7 +115,7 @@ def extensions() -> list[Extension]:
             include_dirs=["kernels"],
             depends=headers,
             define_macros=macros,
-            # -g0: Python's own flags have -g, which costs a quarter of the compiler's time.
+            # -g0 overrides the -g in Python's own flags, which costs a quarter of the compile time.
             extra_compile_args=["-std=gnu11", *(["-O1", "-g"] if DEBUG else [level(module), "-g0"]), *late],
             extra_link_args=["-pthread", *([f"-fsanitize={SANITIZER}"] if SANITIZER else [])],
         )
@@ -123,36 +124,36 @@ def extensions() -> list[Extension]:
 
 
 def behind_ccache(command: list[str]) -> list[str]:
-    """The compiler's command, through ccache where there is one and CC does not name one (or sccache) already."""
+    """The compiler command, prefixed with ccache if it is installed and CC does not name ccache or sccache already."""
     ccache = shutil.which("ccache")
     return [ccache, *command] if ccache and not any("ccache" in Path(word).name for word in command) else command
 
 
 class Build(build_ext):
-    """Compiles through ccache, and tells of every module on stderr, which `pip install -v` shows."""
+    """Compile through ccache, and report every module on stderr, which `pip install -v` shows."""
 
     def build_extensions(self) -> None:
-        """Compile all, several at a time."""
+        """Compile all extensions, several in parallel."""
         self.counted = itertools.count(1)
         self.compiler.compiler_so = behind_ccache(self.compiler.compiler_so)
         self.compiler.compiler_so_cxx = behind_ccache(self.compiler.compiler_so_cxx)
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one, unless it is newer than its sources; called by several threads."""
+        """Compile one extension unless it is newer than its sources. Several threads call it."""
         built = Path(self.get_ext_fullpath(ext.name))
         before = built.stat().st_mtime_ns if built.exists() else None
         super().build_extension(ext)
         count = next(self.counted)
         if built.stat().st_mtime_ns != before:
-            # One write, so that no other thread's line comes between a line and its end.
+            # A single write keeps lines of other threads from interleaving.
             name = ext.name.removeprefix("fastps.kernels.")
             sys.stderr.write(f"fastps: compiled {name} ({count} of {len(self.extensions)})\n")
             sys.stderr.flush()
 
 
 def packages() -> list[str]:
-    """All packages: each folder with an __init__.py under fastps/, kernels/ and bench/."""
+    """The names of all packages: each folder with an __init__.py under fastps/, kernels/ and bench/."""
     roots = {"fastps": "fastps", "kernels": "fastps.kernels", "bench": "fastps.bench"}
     return [
         ".".join([name, *path.parent.relative_to(root).parts])

@@ -1,7 +1,7 @@
-"""A rule of one's own: sign-SGD with momentum, folded by two workers through fastps.Store, without torch.
+"""A user-defined rule: sign-SGD with momentum, folded by two workers through fastps.Store, without torch.
 
-The sign of the momentum decides the direction, the learning rate the size of every step, so the weights walk towards the truth
-at a constant pace and stay within a step or two of it.
+The sign of the momentum gives each step's direction, and the learning rate its size. So the weights move towards the truth at a
+constant pace, and then stay within a step or two of it.
 """
 
 import math
@@ -27,7 +27,7 @@ truth = np.random.default_rng(0).uniform(-1, 1, LENGTH).astype(np.float32)
 
 
 def work(store: fastps.Store, rank: int) -> float:
-    """Push noisy gradients of the squared distance to the truth; return the mean distance that is left."""
+    """Push noisy gradients of the squared distance to the truth; return the remaining mean distance."""
     noise = np.random.default_rng(1 + rank)
     with store.attach(rank) as worker:
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""A script of your own that can be stopped, resumed and have its workers replaced: it begins where the job is, not at 0.
+"""A script that can be stopped and resumed, and whose workers can be replaced: it begins at the job's step, not at 0.
 
 fastps run -n 2 --checkpoint runs/a --every 50 examples/resume.py 120
 fastps run -n 2 --resume runs/a examples/resume.py 200
@@ -15,13 +15,13 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = fastps.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
 
-begun = optimizer.worker.steps  # 0; or the steps of the checkpoint, or of the slowest of those whom a replacement joins
+begun = optimizer.worker.steps  # 0, or the checkpoint's step, or for a replacement the slowest worker's step
 if begun:
     print(f"worker {fastps.rank()} goes on at step {begun}, version {optimizer.version}")
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.5, last_epoch=begun - 1 if begun else -1)
 
 for step in range(begun, steps):
-    # What a step reads follows from its number, so that a resumed one reads what it would have read.
+    # The step's number determines its batch, so a resumed step reads the same batch.
     order = torch.Generator().manual_seed(step * fastps.world_size() + fastps.rank())
     inputs = torch.randn(32, 8, generator=order)
     optimizer.zero_grad()
@@ -30,6 +30,6 @@ for step in range(begun, steps):
     optimizer.step()
     schedule.step()
 
-optimizer.close()  # from here on the parameters are this worker's own
+optimizer.close()  # the parameters are now private copies of this worker
 total = sum(parameter.double().abs().sum().item() for parameter in model.parameters())
 print(f"worker {fastps.rank()}: loss {loss.item():.6f}, weights {total:.12f}")

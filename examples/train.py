@@ -1,4 +1,4 @@
-"""The ten-line example: runs alone, under `fastps run -n 4 examples/train.py`, and under torchrun, unchanged."""
+"""The ten-line example. It runs unchanged alone, under `fastps run -n 4 examples/train.py`, and under torchrun."""
 
 import torch
 

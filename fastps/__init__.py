@@ -1,12 +1,12 @@
-"""fastps, the embedded parameter server for PyTorch: what SQLite is to a database server, fastps is to a parameter server.
+"""fastps, the embedded parameter server for PyTorch: it is to a parameter server as SQLite is to a database server.
 
-Several processes on one machine train one model; all state lives in one shared-memory arena; whoever has to wait does the
-server's work. Two lines change a training loop:
+Several processes on one machine train one model. One shared-memory arena holds all state, and waiting workers do the server's
+work. Two lines change a training loop:
 
     import fastps
     opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="dssp:3,15")
 
-This module is the public list and nothing else. What needs torch is imported when it is first used.
+This module only lists the public names. Names that need torch are imported on first use.
 """
 
 import importlib

@@ -12,7 +12,7 @@ from task import accuracy, batch, network
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=800)
 arguments = parser.parse_args()
-torch.set_num_threads(1)  # the network is too small for more
+torch.set_num_threads(1)  # the network is too small to gain from more threads
 
 model = network()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.004, momentum=0.5)

@@ -1,4 +1,4 @@
-"""Tutorial, steps 6 and 7: a loop that begins where the job is, so that it can be resumed and its workers replaced.
+"""Tutorial, steps 6 and 7: a loop that begins at the job's step, so that it can be resumed and its workers replaced.
 
 fastps run -n 4 --checkpoint runs/tutorial --every 50 examples/tutorial/resumable.py --steps 100
 fastps run -n 4 --resume runs/tutorial examples/tutorial/resumable.py --steps 200
@@ -24,13 +24,13 @@ rank, workers = fastps.rank(), fastps.world_size()
 model = network()
 inner = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
 optimizer = fastps.DistributedOptimizer(inner, model=model)
-begun = optimizer.worker.steps  # 0, or where the checkpoint or the running job is
+begun = optimizer.worker.steps  # 0, or the step of the checkpoint or of the running job
 if begun:
     print(f"worker {rank} begins at step {begun}")
 for step in range(begun, arguments.steps):
     if step == arguments.die_at and rank == 2 and begun == 0:
-        os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does to a process when memory runs out
-    points, labels = batch(step * workers + rank)  # the batch follows from the step's number
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+    points, labels = batch(step * workers + rank)  # the step's number determines the batch
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(points), labels).backward()
     optimizer.step()

@@ -1,6 +1,6 @@
-"""The tutorial's task: points around eight random centres, and a network that tells the centres apart.
+"""The tutorial's task: points around eight random centres, and a network that classifies them by centre.
 
-Reading a batch takes 5 ms, as a disk or an image decoder would. All of it is synthetic, so nothing is downloaded.
+Reading a batch takes 5 ms, like a disk or an image decoder. All data is synthetic, so nothing is downloaded.
 """
 
 import time
@@ -12,7 +12,7 @@ CENTRES = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) * 0.45
 
 
 def batch(number: int, slow: float = 1.0, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return batch `number`: the points and the numbers of their centres. `slow` stretches the reading."""
+    """Return batch `number`: the points and the indices of their centres. `slow` multiplies the reading time."""
     time.sleep(READING_S * slow)
     generator = torch.Generator().manual_seed(number)
     labels = torch.randint(len(CENTRES), (size,), generator=generator)
@@ -27,6 +27,6 @@ def network() -> torch.nn.Module:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module) -> float:
-    """Return the share of 4,000 points that were never trained on and that the network gets right."""
+    """Return the share of 4,000 held-out points that the network classifies correctly."""
     points, labels = batch(-1, slow=0.0, size=4000)
     return float((model(points).argmax(1) == labels).float().mean())

@@ -27,13 +27,13 @@ inner = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
 optimizer = fastps.DistributedOptimizer(inner, model=model)
 began, step = time.perf_counter(), 0
 while step < steps and time.perf_counter() - began < arguments.seconds:
-    points, labels = batch(step * workers + rank, slow)  # every worker has batches of its own
+    points, labels = batch(step * workers + rank, slow)  # different batches in each worker
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(points), labels).backward()
     optimizer.step()
     step += 1
 print(f"worker {rank}: {step} batches in {time.perf_counter() - began:.1f} s")
 if rank == 0:
-    optimizer.wait_for_others()  # takes the weights with everybody's last push
+    optimizer.wait_for_others()  # takes the weights that include every worker's last push
     print(f"the job: {optimizer.version} updates, accuracy {accuracy(model):.1%}")
 optimizer.close()

@@ -1,9 +1,9 @@
-"""A GPU as fastps uses it: the CUDA runtime's own calls, one or two a method, through CuPy.
+"""A GPU as fastps uses it: one or two calls of the CUDA runtime per method, through CuPy.
 
-Memory is plain cudaMalloc, never a pool's, for a CUDA IPC handle names a whole allocation; events are made to be shared between
-processes. Refuses to be imported where no GPU is asked for; where one is and there is none, the error is one sentence.
+Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names a whole allocation. Events are created for
+sharing between processes. Import this module only where a GPU is wanted; without one the error is a single sentence.
 
-Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). docs/how-to/gpu.md says what of it has run on a GPU.
+Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). docs/how-to/gpu.md lists the parts that have run on a GPU.
 """
 
 import ctypes
@@ -15,19 +15,19 @@ import numpy.typing as npt
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
 from fastps.kernels.cuda import runtime as cuda
 
-# Flags of the CUDA runtime, by their documented values; CuPy does not give all of them names in every version.
-_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required of an event that is shared
+# Flags of the CUDA runtime, by their documented values; not every version of CuPy names all of them.
+_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required for a shared event
 _EVENT_INTERPROCESS = 4  # cudaEventInterprocess
-_IPC_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: peer access is enabled by opening
+_IPC_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: opening a handle enables peer access
 _STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
-_COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses tell where the memory is
+_COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
 _HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
 
 
 class CudaDevice:
-    """See fastps.device.interface.Device. `index`: among the GPUs that CUDA_VISIBLE_DEVICES leaves to this process.
+    """See fastps.device.interface.Device. `index` counts the GPUs that CUDA_VISIBLE_DEVICES shows to this process.
 
-    Raises DeviceError where there is no such GPU, or no CuPy.
+    Raises DeviceError if there is no such GPU, or no CuPy.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -48,7 +48,7 @@ class CudaDevice:
         self._pinned: list[int] = []
 
     def _use(self) -> Any:
-        """The runtime, with this device as the calling thread's current one."""
+        """The runtime, with this device set as the calling thread's current device."""
         self._runtime.setDevice(self.index)
         return self._runtime
 
@@ -75,7 +75,7 @@ class CudaDevice:
         return bytes(self._use().ipcGetMemHandle(address))
 
     def open(self, handle: bytes) -> int:
-        """See Device. CUDA refuses it in the process that exported the handle, and where no peer access exists."""
+        """See Device. CUDA fails in the process that exported the handle, and between GPUs without peer access."""
         try:
             address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], _IPC_LAZY_PEER_ACCESS))
         except self._runtime.CUDARuntimeError as error:
@@ -96,7 +96,7 @@ class CudaDevice:
             self._use().free(address)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """See Device: page-locked memory, so that an asynchronous copy is one."""
+        """See Device. The memory is page-locked, so that asynchronous copies really are asynchronous."""
         address = int(self._use().hostAlloc(size, _HOST_ALLOC_PORTABLE))
         self._pinned.append(address)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -104,7 +104,7 @@ class CudaDevice:
         return memory
 
     def view(self, address: int, length: int, dtype: str = "float32") -> Any:
-        """See Device: a CuPy array over memory that it does not own."""
+        """See Device. Returns a CuPy array over memory that the array does not own."""
         cupy = self._cupy
         with cupy.cuda.Device(self.index):
             memory = cupy.cuda.UnownedMemory(address, length * np.dtype(dtype).itemsize, self, self.index)
@@ -113,13 +113,13 @@ class CudaDevice:
     # -- streams and events ------------------------------------------------------------------------
 
     def compute_stream(self) -> int:
-        """See Device: torch's current stream on this GPU."""
+        """See Device. Returns torch's current stream on this GPU."""
         import torch
 
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def make_stream(self) -> Any:
-        """See Device: a stream of CuPy's, which starts kernels on it; it does not wait for the default stream."""
+        """See Device. Returns a CuPy stream that does not wait for the default stream."""
         with self._cupy.cuda.Device(self.index):
             return self._cupy.cuda.Stream(non_blocking=True)
 
@@ -180,10 +180,10 @@ class CudaDevice:
             cuda.fold_kernel(self.index, rule, dtype)(stream, order, tiles, blocks)
 
     def shut(self) -> None:
-        """See Device. What other processes opened they must have closed before."""
+        """See Device. Other processes must have closed this process's memory before."""
         runtime = self._use()
         runtime.deviceSynchronize()
-        # Events are left to the end of the process: another may be about to wait for one, and CUDA says nothing good of that.
+        # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.
         for address in [*self._opened, *self._owned]:
             self.close(address)
         for address in self._pinned:
@@ -192,5 +192,5 @@ class CudaDevice:
 
 
 def _pointer(stream: Any) -> int:
-    """The cudaStream_t of torch's streams, which come as numbers, and of CuPy's."""
+    """The cudaStream_t of a stream: of torch's, which is a number already, or of CuPy's."""
     return stream if isinstance(stream, int) else int(stream.ptr)

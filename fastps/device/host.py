@@ -1,8 +1,8 @@
-"""A device whose memory is the host's: the same interface as a GPU, between real processes, on any machine.
+"""A device in host memory: the interface of a GPU, between real processes, on any machine.
 
-Memory and events are memfds, which other processes open by a handle that names a process, a descriptor and a secret; streams
-are threads that do one thing after the other, so that what is not ordered by events really runs in any order. Its kernels are
-those of fold.cu, compiled by the host's compiler. Refuses to be quick: it is there to show that the protocol is right.
+Memory and events are memfds. Other processes open them by a handle that holds a process id, a descriptor, a size and a secret.
+Each stream is a thread that runs its work in order, so work that no event orders really runs in any order. The kernels are
+those of fold.cu, compiled by the host's compiler. This device tests the protocol; it is not built for speed.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from fastps.membership.rendezvous import pidfd_alive
 _HANDLE = struct.Struct("<qqq16s")  # process, descriptor, size, secret
 _SECRET_BYTES = 16
 _POLL_S = 20e-6
-_LOOK_EVERY = 200  # polls between two looks at whether the other process lives
+_LOOK_EVERY = 200  # polls between two checks that the other process is alive
 
 
 @dataclass
 class _Region:
-    """A mapped memfd: `size` bytes, then the secret. `pidfd`: of the process that made it, or -1 for one of our own."""
+    """A mapped memfd: `size` bytes, then the secret. `pidfd` is the creating process's, or -1 for this process's own."""
 
     descriptor: int
     memory: mmap.mmap
@@ -44,7 +44,7 @@ class _Region:
 
 @dataclass
 class HostEvent:
-    """Two counters in shared memory, how often it was recorded and how many of those are done; and who records it."""
+    """An event: its memory, which knows the recording process, and two counters in it, of records made and records done."""
 
     region: _Region
     words: npt.NDArray[np.int64]
@@ -52,21 +52,21 @@ class HostEvent:
 
 @dataclass
 class HostStream:
-    """A queue of work and the thread that does it; without a thread work is done at once, as on the host itself."""
+    """A queue of work and the thread that runs it; without a thread work runs immediately, as on the host itself."""
 
     thread: threading.Thread | None = None
     work: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
     failure: Exception | None = None
 
     def do(self, piece: Callable[[], None]) -> None:
-        """Queue a piece of work. After a failure nothing is done any more."""
+        """Queue a piece of work. After a failure no further work runs."""
         if self.thread is None:
             piece()
         else:
             self.work.put(piece)
 
     def run(self) -> None:
-        """The thread's life."""
+        """Run queued work until None arrives. The thread's main function."""
         while (piece := self.work.get()) is not None:
             if self.failure is None:
                 try:
@@ -76,9 +76,10 @@ class HostStream:
 
 
 class HostDevice:
-    """See fastps.device.interface.Device. `delay_s`: every piece of work on a thread's stream waits so long before it begins.
+    """See fastps.device.interface.Device. `delay_s` delays the start of each piece of work on a stream that has a thread.
 
-    `computes_at_once`: what is computed is done when it is called, as torch does it on the CPU; else it is queued, as on a GPU.
+    With `computes_at_once` the compute stream runs work when it is called, as torch does on the CPU; else it queues work, as a
+    GPU does.
 
     >>> device = HostDevice("host")
     >>> address = device.allocate(64)
@@ -149,7 +150,10 @@ class HostDevice:
         return _HANDLE.pack(os.getpid(), region.descriptor, region.size, region.secret).ljust(HANDLE_BYTES, b"\0")
 
     def _open_region(self, handle: bytes) -> _Region:
-        """What the handle names, if it is still there: a number that is in use again for something else has another secret."""
+        """Map the memory that a handle names. The secret exposes a process id or descriptor number that has been reused.
+
+        Raises DeviceLostError if the memory is gone.
+        """
         process_id, number, size, secret = _HANDLE.unpack_from(handle)
         stale = DeviceLostError(f"expected memory of process {process_id}, found none: it has ended, or has freed that memory")
         try:
@@ -226,7 +230,7 @@ class HostDevice:
         """See Device."""
         if stream.thread is not None:
             reached = threading.Event()
-            # Not by `do`: it is to be reached after a failure, too.
+            # After a failure the thread skips this piece, too, so the loop checks for one.
             stream.work.put(reached.set)
             while not reached.wait(0.01) and stream.failure is None:
                 pass
@@ -291,7 +295,7 @@ def _let_go(region: _Region) -> None:
 
 
 def _await(event: HostEvent, number: int) -> None:
-    """Wait until the record of that number is done. Raises DeviceLostError when its process ended before."""
+    """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
     polls = 0
     while int(event.words[1]) < number:
         polls += 1

@@ -1,11 +1,11 @@
-"""What fastps asks of a device that holds shards: memory that other processes can map, streams, events, and the fold.
+"""The interface of a device that holds shards: memory that other processes can map, streams, events, and the fold.
 
-Two things implement it: device_cuda.py on a GPU, and device_host.py with memory of the host, which lets everything above be
-tested between real processes where there is no GPU. Refuses to know shards, workers and torch: device_arena.py does.
+A GPU implements it through CUDA. A second implementation, in host memory, lets tests run the rest of fastps between real
+processes without a GPU. The interface knows no shards, no workers and no torch.
 
-The rules are CUDA's. Work is queued on a stream and runs in its order. An event is recorded on a stream by the one process that
-made it; whoever waits for it, in this process or another, has its stream wait for the last record before the call. Only the
-fold's owner, or a pull, ever orders two streams by the host.
+The rules are CUDA's. Work is queued on a stream and runs in the stream's order. Only the process that made an event records it
+on a stream. Any process can make its stream wait for an event; the stream then waits for the last record before that call.
+Folds, pulls and reads of optimizer state are the only such waits.
 """
 
 from typing import Any, Protocol
@@ -15,28 +15,28 @@ import numpy.typing as npt
 
 from fastps.errors import Error
 
-HANDLE_BYTES = 64  # of memory and of an event, as CUDA's are
+HANDLE_BYTES = 64  # size of a handle of memory or of an event, as in CUDA
 
 Stream = Any
-"""A stream of the device's own kind; opaque."""
+"""An opaque stream of the device's own type."""
 
 Event = Any
-"""An event of the device's own kind; opaque."""
+"""An opaque event of the device's own type."""
 
 
 class DeviceError(Error):
-    """A device cannot do what was asked of it, or is not there."""
+    """An operation on a device failed, or the device does not exist."""
 
 
 class DeviceLostError(DeviceError):
-    """Memory or an event of a process that has ended: the job cannot go on, and is started again from its last snapshot."""
+    """Memory or an event belonged to a process that has ended. The job cannot go on, and must be restarted."""
 
 
 class Device(Protocol):
-    """One device as one process uses it. Sizes and addresses are in bytes; only one thread at a time may use it.
+    """One device as one process uses it. Sizes are in bytes, and addresses count bytes. Not thread-safe.
 
     Attributes:
-        identity: a text that names the device itself, the same in every process.
+        identity: a name of the device, the same in every process.
     """
 
     identity: str
@@ -44,41 +44,41 @@ class Device(Protocol):
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
-        """Zeroed memory of its own, aligned to 256 bytes; returns its address. Raises DeviceError if there is too little."""
+        """Allocate zeroed memory, aligned to 256 bytes; returns its address. Raises DeviceError if there is too little."""
         ...
 
     def export(self, address: int) -> bytes:
-        """The handle of an allocation, HANDLE_BYTES long, by which another process of this machine may open it."""
+        """The handle of an allocation, HANDLE_BYTES long. Other processes of this machine open the allocation by it."""
         ...
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation; returns its address here. Raises DeviceLostError for a handle that is stale."""
+        """Map another process's allocation; returns its address in this process. Raises DeviceLostError for a stale handle."""
         ...
 
     def close(self, address: int) -> None:
-        """Free an allocation, or unmap one that was opened. Whoever opened it must have closed it before it is freed."""
+        """Free an allocation, or unmap an opened one. All processes that opened it must close it before it is freed."""
         ...
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
-        """Memory of the host that copies may read while the host goes on (pinned). Lives as long as the device."""
+        """Host memory that asynchronous copies may read (pinned). It lives as long as the device."""
         ...
 
     def view(self, address: int, length: int, dtype: str = "float32") -> Any:
-        """Memory as an array of NumPy's dtype, of a kind that torch.from_dlpack takes."""
+        """Memory as an array of a NumPy dtype, in a form that torch.from_dlpack takes."""
         ...
 
     # -- streams and events ----------------------------------------------------------------------------------------------
 
     def compute_stream(self) -> Stream:
-        """The stream on which this process computes at this moment: torch's current one."""
+        """The stream on which this process computes now: torch's current stream."""
         ...
 
     def make_stream(self) -> Stream:
-        """A stream of its own."""
+        """Make a new stream."""
         ...
 
     def make_event(self) -> Event:
-        """An event that this process records; others may open it."""
+        """Make an event, which only this process may record and other processes may open."""
         ...
 
     def export_event(self, event: Event) -> bytes:
@@ -86,43 +86,46 @@ class Device(Protocol):
         ...
 
     def open_event(self, handle: bytes) -> Event:
-        """Another process's event, to wait for. Raises DeviceLostError for a handle that is stale."""
+        """Open another process's event, to wait for it. Raises DeviceLostError for a stale handle."""
         ...
 
     def close_event(self, event: Event) -> None:
-        """Let go of an event, made or opened."""
+        """Release an event that this process made or opened."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Mark the place that the stream's work has come to."""
+        """Record the event behind all work that the stream has been given."""
         ...
 
     def wait(self, event: Event, stream: Stream) -> None:
-        """Let what is queued on the stream from now on wait for the event's last record; an event never recorded is over."""
+        """Make later work on the stream wait for the event's last record; an event without a record delays nothing."""
         ...
 
     def synchronize(self, stream: Stream) -> None:
-        """Wait, on the host, until everything on the stream is done. Raises DeviceError if something of it failed."""
+        """Block the host until all work on the stream is done. Raises DeviceError if some of it failed."""
         ...
 
     def synchronize_all(self) -> None:
-        """Wait, on the host, until everything that this process has queued on any stream is done."""
+        """Block the host until all work that this process has queued on any stream is done."""
         ...
 
     def synchronize_event(self, event: Event) -> None:
-        """Wait, on the host, for the last record of an event of this process."""
+        """Block the host until the last record of one of this process's events is done."""
         ...
 
     # -- work ------------------------------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
-        """Queue a copy between any two of: this device, a device that it can reach, host_memory."""
+        """Queue a copy between any two of: this device, a device that it can reach, memory from host_memory."""
         ...
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: Stream) -> None:
-        """Queue the kernel of a rule and a gradient's dtype on an order and a table of tiles that lie on the device."""
+        """Queue the kernel for a rule and a gradient dtype.
+
+        order, tiles: addresses on the device of a work item and of a table of tiles; blocks: the number of tiles.
+        """
         ...
 
     def shut(self) -> None:
-        """Let go of everything that is left. The device must not be used afterwards."""
+        """Release everything that is left. The device must not be used afterwards."""
         ...

@@ -1,18 +1,16 @@
-"""The part of an arena that lies on devices: where a shard's weights, state and gradients are, who may fold them, and in what
-order all of it happens.
+"""The part of an arena that is on devices: where a shard's weights, state and gradients are, which lanes fold, in what order.
 
-The control words stay in the shared arena; a shard's floats are one allocation of its home, the lane that the layout names for
-it. Every lane shows a board in the arena: its device, the handles of its two events and those of the memory that it is home of.
-A lane on a shard's own device folds it; the others only push and pull. Where a server process is home of all shards, it alone
-folds.
+The control words stay in the shared arena. A shard's floats are one allocation of its owner lane, which the layout names. Every
+lane writes a handle table in the arena: its device, the handles of its two events, and the handles of the memory that it owns.
+A lane on a shard's own device folds the shard; other lanes only push and pull. A server process that owns all shards is the
+only one that folds.
 
-Two events a lane order everything. `computed` is recorded on the stream that computes, when a push is posted and when weights
-are let go; `folded` on the stream that folds, after each fold. A fold waits for both of every lane; a pull waits for every
-lane's `folded`. The host waits for nothing: the commit word says what will be true once the streams have come to it, and only
-those who waited for the events read it.
+Two events per lane order all work. A lane records `computed` on its compute stream when it posts a push and when it releases
+weights, and `folded` on its fold stream after each fold. A fold waits for both events of every lane; a pull waits for every
+lane's `folded`. The host does not wait: the commit word describes the state that the streams will reach, and only work that has
+waited for the events reads that state.
 
-Refuses to decide what is folded (kernels/scheduling/scheduler.pyx), to know torch (torch_cuda.py), and to survive a home's
-death: its memory is gone with it, so the job ends with a named error and is started again from its last snapshot.
+A shard's memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted.
 """
 
 from collections.abc import Sequence
@@ -31,14 +29,14 @@ if TYPE_CHECKING:
     from fastps.job.layout import Layout
     from fastps.store.store import Store
 
-SHOWN, FILLED = 1, 2  # a board's `ready`: handles are there; and the first weights have been written (lane 0)
-_RING_ENTRIES = 8  # orders that may be on their way to the device at a time
+SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; the first weights are written, too (lane 0 only)
+_RING_ENTRIES = 8  # work items that may be in flight to the device at a time
 _LEAST_ARGS_BYTES = 1 << 16
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
 def board_dtype(shards: int) -> np.dtype[Any]:
-    """A lane's board, at the end of its room for model buffers. Written and read under the turns."""
+    """The dtype of a lane's handle table, at the end of its room for model buffers. Read and write it under the shard locks."""
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
         [("ready", "<i8"), ("identity", "S56"), ("computed", handle), ("folded", handle), ("memory", handle, (shards,))]
@@ -46,7 +44,7 @@ def board_dtype(shards: int) -> np.dtype[Any]:
 
 
 def board_bytes(shards: int) -> int:
-    """Size of a board.
+    """Size of a handle table in bytes.
 
     >>> board_bytes(1)
     256
@@ -56,7 +54,10 @@ def board_bytes(shards: int) -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """What lies where in the one allocation of a shard: `floats` of it from `first` of a buffer; distances in bytes."""
+    """The layout of a shard's one allocation. The shard has `floats` floats, from float `first` of a buffer on.
+
+    The methods return offsets in bytes.
+    """
 
     first: int
     floats: int
@@ -64,24 +65,24 @@ class Region:
     planes: int
     lanes: int
     slots: int
-    gradient_bytes: int  # of one value
+    gradient_bytes: int  # bytes of one gradient value
 
     def weights(self, buffer: int) -> int:
-        """A weights buffer."""
+        """The offset of a weights buffer."""
         return 4 * self.floats * buffer
 
     def state(self, buffer: int) -> int:
-        """The planes of one of the buffers of rule state, one after the other."""
+        """The offset of a state buffer: its optimizer-state tensors, one after the other."""
         return 4 * self.floats * (self.buffers + self.planes * buffer)
 
     def gradient(self, lane: int, slot: int) -> int:
-        """A lane's slot."""
+        """The offset of a lane's slot."""
         begin = 4 * self.floats * (self.buffers + STATE_BUFFERS * self.planes)
         return begin + self.gradient_bytes * self.floats * (lane * self.slots + slot)
 
     @property
     def size(self) -> int:
-        """Bytes in all; more than 0, for nobody can allocate nothing."""
+        """Total size in bytes; at least 256, because an empty allocation is not possible."""
         return max(256, self.gradient(self.lanes, 0))
 
 
@@ -92,7 +93,7 @@ def regions_of(layout: "Layout") -> list[Region]:
 
 
 class DeviceArena:
-    """One lane's side of the arena on devices. Made when its worker attaches; only that worker uses it."""
+    """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user."""
 
     def __init__(self, store: "Store", rank: int, device: Device) -> None:
         self._store = store
@@ -105,7 +106,7 @@ class DeviceArena:
         self._stream: Stream = device.make_stream()
         self._peers: dict[int, tuple[Event, Event]] = {}
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
-        self._tiles: dict[int, tuple[int, int]] = {}  # of a shard: address and number
+        self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
         self._ring = OrderRing(device)
         self.folds = 0
 
@@ -118,15 +119,15 @@ class DeviceArena:
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
 
-    # -- the beginning: who has what -----------------------------------------------------------------
+    # -- setup: memory and handle tables -------------------------------------------------------------
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """The lane that each shard's memory belongs to."""
+        """The owner lane of each shard."""
         return self._layout.homes
 
     def show(self) -> None:
-        """Allocate the shards that this lane is home of, and write its board. The caller holds the turns."""
+        """Allocate the shards that this lane owns, and write its handle table. The caller holds the shard locks."""
         board = np.zeros((), board_dtype(len(self._regions)))
         for shard, region in enumerate(self._regions):
             if self.homes[shard] == self._rank:
@@ -139,31 +140,31 @@ class DeviceArena:
         self.board(self._rank)[...] = board
 
     def board(self, lane: int) -> Any:
-        """A lane's board. Only who holds the turns may rely on it."""
+        """A lane's handle table. It may change unless the caller holds the shard locks."""
         dtype = board_dtype(len(self._regions))
         room = self._store.extra_view(lane)
         return room[self._layout.extra_bytes - dtype.itemsize :].view(dtype).reshape(())
 
     def is_ready(self) -> bool:
-        """Whether all homes show their memory, and lane 0 the first weights. The caller holds the turns."""
+        """Whether all owner lanes wrote their handles, and lane 0 the first weights. The caller holds the shard locks."""
         boards = [self.board(home) for home in self.homes]
         return all(board["ready"] >= SHOWN for board in boards) and (self._rank == 0 or self.board(0)["ready"] >= FILLED)
 
     def open(self) -> None:
-        """Map the memory of the other homes. The caller holds the turns, or knows that boards stay as they are."""
+        """Map the memory of the other owner lanes. The caller holds the shard locks, or knows that the tables do not change."""
         for shard, home in enumerate(self.homes):
             if home != self._rank and not self._bases[shard]:
                 self._bases[shard] = self._device.open(bytes(self.board(home)["memory"][shard]))
 
     def unmap(self) -> None:
-        """Let go of the memory of other homes; there are no views of it any more."""
+        """Unmap the memory of other owner lanes. No views of it may exist any more."""
         for shard, home in enumerate(self.homes):
             if home != self._rank and self._bases[shard]:
                 self._device.close(self._bases[shard])
                 self._bases[shard] = 0
 
     def own_shards(self) -> list[int]:
-        """The shards that this lane folds: those on its own device, or with a server none but the server's."""
+        """The shards that this lane folds: those on its own device. With a server, only the server's lane folds."""
         if self._layout.has_server and self._rank < self._layout.lanes:
             return []
         return self.near_shards()
@@ -174,7 +175,7 @@ class DeviceArena:
         return [shard for shard, home in enumerate(self.homes) if self.board(home)["identity"].item() == identity]
 
     def fill(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
-        """Write the first weights (float32 of each parameter), state and average; return when they are there."""
+        """Write the first weights (float32, one array per parameter), state and average; return when the copies are done."""
         rule = self._layout.rule
         size = max((4 * parameter.length for parameter in self._layout.parameters), default=0)
         staging = self._device.host_memory(max(size, 4))
@@ -193,55 +194,55 @@ class DeviceArena:
 
     def _write(self, address: int, values: npt.NDArray[np.float32]) -> None:
         self._device.copy(address, values.ctypes.data, values.nbytes, self._stream)
-        self._device.synchronize(self._stream)  # the staging is used again at once
+        self._device.synchronize(self._stream)  # because the caller reuses the staging memory immediately
 
-    # -- places --------------------------------------------------------------------------------------
+    # -- addresses -----------------------------------------------------------------------------------
 
     def weights_address(self, buffer: int, index: int) -> int:
-        """The address here of a parameter in a weights buffer."""
+        """This process's address of a parameter in a weights buffer."""
         base, region, offset = self._place(index)
         return base + region.weights(buffer) + 4 * offset
 
     def plane_address(self, buffer: int, plane: int, index: int) -> int:
-        """The address here of a parameter in a plane of a buffer of rule state."""
+        """This process's address of a parameter in an optimizer-state tensor of a state buffer."""
         base, region, offset = self._place(index)
         return base + region.state(buffer) + 4 * (region.floats * plane + offset)
 
     def gradient_address(self, lane: int, slot: int, index: int) -> int:
-        """The address here of a parameter's gradient in a lane's slot."""
+        """This process's address of a parameter's gradient in a lane's slot."""
         base, region, offset = self._place(index)
         return base + region.gradient(lane, slot) + region.gradient_bytes * offset
 
     def _place(self, index: int) -> tuple[int, Region, int]:
-        """Where a parameter's shard begins here, what lies in it, and how far into each part the parameter is, in floats."""
+        """The address of a parameter's shard, the shard's layout, and the parameter's offset in each part, in floats."""
         parameter = self._layout.parameters[index]
         region = self._regions[parameter.shard]
         return self._bases[parameter.shard], region, parameter.offset - region.first
 
     def view(self, address: int, index: int, dtype: str = "float32") -> Any:
-        """Memory at an address as the flat values of a parameter, of the device's kind of array."""
+        """The flat values of a parameter at an address, as the device's type of array."""
         return self._device.view(address, self._layout.parameters[index].length, dtype)
 
     # -- order ---------------------------------------------------------------------------------------
 
     def mark_computed(self) -> None:
-        """What was computed up to now comes before any fold from now on: gradients written, weights read for the last time."""
+        """Order all work computed up to now before any later fold: gradients written, weights read for the last time."""
         self._device.record(self._computed, self._device.compute_stream())
 
     def await_folds(self) -> None:
-        """What is computed from now on comes after all folds up to now."""
+        """Order all work computed from now on after all earlier folds."""
         stream = self._device.compute_stream()
         self._device.wait(self._folded, stream)
         for _, folded in self._present_peers():
             self._device.wait(folded, stream)
 
     def synchronize_all(self) -> None:
-        """Wait, on the host, until this lane's folds and all that it computes are done. Raises DeviceError if a fold failed."""
+        """Block the host until this lane's folds and computations are done. Raises DeviceError if a fold failed."""
         self._device.synchronize(self._stream)
         self._device.synchronize_all()
 
     def _present_peers(self) -> list[tuple[Event, Event]]:
-        """The two events of each other lane that is there; one that has left has waited for its folds before."""
+        """The two events of each other present lane. A lane that has left waited for its folds before it left."""
         found = []
         for lane, (_, state) in enumerate(self._store.arena.members()):
             if lane == self._rank or state not in PRESENT:
@@ -249,7 +250,7 @@ class DeviceArena:
             if lane not in self._peers:
                 board = self.board(lane)
                 if board["ready"] < SHOWN:
-                    continue  # it has posted nothing yet
+                    continue  # the lane has posted no push yet
                 handles = bytes(board["computed"]), bytes(board["folded"])
                 self._peers[lane] = self._device.open_event(handles[0]), self._device.open_event(handles[1])
             found.append(self._peers[lane])
@@ -269,7 +270,7 @@ class DeviceArena:
         state_out: int,
         pushes: Sequence[tuple[int, int, float, float]],
     ) -> None:
-        """Queue a fold: what Lane.fold_with is given. Returns at once; the turn's holder then flips the commit word."""
+        """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word."""
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
         buffers = launch_args.Buffers(
             base + region.weights(weights_in),
@@ -297,17 +298,17 @@ class DeviceArena:
         self.folds += 1
 
     def _span_of(self, shard: int) -> slice:
-        """The numbers of a shard's parameters, which follow one another."""
+        """The indices of a shard's parameters, which are contiguous."""
         numbers = [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
         return slice(numbers[0], numbers[-1] + 1)
 
     def _steps(self, buffer: int) -> npt.NDArray[np.int64]:
-        """Every parameter's count of applications, which stays in the shared arena."""
+        """Each parameter's count of applied updates, which stays in the shared arena."""
         count = len(self._layout.parameters)
         return np.frombuffer(self._store.memory, np.int64, count, self._store.arena.steps_offset(buffer))
 
     def _slot_words(self, lane: int, slot: int, span: slice) -> tuple[list[tuple[float, ...]], npt.NDArray[np.bool_]]:
-        """The hyper-parameters and presence bits that travel with a push: see fps_hyper of kernels/update/fold.h."""
+        """The hyper-parameters and presence bits of a push; struct fps_hyper is the format of the former."""
         begin = self._store.arena.slot_offset(lane, slot)
         groups, count = self._layout.groups, len(self._layout.parameters)
         words = np.frombuffer(self._store.memory, np.float64, 16 * groups, begin).reshape(groups, 16)
@@ -318,7 +319,7 @@ class DeviceArena:
         return hypers, np.unpackbits(present, count=count, bitorder="little").view(np.bool_)[span]
 
     def _tiles_of(self, shard: int) -> tuple[int, int]:
-        """The shard's table of tiles on this device; written there at its first fold."""
+        """The address and length of the shard's tile table on this device; the shard's first fold writes it."""
         if shard not in self._tiles:
             tiles = launch_args.tiles_of(self._shapes[shard])
             address = self._device.allocate(max(256, tiles.nbytes))
@@ -331,7 +332,7 @@ class DeviceArena:
 
 
 class OrderRing:
-    """Orders on their way to the device: each is copied from pinned memory that is not written again before that is done."""
+    """Work items in flight to the device. Pinned memory that holds one is not reused before its copy is done."""
 
     def __init__(self, device: Device, entries: int = _RING_ENTRIES) -> None:
         self._device = device
@@ -341,15 +342,15 @@ class OrderRing:
         self._events = [device.make_event() for _ in range(entries)]
 
     def upload(self, order: npt.NDArray[np.uint8], stream: Stream) -> int:
-        """Queue the copy; returns the address on the device, which holds the order for work that is queued next on `stream`.
+        """Queue a copy of a work item; returns its address on the device, valid for the work queued next on `stream`.
 
-        The entry is used again after as many uploads as there are entries, in the order of the one stream that uses this ring.
+        An entry is reused after `entries` uploads, in the order of the one stream that uses this ring.
         """
         if order.nbytes > self._capacity:
             self._grow(order.nbytes)
         index = self._next % self._entries
         self._next += 1
-        self._device.synchronize_event(self._events[index])  # over long ago, unless the host is that far ahead
+        self._device.synchronize_event(self._events[index])  # waits only if the host is a whole ring ahead of the device
         staging = self._staging[index]
         staging[: order.nbytes] = order
         address = self._address + index * self._capacity
@@ -358,7 +359,7 @@ class OrderRing:
         return address
 
     def _grow(self, size: int) -> None:
-        """Room for larger orders; the old memory stays until the device is shut, for the stream may still read it."""
+        """Allocate larger entries. The old memory stays until the device is shut, because the stream may still read it."""
         self._capacity = max(_LEAST_ARGS_BYTES, 1 << (size - 1).bit_length())
         self._address = self._device.allocate(self._capacity * self._entries)
         self._staging = [self._device.host_memory(self._capacity) for _ in range(self._entries)]

@@ -1,7 +1,7 @@
-"""Where a job's shards lie: in host memory, which every worker reaches, or on the one GPU that all workers share.
+"""Where a job's shards are: in host memory, which every worker reaches, or on the one GPU that all workers share.
 
-All workers must come to the same answer, so it is read from what the launcher tells all of them alike. Refuses to import torch
-or CuPy, and to touch a GPU.
+All workers must choose alike, so the choice depends only on variables that the launcher sets alike in every worker. This module
+imports neither torch nor CuPy, and touches no GPU.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def gpus_of_workers() -> list[str]:
-    """The GPU of each worker, by the launcher's FASTPS_GPUS, which worker r has the (r mod n)th of; [] without the launcher.
+    """The GPU of each worker: worker r has entry r mod n of the launcher's FASTPS_GPUS. [] without the launcher.
 
     >>> os.environ["FASTPS_GPUS"] = "0,1"
     >>> gpus_of_workers()
@@ -32,7 +32,7 @@ def gpus_of_workers() -> list[str]:
 
 
 def parse_gpus(text: str) -> str:
-    """The list of `--gpus`, such as "0,1,2,3", once it is known that this machine has them. Raises UsageError.
+    """Check the list of `--gpus`, such as "0,1,2,3", and return it. Raises UsageError if this machine lacks one of them.
 
     >>> parse_gpus("0,x")
     Traceback (most recent call last):
@@ -52,9 +52,9 @@ def parse_gpus(text: str) -> str:
 
 
 def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's environment says of its GPU, if FASTPS_GPUS in `base` names any: its own first, so that it is cuda:0.
+    """A worker's CUDA_VISIBLE_DEVICES, if FASTPS_GPUS in `base` names GPUs. The worker's own GPU comes first, as cuda:0.
 
-    The others of the job follow, for a process can only reach GPUs that it sees.
+    The job's other GPUs follow, because a process can only reach GPUs that it sees.
 
     >>> gpu_variables(3, {"FASTPS_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "4,5,6"})
     {'CUDA_VISIBLE_DEVICES': '5,4'}
@@ -69,8 +69,10 @@ def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def placement() -> Placement:
-    """FASTPS_PLACEMENT: "host", "device", or "auto", which is also the default: on the device where all workers are on one GPU
-    and CuPy is installed. Raises UsageError, and UnsupportedError for an allocator that shards on devices do not go with.
+    """The placement that FASTPS_PLACEMENT chooses: "host", "device", or "auto" (the default).
+
+    "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host".
+    Raises UsageError, and UnsupportedError for an allocator that cannot share memory between processes.
     """
     wanted = os.environ.get("FASTPS_PLACEMENT", "auto")
     gpus = gpus_of_workers()
@@ -91,7 +93,7 @@ def placement() -> Placement:
 
 
 def check_allocator() -> None:
-    """Refuse torch's expandable segments: CUDA makes no handle that another process can open of such memory."""
+    """Raise UnsupportedError for torch's expandable segments: CUDA exports no handle of such memory to other processes."""
     for name in _ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
             raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""A job whose shards lie on devices: the store and its worker with memory that other processes map by handles.
+"""A job whose shards are on devices: its store and its worker, with memory that other processes map by handles.
 
-Everything that is decided is decided as on the CPU, by the same words in the same arena; what differs is where floats are, that
-a fold is queued instead of done, and that streams wait where the CPU's memory order would do. Refuses to mix: every worker of
-such a job must reach the devices; others train with the arena in host memory (placement in docs/how-to/gpu.md).
+All decisions are made as on the CPU, by the same words in the same arena. Three things differ: floats are on devices, a fold is
+queued instead of executed, and streams wait for events where the CPU relies on memory order. Every worker of such a job must
+reach the devices; other jobs keep the arena in host memory (placement in docs/how-to/gpu.md).
 """
 
 import contextlib
@@ -32,13 +32,13 @@ _PAUSE_NS = 2_000_000
 
 
 class DeviceWorker(Worker):
-    """A worker of a DeviceStore. Gradients and weights are the device's arrays."""
+    """A worker of a DeviceStore. Its gradients and weights are the device's arrays."""
 
     _turns_are_plain = False
 
     def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
-        self._devices: DeviceArena | None = None  # until it is there, nothing is folded and nobody waits for a stream
+        self._devices: DeviceArena | None = None  # None until setup is complete; no folds and no waits for streams before
         super().__init__(store, rank, listener, generation)
         try:
             arena = DeviceArena(store, rank, store.device)
@@ -50,8 +50,8 @@ class DeviceWorker(Worker):
         self._devices = arena
 
     def _begin(self, arena: DeviceArena) -> None:
-        """Show what this lane has, and wait until all that it needs is there."""
-        self.lane.fold_with(arena.fold, ())  # its turns are taken by nobody until the memory is there
+        """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
+        self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
         self._with_turns(arena.show)
         self.wait_until(
             lambda: self._with_turns(arena.is_ready),
@@ -71,7 +71,7 @@ class DeviceWorker(Worker):
         self.lane.fold_with(arena.fold, own)
 
     def release_turns(self, publish: bool) -> None:
-        """See Worker.release_turns; what was read or written under the turns comes before what is folded or read next."""
+        """See Worker.release_turns. Orders reads and writes made under the locks before the next folds and reads."""
         if publish and self._devices is not None:
             self._devices.synchronize_all()
         elif self._devices is not None:
@@ -79,7 +79,7 @@ class DeviceWorker(Worker):
         super().release_turns(publish)
 
     def _with_turns(self, call: Callable[[], Any]) -> Any:
-        """Call it under the turns of all shards."""
+        """Call it under the locks of all shards."""
         self.hold_turns()
         try:
             return call()
@@ -102,14 +102,14 @@ class DeviceWorker(Worker):
         null: bool = False,
         samples: int = 0,
     ) -> None:
-        """See Worker.push; the gradients are those that the compute stream will have written by now."""
+        """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written."""
         self.devices.mark_computed()
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
-            self.lane.wake_all()  # others fold those shards, and may be asleep
+            self.lane.wake_all()  # the lanes that fold the other shards may be asleep
 
     def pull(self) -> list[int]:
-        """See Worker.pull; what is computed from now on reads the new weights, and nothing that was queued before does."""
+        """See Worker.pull. Work queued from now on reads the new weights; work queued before does not."""
         if self._devices is None:
             return super().pull()
         with self._deaths_first():
@@ -119,7 +119,7 @@ class DeviceWorker(Worker):
         return buffers
 
     def try_combine(self) -> None:
-        """See Worker.try_combine; a fold that could not be queued raises what the device said."""
+        """See Worker.try_combine. Raises the device's error if a fold could not be queued."""
         with self._deaths_first():
             try:
                 super().try_combine()
@@ -130,7 +130,7 @@ class DeviceWorker(Worker):
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """A device's error that a worker's death explains is raised as that death."""
+        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains."""
         try:
             yield
         except DeviceError:
@@ -139,11 +139,11 @@ class DeviceWorker(Worker):
 
     @property
     def weights(self) -> Mapping[str, Any]:
-        """Name to array of the pulled weights, of the device's kind; nobody may write them."""
+        """The pulled weights by name, as arrays of the device's type. They must not be written to."""
         return self._named(self.store.weight_views(tuple(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
-        """See Worker.close. Waits for the others to leave, for they read this worker's memory; not after a failure."""
+        """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
         arena, self._devices = self._devices, None
         if self.closed or self.forked or failure is not None or arena is None:
             super().close(failure, stays=stays)
@@ -163,7 +163,7 @@ class DeviceWorker(Worker):
             self._wait_until_closed()
 
     def _wait_until_closed(self) -> None:
-        """Wait until no other lane has this one's memory mapped, or one of them has died."""
+        """Wait until no other lane maps this lane's memory, or one of them has died."""
         peers = Peers(self.store.arena, self.store.descriptor, self.store.job, self.rank)
         try:
             while any(state in PRESENT for state in self.store.arena.lane_states()) and peers.dead() is None:
@@ -173,7 +173,7 @@ class DeviceWorker(Worker):
 
 
 class ServedDeviceWorker(ServedWorker, DeviceWorker):
-    """A worker of a DeviceStore whose memory is a server's: it maps it, and never folds."""
+    """A worker of a DeviceStore whose memory belongs to a server process: it maps that memory, and never folds."""
 
     def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()
@@ -182,20 +182,20 @@ class ServedDeviceWorker(ServedWorker, DeviceWorker):
         return lane
 
     def take_over(self) -> None:
-        """Refused: the memory is gone with the server. Raises WorkerDiedError."""
-        self.look_around()  # which says more, where the server has died
+        """Raise WorkerDiedError: the memory is gone with the server."""
+        self.look_around()  # raises a more specific error if the server has died
         raise self._without_server()
 
     def _without_server(self) -> WorkerDiedError:
         return WorkerDiedError(
             f"worker {self.rank}: expected the job's server, which owns the memory on devices, found that it has ended: restart"
-            " the job from its last snapshot",
+            " the job (with FASTPS_PLACEMENT=host it can resume from its last checkpoint)",
             self.store.arena.server_lane,
         )
 
 
 class DeviceStore(Store):
-    """A store with its shards on devices. Give it the device of this process with `use` before `attach`."""
+    """A store with its shards on devices. Call `use` with this process's device before `attach`."""
 
     worker_class = DeviceWorker
     served_class = ServedDeviceWorker
@@ -204,21 +204,21 @@ class DeviceStore(Store):
     _first: Views | None = None
 
     def use(self, device: Device) -> "DeviceStore":
-        """Name this process's device; returns the store. A forked child names its own."""
+        """Set this process's device; returns the store. A forked child sets its own device."""
         self.device = device
         return self
 
     def own_memory(self, lane: Lane) -> None:
-        """Be the server's side of it: this process, which serves on `lane`, makes all memory and folds all shards.
+        """Allocate all memory in this process, the server on `lane`, and fold all shards here.
 
-        Before it serves, for it holds no turn while it shows what it has.
+        Call it before the server serves, because it writes the handle table without the shard locks.
         """
         arena = self.devices = DeviceArena(self, lane.index, self.device)
         arena.show()
         lane.fold_with(arena.fold, arena.own_shards())
 
     def attach(self, rank: int | None = None) -> Worker:
-        """See Store. Waits until all workers are there whose devices hold shards."""
+        """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
         policy, faults = self.layout.policy, self.layout.faults
         if faults.continues or faults.max_workers:
             raise UnsupportedError(
@@ -226,9 +226,7 @@ class DeviceStore(Store):
                 " max_workers, or FASTPS_PLACEMENT=host"
             )
         if rank == 0 and faults.nonfinite != "allow":
-            logger.warning(
-                "gradients that are not finite are folded as they are where shards lie on devices (docs/how-to/gpu.md)"
-            )
+            logger.warning("non-finite gradients are folded unchanged when shards are on devices (docs/how-to/gpu.md)")
         if policy.overlap or policy.warm_up:
             what = "fetches weights in the background" if policy.overlap else "moves to another arena"
             raise UnsupportedError(
@@ -237,36 +235,36 @@ class DeviceStore(Store):
         return super().attach(rank)
 
     def write_first(self, write_weights: Callable[[Views], None]) -> None:
-        """Keep the first weights until worker 0 of this process attaches, and its device is there."""
+        """Keep the first weights until this process's worker 0 has attached and made its device's memory."""
         self._first = [np.zeros(parameter.length, np.float32) for parameter in self.layout.parameters]
         write_weights(self._first)
 
     def take_first_weights(self) -> Views:
-        """The first weights, once. Raises UsageError in a process that did not create the store."""
+        """Return the first weights, and forget them. Raises UsageError in a process that did not create the store."""
         if self._first is None:
             raise UsageError(f"expected worker 0 in the process that created job {self.job}, found it in {os.getpid()}")
         first, self._first = self._first, None
         return first
 
     def arena_on_devices(self) -> DeviceArena:
-        """This process's side of it. Raises UsageError before a worker is attached."""
+        """This process's side of the arena on devices. Raises UsageError before a worker has attached."""
         if self.devices is None:
             raise UsageError("attach a worker first: the memory is on devices")
         return self.devices
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """See Store; arrays of the device's kind."""
+        """See Store. Arrays of the device's type."""
         arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def gradient_views(self, lane: int, slot: int) -> list[Any]:
-        """See Store; arrays of the device's kind, uint16 for either half precision."""
+        """See Store. Arrays of the device's type, uint16 for either 16-bit type."""
         arena, dtype = self.arena_on_devices(), "float32" if self.layout.gradient_type == "float32" else "uint16"
         count = len(self.layout.parameters)
         return [arena.view(arena.gradient_address(lane, slot, index), index, dtype) for index in range(count)]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """See Store; arrays of the device's kind. What is read of them must be read before the turns are released."""
+        """See Store. Arrays of the device's type. Read them before the shard locks are released."""
         arena = self.arena_on_devices()
         arena.await_folds()
         return [arena.view(arena.plane_address(buffer, plane, index), index) for index, buffer in self._buffers_of(buffers)]
@@ -276,7 +274,7 @@ class DeviceStore(Store):
         return [(index, buffers if isinstance(buffers, int) else buffers[each.shard]) for index, each in parameters]
 
     def close(self) -> None:
-        """See Store; what is left of the device's memory goes, too."""
+        """See Store. Also releases the device's remaining memory."""
         super().close()
         if self.devices is not None:
             self.devices = None

@@ -107,9 +107,10 @@ def spawn(
             process that has not computed with several threads.
 
     Raises:
-        UsageError, PolicyError: before anything is started.
-        WorkerDiedError: a process was killed, or ended without an exception.
-        What `fn` raised in the worker that failed first; its traceback is the error's cause.
+        UsageError: An option is wrong, or `fn` cannot run in a new process. No process has been started.
+        PolicyError: `sync` is not a valid spec. No process has been started.
+        WorkerDiedError: A process was killed, or ended without an exception.
+        Exception: The exception of `fn` in the worker that failed first; its traceback is the error's cause.
     """
     check_main_guard()
     if not 1 <= workers <= MAX_LANES:

@@ -1,6 +1,6 @@
-"""What a checkpoint is to torch: param_groups as JSON and back, and the state dictionary of the plain optimizer.
+"""Checkpoints in torch's terms: param_groups as JSON and back, model buffers, and the plain optimizer's state dict.
 
-Refuses to read or write files: checkpoint.py does.
+This module reads and writes no files; fastps.checkpoint does.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from fastps.torch.update_rules import entry_of
 
 
 def described_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A param_group's options as JSON holds them; the parameters themselves, and what JSON does not hold, are left out.
+    """A param_group's options as JSON values, without the parameters and the options that JSON cannot represent.
 
     >>> described_group({"params": [], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
     {'lr': 0.5, 'betas': [0.9, 0.99]}
@@ -31,7 +31,7 @@ def described_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_group(group: dict[str, Any], described: dict[str, Any]) -> None:
-    """Give a param_group the options that were saved; those that it does not have are new in it, as torch does."""
+    """Set a param_group's options to the saved ones. Saved options that the group lacks are added, as in torch."""
     for name, value in described.items():
         old = group.get(name)
         if isinstance(old, torch.Tensor):
@@ -41,7 +41,7 @@ def restore_group(group: dict[str, Any], described: dict[str, Any]) -> None:
 
 
 def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Give a model the buffers (BatchNorm) that were saved. Raises CheckpointError where one is missing or of another shape."""
+    """Copy the saved buffers (BatchNorm) into a model. Raises CheckpointError if one is missing or has another shape."""
     saved = checkpoint.buffers()
     for name, buffer in model.named_buffers():
         if name not in saved or tuple(saved[name].shape) != tuple(buffer.shape):
@@ -51,7 +51,7 @@ def restore_buffers(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def optimizer_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the plain torch optimizer's load_state_dict takes."""
+    """The state dict of a checkpoint, in the form that the plain torch optimizer's load_state_dict takes."""
     described = checkpoint.description
     rule = Rule(described["rule"]["name"], 0, tuple(described["rule"]["planes"]))
     groups: list[dict[str, Any]] = [

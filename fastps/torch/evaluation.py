@@ -1,6 +1,6 @@
-"""What a wrapped optimizer shows between steps: counters, and other weights and buffers for an evaluation.
+"""Counters of a wrapped optimizer, and other weights and buffers for an evaluation between steps.
 
-Refuses to change anything that other workers see, but for what `average_buffers` publishes.
+Other workers see none of it, except the buffers that `average_buffers` publishes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from fastps.job.policy import Policy
 from fastps.membership.job_memory import JobMemory
 from fastps.store.observer import WorkerStatistics, statistics_of
 from fastps.store.worker import Worker
-from fastps.torch import state as torch_state
+from fastps.torch import state
 from fastps.torch.model_buffers import BufferRounds
 from fastps.torch.placements import HostPlacement
 from fastps.torch.weights import shown
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """The part of a DistributedOptimizer that is for looking and evaluating."""
+    """The part of a DistributedOptimizer that reports statistics and serves evaluations."""
 
     _worker: Worker
     _store: JobMemory
@@ -33,64 +33,64 @@ class Evaluation:
     _earlier_versions: int
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the arena, one a parameter."""
+        """Tensors over flat views of the arena, one per parameter."""
         raise NotImplementedError
 
     @property
     def version(self) -> int:
-        """Updates that all workers together have made so far."""
+        """The number of updates that all workers together have made so far."""
         return self._earlier_versions + self._store.version
 
     @property
     def policy(self) -> Policy:
-        """The discipline that is in force; with sync="auto" another after the warm-up."""
+        """The discipline in force; with sync="auto" it can change after the warm-up."""
         return self._store.layout.policy
 
     @property
     def placement(self) -> str:
-        """Where the job's shards lie for this model: "host", "staged" (host memory, a model on a GPU) or "device"."""
+        """Where the job's shards are: "host", "staged" (shards in host memory, model on a GPU) or "device"."""
         return self._placement.name
 
     @property
     def worker(self) -> Worker:
-        """The attached worker beneath; with sync="auto" another after the warm-up."""
+        """The attached Worker of this optimizer; with sync="auto" it can change after the warm-up."""
         return self._worker
 
     def statistics(self) -> list[WorkerStatistics]:
-        """One row a worker: steps, waiting, staleness and the rest, as they stand now."""
+        """Current statistics, one row per worker: steps, waiting, staleness and others."""
         return statistics_of(self._store.arena)
 
     def histograms(self) -> "list[Histograms]":
-        """What each shard has counted: gaps between updates, staleness, arrivals within a version."""
+        """Each shard's histograms: gaps between updates, staleness, arrivals within a version."""
         return [self._store.arena.histograms(shard) for shard in range(self._store.arena.shards)]
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the parameters are the moving average of the weights, for evaluation; without `ema` they stay as they are.
+        """Show the moving average of the weights as the parameters inside the block; without `ema` they stay unchanged.
 
         theta_bar of Chen et al. 2017, section 1.1: "we will often evaluate performance on" it.
         """
         if not self._store.layout.policy.ema:
             yield
             return
-        with shown(self._tensors, torch_state.averages(self._worker, self._tensor_views)):
+        with shown(self._tensors, state.averages(self._worker, self._tensor_views)):
             yield
 
     def average_buffers(self) -> None:
-        """Give this model's buffers the average over all workers, for evaluation. Every live worker calls it, equally often.
+        """Set this model's buffers to the average over all workers, for evaluation. A collective call.
 
-        Waits until all live workers have called it; workers that have left in good order count with the buffers they left with.
-        Means are averaged, variances by their moments, counters by their maximum. Needs `model=`.
+        Every live worker must call it equally often; it waits until all have. A worker that left in good order counts with the
+        buffers that it left with. Means are averaged, variances are averaged by their moments, and counters take the maximum.
         Raises TimeoutExceededError naming the workers that have not called it, WorkerDiedError, UsageError without `model=`.
         """
         self._rounds.average()
 
     @contextlib.contextmanager
     def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside, the parameters are these tensors, one each in the order of the param_groups: the best so far, an average.
+        """Show these tensors as the parameters inside the block, one each in the order of the param_groups.
 
-        For evaluation: to write such weights into the parameters would write into what the other workers read. Weights that all
-        shall go on with are for `DistributedOptimizer.replace_weights`.
+        Use it to evaluate other weights, such as the best so far or an average: writing them into the parameters would change
+        the memory that other workers read. To change the job's weights, use `DistributedOptimizer.replace_weights`.
         """
         with shown(self._tensors, list(values)):
             yield

@@ -1,6 +1,7 @@
-"""What a program or another library has done to a model that would give wrong results here without a word: refused by name.
+"""Checks for uses of a model by the program or by other libraries that would silently give wrong results.
 
-Wrappers that average gradients themselves, memory that other processes share, layers with sparse gradients. Changes nothing.
+Detected: wrappers that average gradients themselves, memory that other processes share, layers with sparse gradients. Each
+check raises an error that names the cause, and changes nothing.
 """
 
 import gc
@@ -20,20 +21,20 @@ _CURE = (
 
 
 def check_model(model: torch.nn.Module | None) -> None:
-    """Raises UnsupportedError for a model that averages or shards by itself."""
+    """Raise UnsupportedError for a model whose wrapper averages gradients or shards parameters."""
     wrapper = None if model is None else _wrapper_of(model)
     if wrapper is not None:
         raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
 
 
 def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raises UnsupportedError for parameters that other processes share, or that are a part of a sharded one."""
+    """Raise UnsupportedError for a parameter that other processes share, or that is a part of a sharded one."""
     for tensor, name in zip(tensors, names, strict=True):
         kind = "FlatParameter" if getattr(tensor, "_is_flat_param", False) else type(tensor.data).__name__
         if kind in ("DTensor", "FlatParameter"):
             raise UnsupportedError(
                 f"parameter {name!r} is a {kind}, a part that fully_shard or FullyShardedDataParallel keeps: expected whole"
-                " parameters; leave sharding out, for fastps keeps one copy for all workers"
+                " parameters; leave sharding out, because fastps keeps one copy for all workers"
             )
         if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError(
@@ -45,7 +46,7 @@ def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
 
 
 def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raises UnsupportedError for a parameter of a layer with sparse=True, and says what the layer costs as a dense one."""
+    """Raise UnsupportedError for a parameter of a layer with sparse=True; the message has the cost of a dense layer."""
     places = {id(tensor): index for index, tensor in enumerate(tensors)}
     for layer in _objects_of(_SPARSE_LAYERS):
         index = places.get(id(layer.__dict__.get("_parameters", {}).get("weight")))
@@ -53,16 +54,16 @@ def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             continue
         size = tensors[index].numel()
         raise UnsupportedError(
-            f"parameter {names[index]!r} is of a layer with sparse=True ({type(layer).__name__}): expected dense gradients, for"
-            " tables by rows are not supported yet; build the layer with sparse=False, which costs a pass over all"
-            f" {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
+            f"parameter {names[index]!r} belongs to a layer with sparse=True ({type(layer).__name__}): expected dense"
+            " gradients, because sparse ones are not supported yet; build the layer with sparse=False, which costs a pass over"
+            f" all {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
         )
 
 
 def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises UnsupportedError where a wrapper around these parameters averages their gradients over a process group.
+    """Raise UnsupportedError if a wrapper around these parameters averages their gradients over a process group.
 
-    Cheap where torch.distributed has no group of several processes, which such a wrapper needs.
+    The check is cheap when torch.distributed has no group of several processes, because such a wrapper needs one.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
@@ -80,7 +81,7 @@ def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _wrapper_of(module: torch.nn.Module) -> str | None:
-    """The name of what averages or shards the gradients of this module; None: nothing does."""
+    """The class name of the wrapper that averages or shards this module's gradients; None without one."""
     for kind in type(module).__mro__:
         if kind is DistributedDataParallel or kind.__name__ in ("FullyShardedDataParallel", "FSDPModule"):
             return kind.__name__
@@ -88,5 +89,8 @@ def _wrapper_of(module: torch.nn.Module) -> str | None:
 
 
 def _objects_of(kinds: tuple[type, ...]) -> Iterable[Any]:
-    """All objects of these types that the garbage collector knows; by their type, for a proxy's own word may cost something."""
+    """All instances of these types that the garbage collector tracks.
+
+    Compares type(), not __class__: asking a proxy for its __class__ may be expensive.
+    """
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]

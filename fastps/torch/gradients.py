@@ -1,8 +1,7 @@
-"""The gradients of one worker between backward and push: how they get into its slot, and which parameters have one.
+"""The gradients of one worker between backward and push: how they reach its slot, and which parameters have one.
 
-A hook puts each gradient into the slot while it is in the cache. In single precision `p.grad` then is the slot; in half
-precision it stays the user's own, and the slot holds what it rounds to. Refuses to know when a push is made, and by whom it
-is read.
+A hook copies each gradient into the slot while it is in the cache. In single precision `p.grad` then becomes a view of the
+slot. In half precision `p.grad` keeps memory of its own, and the slot holds the rounded values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,17 @@ from fastps.torch.tensor_loops import tensor_loops
 
 
 class Gradients:
-    """The gradients of `tensors`, whose `name(index)` is for errors, in `slots`: for each slot, a tensor a parameter.
+    """The gradients of `tensors` in `slots`, which has one tensor per parameter for each slot.
 
-    `keeps`: whether a slot may still be read after its push, since its worker waits for the fold.
+    Args:
+        tensors: the parameters.
+        slots: for each slot, the tensors over it.
+        keeps: whether p.grad may stay a view of the slot after a push, because the worker waits for the fold.
+        name: gives a parameter's name for errors.
 
     Attributes:
         present: the parameters that have a gradient in the slot.
-        is_apart: whether the last push may still have to be read although its step was left by an error; see `part`.
+        is_apart: whether an error ended the last step before its push was folded; see `detach`.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class Gradients:
     ) -> None:
         self.tensors = tensors
         self.slots = slots
-        self.present: set[int] = set()  # replaced where it shrinks, for it may be `_everything` itself
+        self.present: set[int] = set()  # never shrunk in place: it may be `_everything` itself
         self._keeps = keeps
         self.is_apart = False
         self._name = name
@@ -45,9 +48,9 @@ class Gradients:
         self._prepared = [self._loops.prepare(views) for views in slots]
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
-        """For the hook: autograd has just accumulated into `p.grad`; put it into the slot, and let p.grad be the slot.
+        """Copy `p.grad`, into which autograd has just accumulated, into the slot, and point p.grad at the slot.
 
-        Further backwards of the same step then accumulate in place, and this finds nothing to do.
+        Further backwards of the same step then accumulate in place, and this call copies nothing.
         """
         gradient = tensor.grad
         view = self.slots[slot][index]
@@ -68,12 +71,12 @@ class Gradients:
             )
         if gradient.requires_grad:
             raise UnsupportedError(
-                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, for the gradient is moved"
-                " into shared memory"
+                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
+                " moved into shared memory"
             )
 
     def zero(self, slot: int, set_to_none: bool) -> None:
-        """Forget the gradients, as torch does; without `set_to_none` those that there are become zeros."""
+        """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
         self.present = set()
         if set_to_none:
             self._loops.drop_gradients()
@@ -86,15 +89,15 @@ class Gradients:
                 self.present.add(index)
 
     def expose(self, slot: int) -> None:
-        """Let every p.grad be the slot, with whatever was left there."""
+        """Point every p.grad at the slot, which keeps its old values."""
         views = self._prepared[slot]
         if self._loops.other_gradient(views) >= 0:
             self._loops.set_gradients(views)
 
-    def adopt(self, slot: int) -> bytes | None:
-        """Gradients that did not come through the hook (set by hand, or unset) count as torch would count them.
+    def collect(self, slot: int) -> bytes | None:
+        """Copy gradients that did not come through the hook into the slot; skip parameters whose p.grad is None, as torch does.
 
-        Returns the bitmap of the parameters that have a gradient; None: all.
+        Returns the bitmap of the parameters that have a gradient; None if all have one.
         """
         self.is_apart = False
         if self._loops.other_gradient(self._prepared[slot]) < 0:
@@ -121,15 +124,15 @@ class Gradients:
         return bits
 
     def release(self) -> None:
-        """The slot belongs to the server now. Where the step waits for the fold, it may still be read afterwards."""
+        """Give up the slot after its push; p.grad stays only if the step waits for the fold."""
         if not self._keeps:
             self._loops.drop_gradients()
         self.present = set()
 
     def clip_factor(self, slot: int, most: float, scale: float) -> float:
-        """What the push's gradient, which goes with `scale`, is multiplied by for a norm of at most `most`, as torch clips.
+        """The factor that clips the push's gradient, multiplied by `scale`, to a norm of at most `most`, as torch clips.
 
-        The norm is over all shards, and travels as this factor, so that a fold clips each push without a pass of its own.
+        The norm spans all shards. It travels as this factor, so a fold clips each push without a separate pass.
         """
         if not self.present:
             return 1.0
@@ -140,27 +143,28 @@ class Gradients:
     def _values(self, slot: int, index: int) -> torch.Tensor:
         return self.slots[slot][index]
 
-    def leave(self) -> None:
-        """These slots are about to go, and with them every p.grad that is one."""
+    def unbind(self) -> None:
+        """Drop every p.grad that is a view of these slots, because the slots are about to be unmapped."""
         self._loops.drop_gradients()
 
-    def part(self) -> None:
-        """The slot may still have to be read, and its worker goes on: p.grad is no slot any more until the next `adopt`."""
+    def detach(self) -> None:
+        """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
         self.release()
-        self.keep()
+        self.clone()
         self.is_apart = True
 
-    def keep(self) -> None:
-        """At the end: a p.grad that is a slot becomes a copy of its own."""
+    def clone(self) -> None:
+        """Replace every p.grad that is a view of a slot by a copy of its own."""
         for index, tensor in enumerate(self.tensors):
             if tensor.grad is not None and any(tensor.grad is views[index] for views in self.slots):
                 tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
 
 
 class HalfGradients(Gradients):
-    """The same where slots are in half precision: `p.grad` is never the slot, and stays as it was after the push.
+    """Gradients in half-precision slots: `p.grad` is never a view of the slot, and stays unchanged after the push.
 
-    A gradient that was changed after backward (clipped by hand, say) is known by its version counter, and put again.
+    The version counter of a gradient tells whether it was changed after backward (clipped by hand, say); such a gradient is
+    copied again.
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class HalfGradients(Gradients):
         self._put: list[tuple[torch.Tensor, int] | None] = [None] * len(tensors)  # the gradient and its version in the slot
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
-        """For the hook: autograd has just accumulated into `p.grad`; put what that rounds to into the slot."""
+        """Round `p.grad`, into which autograd has just accumulated, into the slot."""
         gradient = tensor.grad
         if gradient is not None and not self.is_apart:
             self.check(index, gradient)
@@ -187,7 +191,7 @@ class HalfGradients(Gradients):
         self.present.add(index)
 
     def zero(self, slot: int, set_to_none: bool) -> None:
-        """Forget the gradients, as torch does."""
+        """Clear the gradients, as torch does."""
         self.present = set()
         if set_to_none:
             self._loops.drop_gradients()
@@ -197,11 +201,11 @@ class HalfGradients(Gradients):
                 tensor.grad.zero_()
 
     def expose(self, slot: int) -> None:
-        """Refused: p.grad cannot be a slot in half precision."""
+        """Raise UsageError: p.grad cannot be a view of a half-precision slot."""
         raise UsageError("expose_gradients() needs gradients that are pushed in single precision: leave push_dtype out")
 
-    def adopt(self, slot: int) -> bytes | None:
-        """Put what was changed or set since the hook; what has no gradient now is not pushed."""
+    def collect(self, slot: int) -> bytes | None:
+        """Copy gradients that were changed or set since the hook; parameters whose p.grad is None are not pushed."""
         self.is_apart = False
         for index, tensor in enumerate(self.tensors):
             gradient, put = tensor.grad, self._put[index]
@@ -212,12 +216,12 @@ class HalfGradients(Gradients):
         return self._presence()
 
     def release(self) -> None:
-        """The next push begins with nothing in its slot."""
+        """Forget which gradients are in the slot: the next push begins empty."""
         self._put = [None] * len(self.tensors)
         self.present = set()
 
-    def leave(self) -> None:
-        """No p.grad is a slot."""
+    def unbind(self) -> None:
+        """Do nothing: no p.grad is a view of a slot."""
 
     def _values(self, slot: int, index: int) -> torch.Tensor:
         gradient = self.tensors[index].grad
@@ -226,6 +230,6 @@ class HalfGradients(Gradients):
 
 
 def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:
-    """What a GradScaler left at an optimizer: the factor that undoes its scale, and whether it found infs: a null push."""
+    """What a GradScaler set on an optimizer: the factor that undoes its scale, and whether it found infs (a null push)."""
     found_inf, grad_scale = left.get("found_inf"), left.get("grad_scale")
     return 1.0 if grad_scale is None else 1.0 / float(grad_scale), found_inf is not None and bool(found_inf)

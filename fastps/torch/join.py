@@ -1,7 +1,7 @@
-"""How an optimizer comes into its job: what it refuses beforehand, what it goes on from, the arena made or joined.
+"""How an optimizer joins its job: checks, the checkpoint to resume from, and the arena, created or connected to.
 
-Worker 0 makes the arena and its weights are everyone's first; the others ask for it, and so does a lost worker's replacement.
-Refuses to know what a step is.
+Worker 0 creates the arena, and its weights become the job's first. The other workers, and a lost worker's replacement, connect
+to it.
 """
 
 import os
@@ -13,14 +13,13 @@ import torch
 
 from fastps.checkpoint.format import Checkpoint, load
 from fastps.errors import UnsupportedError, UsageError
-from fastps.job import environment
-from fastps.job import limits as config
+from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
-from fastps.store import instances as job_instances
+from fastps.store import instances
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -28,7 +27,7 @@ from fastps.torch.checkpoint import restore_buffers, restore_group
 
 Groups = Sequence[dict[str, Any]]
 
-_JOIN_S = 10.0  # how long the replacement of a lost worker looks for those who go on without it
+_JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
 _PUSH_TYPES: dict[torch.dtype, GradientType] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -37,7 +36,7 @@ _PUSH_TYPES: dict[torch.dtype, GradientType] = {
 
 
 def gradient_type(push_dtype: torch.dtype) -> GradientType:
-    """The layout's name for what pushes are made of. Raises UsageError for what they cannot be."""
+    """The layout's name for a push's dtype. Raises UsageError for a dtype that pushes cannot have."""
     found = _PUSH_TYPES.get(push_dtype)
     if found is None:
         raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
@@ -45,7 +44,7 @@ def gradient_type(push_dtype: torch.dtype) -> GradientType:
 
 
 def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
-    """Raises UnsupportedError for two parameters that are one memory: each gets memory of its own here."""
+    """Raise UnsupportedError for two parameters that share memory: the arena gives each its own memory."""
     first: dict[int, str] = {}
     for tensor, parameter in zip(tensors, layout.parameters, strict=True):
         if tensor.numel() and (other := first.setdefault(tensor.data_ptr(), parameter.name)) != parameter.name:
@@ -56,7 +55,7 @@ def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
 
 
 def check_may_move(has_checkpoints: bool, faults: FaultPolicy) -> None:
-    """Raises UsageError where the arena has to stay, which with sync="auto" it does not."""
+    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires."""
     if has_checkpoints or faults.continues:
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
@@ -67,7 +66,7 @@ def check_may_move(has_checkpoints: bool, faults: FaultPolicy) -> None:
 def resumed_from(
     path: str | os.PathLike[str] | None, layout: Layout, model: torch.nn.Module | None, groups: Groups
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, if any: every worker takes the options of its param_groups and the model's buffers.
+    """Load the checkpoint to resume from, if any, and restore the options of the param_groups and the model's buffers.
 
     Raises CheckpointError, LayoutError.
     """
@@ -83,7 +82,7 @@ def resumed_from(
 
 
 def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
-    """What writes these parameters into flat views, one each, in the order of their memory: the weights of version 0."""
+    """A function that writes these parameters into flat views, one each, in memory order: the weights of version 0."""
 
     def write(views: list[Any]) -> None:
         for view, tensor in zip(views, tensors, strict=True):
@@ -94,9 +93,9 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
 
 @dataclass(frozen=True)
 class Joining:
-    """Who comes into which job, what the job goes on from, and how long the worker waits for others, then and later.
+    """A worker's request to join a job: its identity, the checkpoint to resume from, and the timeout of its waits.
 
-    `is_named`: whether the script names the job, so that no other of the launch's can be meant.
+    `is_named`: whether the script names the job, so that no other job of the launch can be meant.
     """
 
     identity: Identity
@@ -107,14 +106,14 @@ class Joining:
 
     @property
     def finds_others(self) -> bool:
-        """Whether the worker replaces a lost one, and the others are in this job already; to a later one it may come first."""
+        """Whether the worker replaces a lost one in a job that already runs; in a later job of its launch it may be first."""
         return environment.joins() and (self.identity.instance == 0 or self.identity.name in discovery.listening())
 
     def at_its_place(self) -> "Joining":
-        """The same once the launch's job is known that expects this worker; worker 0 makes the one that it counts."""
+        """This request, for the launch's job that expects this worker; worker 0 creates the job that its own count gives."""
         if self.is_named or self.identity.rank == 0 or self.finds_others:
             return self
-        return replace(self, identity=job_instances.expected(self.identity, config.timeout_s(self.timeout_s), self.clock))
+        return replace(self, identity=instances.expected(self.identity, limits.timeout_s(self.timeout_s), self.clock))
 
 
 def join(
@@ -124,14 +123,14 @@ def join(
     to: Joining,
     finish: Callable[[Store], None] | None = None,
 ) -> Worker:
-    """This process' worker, attached to the job's arena, which worker 0 makes, and finishes before anybody joins.
+    """Attach this process's worker to the job's arena. Worker 0 creates the arena, and calls `finish` before others join.
 
     Raises ArenaError, AttachError, LayoutError.
     """
     to = to.at_its_place()
     job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
-        patience_s = min(_JOIN_S, config.timeout_s(to.timeout_s))  # the others are there, or have come to their end
+        patience_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
         store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
         store = Store.create_for(
@@ -154,7 +153,7 @@ def join(
 
 
 def limit_threads(workers: int) -> None:
-    """cores // workers threads for torch, unless the user set a number: more would fight over the cores."""
+    """Limit torch to cores // workers threads, unless OMP_NUM_THREADS is set: more threads would compete for the cores."""
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // workers)))

@@ -1,8 +1,8 @@
 """A model's buffers (BatchNorm's running statistics): published by each worker, averaged for evaluation.
 
-One slot a lane in the arena, with the number of the round in which its worker published, and of the last that it has read: so
-each round is the same average for all. The caller holds the shards' locks while it reads or writes slots. Running statistics
-are a worker's own until somebody evaluates.
+Each lane has one slot for buffers in the arena. The slot holds the round in which its worker published and the last round that
+the worker has read, so every worker computes the same average in a round. The caller holds all shard locks while it reads or
+writes slots. Between evaluations every worker keeps running statistics of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from fastps.errors import UsageError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
 
-_HEADER_BYTES = 64  # the first line of a slot: int64 words
-_VALID, _PUBLISHED, _READ = 0, 1, 2  # 1 once the lane's worker has published; the round in which; the last round that it read
+_HEADER_BYTES = 64  # a slot's first cache line: int64 words
+_VALID, _PUBLISHED, _READ = 0, 1, 2  # 1 once the worker has published; the round in which it did; the last round that it read
 _PAUSE_NS = 200_000
 Slot = npt.NDArray[np.uint8]
 
 
 class ModelBuffers:
-    """The buffers of a module, in the module's order; none when there is no module."""
+    """The buffers of a module, in the module's order; empty without a module."""
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._given = model is not None
@@ -31,26 +31,26 @@ class ModelBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a slot; 0 when there is nothing to publish."""
+        """Size of a slot in bytes; 0 if there is nothing to publish."""
         total = sum(_aligned(buffer.nbytes) for buffer in self._buffers.values())
         return _HEADER_BYTES + total if total else 0
 
     def check_given(self) -> None:
-        """Raises UsageError where no module was given."""
+        """Raise UsageError if no module was given."""
         if not self._given:
             raise UsageError("average_buffers() needs the model: pass model= when wrapping the optimizer")
 
     def publish(self, slot: Slot, number: int) -> None:
-        """Write all buffers into this worker's slot, in the round of this number."""
+        """Write all buffers into this worker's slot, for round `number`."""
         for buffer, view in zip(self._buffers.values(), self._views(slot), strict=True):
             view.copy_(buffer)
         _header(slot)[[_VALID, _PUBLISHED]] = 1, number
 
     def average(self, slots: Sequence[Slot]) -> None:
-        """Give the module the average of the slots that were published.
+        """Set the module's buffers to the average of the published slots.
 
-        A variance is averaged by its moments about the common mean: mean(var + mean^2) - mean(mean)^2; a counter is the
-        maximum; anything else is averaged as it is.
+        A variance is averaged by its moments about the common mean: mean(var + mean^2) - mean(mean)^2. A counter (any integer
+        buffer) takes the maximum. Any other buffer is averaged elementwise.
         """
         published = [self._views(slot) for slot in slots if _header(slot)[_VALID]]
         names = list(self._buffers)
@@ -78,13 +78,13 @@ class ModelBuffers:
 
 
 class BufferRounds:
-    """The rounds in which the workers of one arena average their buffers; each worker takes part in every round, in order."""
+    """The rounds in which the workers of one arena average their buffers. Each worker takes part in every round, in order."""
 
     def __init__(self, buffers: ModelBuffers, worker: Worker) -> None:
         self._buffers = buffers
         self._worker = worker
         self._arena = worker.store.arena
-        self._number = -1  # the last round of this worker; -1: not known yet
+        self._number = -1  # this worker's last round; -1 if not known yet
         self._slots: list[Slot] = []
 
     def average(self) -> None:
@@ -100,14 +100,14 @@ class BufferRounds:
         self._number = number
 
     def leave(self) -> None:
-        """Publish for those who average after this worker has left; they do not wait for it."""
+        """Publish for rounds after this worker has left; the others do not wait for it then."""
         if self._buffers.nbytes:
             number = self._last()
             self._wait_until_read(number)
             self._with_locks(lambda: self._buffers.publish(self._slots[self._worker.rank], number))
 
     def _last(self) -> int:
-        """The last round; of a worker that has just come, the last that the others have finished."""
+        """This worker's last round; for a worker that has just attached, the last round that the others have finished."""
         if not self._slots:
             self._slots = [self._worker.store.extra_view(lane) for lane in range(self._worker.store.layout.lanes)]
         if self._number < 0:
@@ -116,7 +116,7 @@ class BufferRounds:
         return self._number
 
     def _others(self) -> list[int]:
-        """The lanes of the live workers beside this one."""
+        """The lanes of the other live workers."""
         states = self._arena.lane_states()[: len(self._slots)]
         return [lane for lane, state in enumerate(states) if state in (LANE_LIVE, LANE_JOINING) and lane != self._worker.rank]
 
@@ -124,7 +124,7 @@ class BufferRounds:
         return int(_header(self._slots[lane])[word])
 
     def _wait_until_read(self, number: int) -> None:
-        """Whoever has published in that round still needs this worker's slot until it has read."""
+        """Wait until the others have read the slots of that round; a worker that published in it still needs this slot."""
         self._wait(lambda lane: self._word(lane, _READ) >= min(self._word(lane, _PUBLISHED), number), number)
 
     def _wait(self, is_there: Callable[[int], bool], number: int) -> None:
@@ -150,7 +150,7 @@ class BufferRounds:
             self._worker.release_turns(False)
 
     def _read(self, number: int) -> None:
-        """Average what the live workers, and those that have left in good order, have published."""
+        """Average the buffers that live workers, and workers that left in good order, have published."""
         gone = (LANE_DEAD, LANE_FAILED)
         states = self._arena.lane_states()
         self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in gone])

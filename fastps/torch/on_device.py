@@ -1,6 +1,6 @@
-"""A model on the one GPU that all workers share: the arena's floats are the GPU's, and kernels fold.
+"""Placement of a model on the one GPU that all workers share: shards lie in GPU memory, and kernels fold.
 
-p.data and p.grad point into the GPU's memory. close() waits for the other workers, since they read the memory of worker 0.
+p.data and p.grad point into that memory. close() waits for the other workers, because they read the memory of worker 0.
 """
 
 from collections.abc import Callable
@@ -24,31 +24,34 @@ from fastps.torch.placements import HostPlacement
 
 
 class DevicePlacement(HostPlacement):
-    """Weights, rule state and gradients lie on the GPU that all workers share."""
+    """Weights, optimizer state and gradients in the memory of the GPU that all workers share."""
 
     name = "device"
-    state_follows = True  # the arena's part on the device is made when all workers are there
+    state_follows = True  # the memory on the device is allocated only when all workers have attached
 
     def make_device(self) -> Device:
-        """The device of this process: the GPU that the parameters are on."""
+        """This process's device: the GPU that holds the parameters."""
         from fastps.device.cuda import CudaDevice
 
         return CudaDevice(self._tensors[0].device.index or 0)
 
     def server_device(self) -> Callable[[], Device]:
-        """What makes the same GPU's device in the server process, which sees the GPUs of worker 0."""
+        """A function that makes the device of the same GPU in the server process, which sees the GPUs of worker 0."""
         from fastps.device.cuda import CudaDevice
 
         return partial(CudaDevice, self._tensors[0].device.index or 0)
 
     def layout(self, layout: Layout) -> Layout:
-        """Shards are worker 0's, or the server's; each lane has room for its handles."""
+        """Make worker 0, or the server, the owner of all shards, and give each lane room for its handles."""
         shards = len(layout.shards)
         home = layout.lanes if layout.has_server else 0
         return replace(layout, homes=(home,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
-        """See HostPlacement.join; earlier state is published later."""
+        """See HostPlacement.join. Ignores `write_state`: earlier state is published after joining.
+
+        Raises UnsupportedError for a job to resume, and if this worker is on another GPU than worker 0.
+        """
         if to.resumed is not None:
             raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
         to = to.at_its_place()
@@ -77,14 +80,14 @@ class DevicePlacement(HostPlacement):
             raise
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over the device's memory, with the parameter's strides; DLPack makes them without a copy."""
+        """Tensors over the device's memory, with the parameters' strides; made by DLPack, without a copy."""
         return [
             torch.utils.dlpack.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
             for view, parameter in zip(views, store.layout.parameters, strict=True)
         ]
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """See HostPlacement.slot_views; 16-bit floats travel as integers, which DLPack knows."""
+        """See HostPlacement.slot_views. 16-bit floats pass through DLPack as int16."""
         if self._push_dtype == torch.float32:
             return self.tensor_views(store, views)
         return [tensor.view(self._push_dtype) for tensor in self.tensor_views(store, [view.view("int16") for view in views])]

@@ -1,8 +1,8 @@
 """fastps.DistributedOptimizer: two lines that put a torch training loop on the embedded parameter server.
 
-Gradients are copied into the worker's slot by a hook while they are in the cache (backward's own time), weights are taken by
-re-pointing `p.data` at the published buffer, and only inside `step()`. Refuses to touch the model's forward or backward, and to
-change anything that it cannot give back at `close()`.
+A hook copies each gradient into the worker's slot during backward, while the gradient is in the cache. `step()`, and nothing
+else, takes new weights: it points `p.data` at the published buffer. The model's forward and backward stay untouched, and
+`close()` undoes every change.
 """
 
 import contextlib
@@ -28,15 +28,13 @@ from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
-from fastps.store import instances as job_instances
+from fastps.store import instances
 from fastps.store.server_process import chosen_server
 from fastps.store.worker import Worker
-from fastps.system import exit_handlers as exits
+from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
-from fastps.torch import foreign as torch_foreign
-from fastps.torch import join as torch_join
-from fastps.torch import state as torch_state
+from fastps.torch import foreign, join, state
 from fastps.torch.checkpoint import described_group
 from fastps.torch.evaluation import Evaluation
 from fastps.torch.gradients import loss_scaling
@@ -57,9 +55,9 @@ _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._g
 
 
 class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
-    """Wraps a torch optimizer; its arithmetic then runs in the fold, on what all workers push.
+    """Wrap a torch optimizer; the fold then runs its arithmetic on the gradients that all workers push.
 
-    Usage, the same script alone, under `fastps run -n 4` and under torchrun:
+    The same script runs alone, under `fastps run -n 4` and under torchrun:
 
     >>> model = torch.nn.Linear(4, 1)
     >>> opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp")
@@ -68,40 +66,45 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     1
     >>> opt.close()
 
-    Three guarantees: all weights a forward or backward reads are of one version; every push is folded exactly once, or counted
-    as dropped; with "bsp" the result is that of one process with the batches of all workers together.
-    Three limits: parameters are float32 and dense; weights change only in `step()`, and writing to them elsewhere is refused by
-    name at the next one, unless by `.data`, which torch does not count and all workers read (`shown_weights` is for evaluating
-    others; load others after `close()`); under disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None
-    after `step()`, for its memory is being read by others.
+    Guarantees: a forward or backward reads weights of one version. Every push is folded exactly once, or counted as dropped.
+    With "bsp" the result equals that of one process that trains on the batches of all workers together.
+
+    Limits: parameters are float32 and dense. Weights change only in `step()`; the next `step()` rejects a write made elsewhere
+    and names the parameter, except a write through `.data`, which torch does not count and all workers read. Evaluate other
+    weights with `shown_weights`; load other weights after `close()`. Under disciplines that do not wait for the fold (asp, ssp,
+    dssp) `p.grad` is None after `step()`, because other workers read its memory.
 
     Args:
-        optimizer: torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop. param_groups are shared with it, so lr schedulers on either
-            work.
-        sync: a spec such as "dssp:3,15" or a Policy; default: the environment's FASTPS_SYNC, else "bsp". With "auto" the
-            first 32 steps are bsp's, and what they took decides how to go on (docs/how-to/profiling.md).
-        batch_size: samples of this worker's batch, for schemes that count them; report_loss may tell each step's own.
-        model: gives parameters their names in errors, and `average_buffers` its buffers (BatchNorm).
-        on_worker_loss, nonfinite, max_workers: what the job does about faults (faults.FaultPolicy); default: the environment's.
-        server: who takes the turns: the "workers" that wait, or a "process" of its own that worker 0 starts; default: the
-            environment's FASTPS_SERVER, else "workers" (docs/architecture/decisions/013-optional-server.md says when it is
-            worth it).
-        checkpoint, every: write a checkpoint into this directory every so many updates, while the workers go on; default: the
-            environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
-        resume: a checkpoint, or a directory of them, to go on from; default: the environment's FASTPS_RESUME.
-        seeds: kept with each checkpoint, for whoever resumes.
-        push_dtype: torch.bfloat16 or float16 halve what a push moves; sums and updates are float32 all the same. A gradient
-            beyond float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays there after `step()`.
-        timeout_s: longest wait; default: the environment's FASTPS_TIMEOUT, else 300.
-        job, rank, workers: the job's name, this worker's number in it, from 0, and how many there are, for processes that no
-            launcher has started (multiprocessing, Ray, a notebook); default: the environment's. `fastps.spawn` says them.
+        optimizer: torch.optim.SGD, Adam, AdamW, Adagrad, RMSprop or a RuleOptimizer. It shares its param_groups with this
+            optimizer, so lr schedulers work on either.
+        sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
+            bsp and chooses a discipline from their times (docs/how-to/profiling.md).
+        batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
+        model: gives errors the parameters' names, and `average_buffers` the buffers (BatchNorm).
+        on_worker_loss, nonfinite, max_workers: how the job handles faults (fault_policy.FaultPolicy); default: the environment.
+        server: the processes that fold: "workers" (those that wait), or "process" (a server process that worker 0 starts);
+            default: FASTPS_SERVER, else "workers". docs/architecture/decisions/013-optional-server.md compares them.
+        checkpoint, every: write a checkpoint into this directory after every so many updates, while the workers go on;
+            default: FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
+        resume: a checkpoint, or a directory of checkpoints, to resume from; default: FASTPS_RESUME.
+        seeds: seeds to save with each checkpoint, for a resumed run to read.
+        push_dtype: torch.bfloat16 or float16 halves the bytes of a push; sums and updates stay float32. A gradient beyond
+            float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays set after `step()`.
+        timeout_s: longest wait in seconds; default: FASTPS_TIMEOUT, else 300.
+        job, rank, workers: the job's name, this worker's number (from 0), and the number of workers, for processes that no
+            launcher has started (multiprocessing, Ray, a notebook); default: the environment. `fastps.spawn` sets them.
 
     Raises:
-        UsageError,
-        PolicyError, UnsupportedError, ArenaError, AttachError, LayoutError, CheckpointError: before anything is changed.
+        UsageError: An option is wrong, or `optimizer` is not a torch optimizer. No error leaves anything changed.
+        PolicyError: `sync` is not a valid spec or Policy.
+        UnsupportedError: The optimizer, an option of it, or a parameter is of a kind that fastps does not handle.
+        ArenaError: The arena cannot be made or mapped.
+        AttachError: This worker cannot join the job.
+        LayoutError: This worker's model, rule or discipline differs from the job's or the checkpoint's.
+        CheckpointError: The checkpoint to resume from cannot be read.
     """
 
-    # Loss scaling (torch.amp.GradScaler) hands over its scale and whether infs were found instead of skipping step().
+    # torch.amp.GradScaler then passes its scale and whether it found infs, instead of skipping step().
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -128,13 +131,13 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     ) -> None:
         check_kind(optimizer)
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
-        torch_foreign.check_model(model)
-        instance = job_instances.following() if job is None else 0
+        foreign.check_model(model)
+        instance = instances.following() if job is None else 0
         self._identity = environment.identity(job, rank, workers, instance=instance)
         self._names_job = job is not None
-        pushed = torch_join.gradient_type(push_dtype)
+        pushed = join.gradient_type(push_dtype)
         self._inner = optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its lr schedulers would miss the calls of its own step
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
         self._rule = rule_of(optimizer)
         self._hypers_read = Hypers(self._rule)
         self._wrapped = False
@@ -151,26 +154,26 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
-        resumed = torch_join.resumed_from(resume, layout, model, self.param_groups)
+        resumed = join.resumed_from(resume, layout, model, self.param_groups)
         if policy.warm_up:
-            torch_join.check_may_move(wanted is not None or resumed is not None, faults)
+            join.check_may_move(wanted is not None or resumed is not None, faults)
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
         joined = self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock))
         self._begin(joined, batch_size, wanted)
-        torch_join.limit_threads(layout.workers)
+        join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         if self._placement.state_follows and any(self._entries()):
             self._publish_state()
 
     def _check_model(self, layout: Layout) -> None:
-        """Refuse what would train wrongly: shared, sparse or overlapping parameters, and gradients that others average."""
+        """Reject models that would train wrongly: shared, sparse or overlapping parameters, gradients averaged elsewhere."""
         names = [parameter.name for parameter in layout.parameters]
-        torch_foreign.check_memory(self._tensors, names)
-        torch_foreign.check_not_averaged(self._tensors)
-        torch_foreign.check_dense(self._tensors, names)
-        torch_join.check_apart(self._tensors, layout)
+        foreign.check_memory(self._tensors, names)
+        foreign.check_not_averaged(self._tensors)
+        foreign.check_dense(self._tensors, names)
+        join.check_apart(self._tensors, layout)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         """Take the job's weights and hook into backward."""
@@ -197,7 +200,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     # -- joining -----------------------------------------------------------------------------------
 
     def _use(self, worker: Worker) -> None:
-        """Let this worker's arena be where gradients go and weights come from."""
+        """Push gradients to, and pull weights from, this worker's arena from now on."""
         self._placement.begin()
         self._worker, self._store = worker, worker.store
         self._clip = self.policy.clip
@@ -208,30 +211,30 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name
         )
         self._rounds = BufferRounds(self._buffers, worker)
-        exits.register(worker, self.close, self.wait_for_others)
+        exit_handlers.register(worker, self.close, self.wait_for_others)
         try:
             self._placement.use(worker)
         except ArenaError as error:
-            exits.forget(worker)
+            exit_handlers.forget(worker)
             worker.close(str(error))
             worker.store.close()
             raise
 
     def _take_advice(self, warm_up: WarmUp) -> None:
-        """The warm-up is over: go on under the discipline that suits it, in a new arena if it is another."""
+        """End the warm-up: continue under the discipline that it recommends, in a new arena if the discipline changes."""
         self._warm_up = None
         policy = warm_up.choose()
         if policy is None:
             return
         old, versions = self._worker, self._store.version
-        next_instance = self._identity.instance + 1 if self._names_job else job_instances.following()
+        next_instance = self._identity.instance + 1 if self._names_job else instances.following()
         self._identity = self._identity.of_instance(next_instance)
         moved = move(old, policy, self._identity.name, self._hypers())
         self._earlier_versions += versions
-        self._gradients.leave()
+        self._gradients.unbind()
         self._use(moved)
         self._take_weights()
-        exits.forget(old)
+        exit_handlers.forget(old)
         old.close()
         old.store.close()
 
@@ -244,14 +247,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         )
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
-        """Where this model's memory is."""
+        """The placement of this model's memory."""
         return placed(self._tensors, push_dtype)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
-            """What the optimizer has when it is wrapped (loaded from a checkpoint, say) is what the job begins with."""
+            """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
             buffers = [0] * store.arena.shards
-            torch_state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
+            state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
 
         return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
 
@@ -265,18 +268,18 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     # -- gradients ---------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """What autograd calls after it accumulated into a parameter's `p.grad`."""
+        """The function that autograd calls after it has accumulated into a parameter's `p.grad`."""
         return lambda tensor: self._gradients.put(index, self._worker.lane.slot, tensor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does; with set_to_none=False those that there are become zeros."""
+        """Clear the gradients, as torch does; with set_to_none=False existing gradients become zeros."""
         self._gradients.zero(self._worker.lane.slot, set_to_none)
 
     def expose_gradients(self) -> None:
-        """Let every p.grad be the slot of the next push, with whatever was left there: write all of them, then `step()`.
+        """Point every p.grad at the slot of the next push. The slot holds old values: write all gradients, then `step()`.
 
-        For gradients that come from elsewhere than autograd: they need no copy then. Call it before each step; it does nothing
-        where the slot stays the same and nobody took a p.grad away. Refused with `push_dtype`.
+        Gradients that do not come from autograd then need no copy. Call it before each step; it does nothing while the slot
+        stays the same and every p.grad is still set. Raises UsageError with a 16-bit `push_dtype` or with a staged model.
         """
         if self._gradients.is_apart:
             self._worker.advance()
@@ -284,9 +287,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients over several backwards: `step()` is refused inside, as a reminder that it would push.
+        """Accumulate gradients over several backwards: `step()` raises UsageError inside, because it would push.
 
-        Several backwards before one `step()` accumulate without this, too; it is here for those who write for DDP.
+        Several backwards before one `step()` accumulate without this, too; it exists for loops written for DDP.
         """
         self._in_no_sync = True
         try:
@@ -299,14 +302,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this worker's gradients, wait for the grant, take the newest weights. Returns the closure's loss, if any.
 
-        Parameters without a gradient are left alone, as in torch. Raises WorkerDiedError, TimeoutExceededError,
-        ParameterChangedError, UsageError. Where its wait ended by an error or Ctrl-C, the next call waits on before it pushes.
+        Parameters without a gradient stay unchanged, as in torch. Raises WorkerDiedError, TimeoutExceededError,
+        ParameterChangedError, UsageError. If an error or Ctrl-C ends the wait, the next call resumes it before it pushes.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
             return self._hooked_step(closure)
         return self._step(closure)
 
-    # torch wraps step() in a profiler's record and its hooks, at 50 us a call; without hooks there is no need for either.
+    # torch wraps step() in a profiler record and its hooks, which costs 50 us a call; a step without hooks needs neither.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -319,15 +322,15 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         worker, gradients, warm_up = self._worker, self._gradients, self._warm_up
         worker.check_usable()
         if not self._has_begun:
-            torch_foreign.check_not_averaged(self._tensors)
+            foreign.check_not_averaged(self._tensors)
         if gradients.is_apart:
-            worker.advance()  # the step before, whose wait was left by an error
+            worker.advance()  # finishes the previous step, whose wait an error ended
         if (changed := self._weights.changed()) >= 0:
             self._refuse_write(changed)
-        presence = gradients.adopt(worker.lane.slot)
+        presence = gradients.collect(worker.lane.slot)
         scale, skipped = 1.0, False
         if "grad_scale" in self.__dict__ or "found_inf" in self.__dict__:
-            scale, skipped = loss_scaling(self.__dict__)  # they are there for a GradScaler's steps only
+            scale, skipped = loss_scaling(self.__dict__)  # only a GradScaler's step sets them
         if self._is_late:
             skipped = skipped or self._begins_void()
         if self._clip:
@@ -342,7 +345,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             worker.advance()
         except BaseException:
             if worker.lane.awaits:
-                gradients.part()
+                gradients.detach()
             raise
         self._take_weights()
         if warm_up is not None and worker.steps == warm_up.steps:
@@ -357,26 +360,27 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         return self._hypers_read.of(self.param_groups)
 
     def _take_weights(self) -> None:
-        """Let every parameter be of the newest version."""
+        """Update every parameter to the newest version."""
         self._placement.pull(self._weights, self._worker)
         if self._has_begun or not self._placement.shows_arena:
             return
         if self._total_steps == 0 and self._is_running():
             self._is_late = True
-            self._weights.show_copies()  # a script that loads weights now must not write into those of the others
-        self._weights.remember()  # what was written before the first step was allowed
+            self._weights.show_copies()  # so that a script that loads weights now does not write into the job's
+        self._weights.remember()  # writes before the first step are allowed
         self._has_begun = self._total_steps > 0
 
     def _is_running(self) -> bool:
-        """Whether the others have begun without this worker: it replaces one, or its discipline lets nobody wait for it."""
+        """Whether the others began without this worker: it replaces a lost one, or its discipline does not wait for it."""
         pulled = [self._worker.lane.shard_version(shard) for shard in range(self._store.arena.shards)]
         return self._is_late or pulled != (self._first_versions or [0] * len(pulled))
 
     def _refuse_write(self, changed: int) -> None:
-        """Others read these very buffers, so a write outside of step() would reach them at a random moment.
+        """Raise ParameterChangedError for a write outside of step().
 
-        Before the first step it reaches everyone before they begin: load_state_dict of a model right after wrapping is fine.
-        A parameter that was pointed elsewhere reaches nobody, and the next step would point it back.
+        Other workers read these buffers, so such a write would reach them at a random moment. Before the first step a write
+        reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
+        that was pointed at other memory reaches no other worker, and the next step would point it back.
         """
         if not self._placement.shows_arena:
             raise ParameterChangedError(
@@ -386,7 +390,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         if self._weights.has_moved(changed):
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
-                f" load): expected it to stay where fastps shows the job's weights, for the next step points it back; {_CURE}"
+                " load): expected it to stay where fastps shows the job's weights, because the next step points it back;"
+                f" {_CURE}"
             )
         if self._total_steps == 0:
             return
@@ -396,9 +401,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         )
 
     def _begins_void(self) -> bool:
-        """Whether this worker joined a running job and its script then loaded other weights, as at a job's beginning.
+        """Whether this worker joined a running job and its script then loaded other weights.
 
-        Its first gradient is not of the job's weights: a null push goes in its place.
+        Its first gradient is then not a gradient at the job's weights, so the worker makes a null push instead.
         """
         worker = self._worker
         if not self._is_late or worker.own_steps or self._weights.changed() < 0:
@@ -409,22 +414,22 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     # -- looking -----------------------------------------------------------------------------------
 
     def report_loss(self, loss: float, samples: int = 0) -> None:
-        """Tell whoever watches this worker's loss and the size of its batch; they travel with the next push."""
+        """Report this worker's loss and batch size to observers; the next push carries them."""
         self._worker.loss = loss
         self._samples = samples or self._batch_size
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
-        """Keep the whole published version for a checkpoint, which checkpoint.write makes of it; see PinnedVersion."""
+        """Pin the whole published version for a checkpoint; see PinnedVersion."""
         groups = [described_group(group) for group in self.param_groups]
         return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
 
     def model_buffers(self) -> dict[str, Array]:
-        """This worker's buffers of the model given as `model=` (BatchNorm), by name; they are saved with checkpoints."""
+        """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""
         return buffers_of(self._model)
 
     @property
     def batch_size(self) -> int:
-        """The batch for the next step: the grant's where it carries one (R2SP's tuning), else the one given at wrapping."""
+        """The next step's batch size: the grant's if it carries one (R2SP's tuning), else the one given at wrapping."""
         return self._worker.batch_size or self._batch_size
 
     # -- the end -----------------------------------------------------------------------------------
@@ -434,16 +439,16 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._worker.wait_for_start()
 
     def wait_for_others(self) -> None:
-        """Wait until every other worker has closed, and take the final weights: what worker 0 calls before it saves them.
+        """Wait until every other worker has closed, and take the final weights. Worker 0 calls it before it saves them.
 
-        This worker pushes no more. `average_buffers()` then gives the buffers that all workers left with.
+        This worker must not push afterwards. `average_buffers()` then averages the buffers that the workers left with.
         """
         self._leave_buffers()
         self._worker.wait_for_others()
         self._take_weights()
 
     def _leave_buffers(self) -> None:
-        """Let the others average this worker's buffers after it has left, unless that would keep it from leaving."""
+        """Publish this worker's buffers for averages after it has left. An error is logged, and does not stop it leaving."""
         if self._worker.has_left:
             return
         try:
@@ -454,9 +459,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     def close(self, failure: str | None = None) -> None:
         """Leave the job: parameters become private copies of the weights last taken, and the others go on without this worker.
 
-        Called at exit if not before. With `failure` the others end with an error that says it. Whoever is the last one there
-        stays, up to the timeout, until the workers of the start have come whom its scheme did not wait for. The state of the
-        wrapped torch optimizer stays as it was: call `state_dict()` before, to go on with it.
+        Runs at exit unless it was called before. With `failure` the other workers end with an error that quotes it. The last
+        worker stays, up to the timeout, until every initial worker that its scheme did not wait for has attached. The wrapped
+        torch optimizer keeps the state that it had: call `state_dict()` first to continue with the job's.
         """
         if self._worker.closed or self._worker.forked:
             return
@@ -471,14 +476,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._weights.show_copies()
-        self._gradients.keep()
+        self._gradients.clone()
         self._weights.leave()
         if failure is None:
             self._leave_buffers()
         try:
             self._worker.close(failure, stays=True)
         finally:
-            exits.forget(self._worker)
+            exit_handlers.forget(self._worker)
             self._store.close()
 
     def __enter__(self) -> "DistributedOptimizer":

@@ -1,4 +1,4 @@
-"""A wrapped optimizer's state and weights as torch's own methods see them: state_dict, load_state_dict, param groups."""
+"""A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 from fastps.errors import UsageError
 from fastps.job.update_rules import Rule
 from fastps.store.worker import Worker
-from fastps.torch import state as torch_state
+from fastps.torch import state
 from fastps.torch.weights import Weights
 
 
 class OptimizerState(torch.optim.Optimizer):
-    """The part of a DistributedOptimizer that loads and saves."""
+    """The part of a DistributedOptimizer that loads and saves state and weights."""
 
     _worker: Worker
     _weights: Weights
@@ -27,38 +27,38 @@ class OptimizerState(torch.optim.Optimizer):
         return self._worker.earlier_steps + self._worker.own_steps
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of the arena, one a parameter."""
+        """Tensors over flat views of the arena, one per parameter."""
         raise NotImplementedError
 
     def _take_weights(self) -> None:
-        """Let every parameter be of the newest version."""
+        """Update every parameter to the newest version."""
         raise NotImplementedError
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Each parameter's entry of the torch optimizer's state, empty where it has none."""
+        """Each parameter's entry in the torch optimizer's state; empty if it has none."""
         return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the arena is made: add the group to the torch optimizer before wrapping it."""
+        """Raise UsageError, because the arena exists already: add the group to the torch optimizer before wrapping it."""
         if self._wrapped:
             raise UsageError(
-                "add_param_group() after wrapping is not supported, for the arena is made: add the group to the"
-                " torch optimizer first, then wrap it"
+                "add_param_group() after wrapping is not supported, because the arena exists already: add the group"
+                " to the torch optimizer first, then wrap it"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule's state in the form of the wrapped optimizer, which can load it. Copies, of one version."""
+        """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load."""
         self._worker.check_usable()
         groups = [group for group in self.param_groups for _ in group["params"]]
-        found = torch_state.entries(self._worker, self._tensor_views, self._rule, groups)
+        found = state.entries(self._worker, self._tensor_views, self._rule, groups)
         self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this or of the wrapped optimizer gave; every worker calls it, before its first step.
+        """Load a state dict of this or of the wrapped optimizer. Every worker calls it before its first step.
 
-        Worker 0's state becomes everyone's. Raises UsageError after the first step, ValueError for another model's state.
+        Worker 0's state becomes the job's. Raises UsageError after the first step, ValueError for another model's state.
         """
         self._worker.check_usable()
         if self._total_steps:
@@ -69,25 +69,25 @@ class OptimizerState(torch.optim.Optimizer):
         self._publish_state()
 
     def replace_weights(self, values: Iterable[torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
-        """Make these tensors, one a parameter in the order of the param_groups, the weights of the whole job.
+        """Make these tensors, one per parameter in the order of the param_groups, the weights of the whole job.
 
-        One worker calls it, at any time between steps; the others take them with their next pull, and gradients that are on
-        their way are applied to them. A function is given copies of the newest weights and returns what shall take their
-        place, so that no update is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])`, as
-        WGAN clamps. The rule's state, the version and the step counts stay.
+        One worker calls it, at any time between steps. The others take the weights with their next pull, and pushes that are
+        under way apply to them. A function receives copies of the newest weights and returns their replacements, so no update
+        is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])` clamps as WGAN does. The
+        optimizer's state, the version and the step counts stay.
 
-        Raises ValueError for tensors of other shapes, and what waiting for the shards raises; then nothing has changed.
+        Raises ValueError for tensors of other shapes, and the errors of waiting for the shard locks; nothing changes then.
         """
         self._worker.check_usable()
         make = values if callable(values) else lambda _: values
-        torch_state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
+        state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
         self._take_weights()
         self._weights.remember()
 
     def _publish_state(self) -> None:
-        """Make worker 0's the job's."""
+        """Make worker 0's optimizer state the job's."""
         if self._worker.rank == 0 and not self._worker.generation:
-            torch_state.publish(self._worker, self._tensor_views, self._rule, self._entries())
+            state.publish(self._worker, self._tensor_views, self._rule, self._entries())
             self._take_weights()
 
 
@@ -101,7 +101,7 @@ def check_kind(optimizer: object) -> None:
 
 
 def refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """For the wrapped optimizer, until `close`."""
+    """Raise UsageError. The wrapped optimizer's load_state_dict calls it, until `close`."""
     raise UsageError(
         "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
         " DistributedOptimizer before the first step"

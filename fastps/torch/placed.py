@@ -1,4 +1,4 @@
-"""The choice of a placement for a model: by the devices of its parameters, and by what the launcher says."""
+"""The choice of a model's placement, by the devices of its parameters and the launcher's variables."""
 
 import torch
 
@@ -8,14 +8,14 @@ from fastps.torch.placements import HostPlacement
 
 
 def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype) -> HostPlacement:
-    """The placement of a model. Raises UnsupportedError where its parameters are on several devices."""
+    """The placement of a model. Raises UnsupportedError if its parameters are on several devices."""
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)
     if len(devices) > 1:
         names = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")
-    # Imported here: a model on the CPU needs neither.
+    # Imported here, because a model on the CPU needs neither module.
     if placement() == "device":
         from fastps.torch.on_device import DevicePlacement
 

@@ -1,6 +1,6 @@
-"""Where a wrapped model's memory is: the base, for parameters that lie in the arena in host memory.
+"""Where a wrapped model's memory is: the base class, which places parameters in an arena in host memory.
 
-A `DistributedOptimizer` holds one placement. `fastps.torch.staged` and `fastps.torch.on_device` have those of models on GPUs.
+A `DistributedOptimizer` holds one placement. Subclasses place models on GPUs.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
-from fastps.torch import join as torch_join
+from fastps.torch import join
 from fastps.torch.gradients import Gradients, HalfGradients
 from fastps.torch.join import Joining
 from fastps.torch.weights import Weights, shaped_tensors
 
 
 class HostPlacement:
-    """Parameters and gradients of a model on the CPU point into the arena.
+    """Placement of a model on the CPU: its parameters and gradients point into the arena.
 
     Attributes:
         name: "host", "staged" or "device", for reports.
-        shows_arena: whether the parameters are the arena's memory, which other workers read.
-        state_follows: whether an optimizer's earlier state is published after joining, not written before anybody joins.
+        shows_arena: whether the parameters are views of the arena's memory, which other workers read.
+        state_follows: whether an optimizer's earlier state is published after joining, instead of written before others join.
     """
 
     name = "host"
@@ -36,34 +36,34 @@ class HostPlacement:
         self._push_dtype = push_dtype
 
     def layout(self, layout: Layout) -> Layout:
-        """The job's layout with what this placement adds to it."""
+        """The job's layout with this placement's additions."""
         return layout
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
-        """Make or find the job's store and attach to it."""
-        return torch_join.join(layout, self._tensors, hypers, to, write_state)
+        """Create the job's store or connect to it, and attach."""
+        return join.join(layout, self._tensors, hypers, to, write_state)
 
     def begin(self) -> None:
-        """Let go of the arena before another one takes its place, if there was one."""
+        """Release the previous arena, if any, before a new one takes its place."""
 
     def use(self, worker: Worker) -> None:
-        """Prepare the arena of this worker. Raises ArenaError."""
+        """Prepare this worker's arena. Raises ArenaError."""
 
     def gradients_kind(self) -> type[Gradients]:
-        """What brings gradients into the slots."""
+        """The class that copies gradients into the slots."""
         return Gradients if self._push_dtype == torch.float32 else HalfGradients
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat float32 views of the arena, one a parameter."""
+        """Tensors over flat float32 views of the arena, one per parameter."""
         return shaped_tensors(store, views)
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat views of a slot, one a parameter, of the layout's type of gradients."""
+        """Tensors over flat views of a slot, one per parameter, of the layout's gradient type."""
         return shaped_tensors(store, views, store.layout.gradient_type)
 
     def pull(self, weights: Weights, worker: Worker) -> None:
-        """Let the parameters be the newest weights."""
+        """Pull, and make the newest weights the parameters."""
         weights.show(worker.pull())
 
     def end(self) -> None:
-        """Let go of the arena: the optimizer closes."""
+        """Release the arena, because the optimizer closes."""

@@ -1,6 +1,6 @@
-"""A user's own update rule as a torch optimizer, to be wrapped by DistributedOptimizer like any other.
+"""A user-defined update rule as a torch optimizer that DistributedOptimizer can wrap.
 
-Refuses to step by itself: the arithmetic is compiled for the fold, which runs it for one worker as for many.
+It cannot step by itself: the rule is compiled for the fold, which runs it for any number of workers, also for one.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from fastps.job.user_rules import UserRule
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """param_groups for a rule made by `fastps.rule`; its learning rate is "lr", so that torch's schedulers find it.
+    """The param_groups of a rule made by `fastps.rule`. The learning rate is stored as "lr", where torch's schedulers find it.
 
     >>> from fastps import DistributedOptimizer, rule
     >>> @rule(hyper=("learning_rate",))
@@ -26,7 +26,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     >>> model.weight.tolist()
     [[0.75, 0.75]]
 
-    Raises TypeError unless every hyper-parameter of the rule is given, by name, here or in its param_group.
+    Raises:
+        TypeError: A hyper-parameter of the rule is given neither here, by name, nor in its param_group, or one is unknown.
     """
 
     def __init__(self, params: Iterable[Any], rule: UserRule, **hyper: float) -> None:
@@ -43,7 +44,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 )
 
     def step(self, closure: Any = None) -> Any:
-        """Refused: wrap this in fastps.DistributedOptimizer."""
+        """Raise UsageError: only fastps.DistributedOptimizer runs the rule."""
         raise UsageError("a RuleOptimizer does not step by itself: wrap it in fastps.DistributedOptimizer, also for one worker")
 
 

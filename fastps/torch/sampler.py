@@ -1,8 +1,7 @@
 """Batches whose size follows the grant: R2SP's batch tuning (section IV) for a torch data loader.
 
-Every worker draws its own share of a permutation that all agree on, so nobody shares a sample within an epoch. Refuses to
-balance what is left when one worker's share is used up before another's: tuned batches use a fast worker's share up sooner,
-and it begins the next epoch.
+Each worker draws its own share of a common permutation, so no two workers draw the same sample within an epoch. Shares are not
+rebalanced: with tuned batches a fast worker uses its share up sooner than the others, and begins its next epoch.
 """
 
 from collections.abc import Iterator
@@ -15,16 +14,17 @@ if TYPE_CHECKING:
 
 
 class BatchSampler(torch.utils.data.Sampler[list[int]]):
-    """For `DataLoader(data, batch_sampler=...)`: lists of indices, each as long as `optimizer.batch_size` when it is drawn.
+    """Lists of indices for `DataLoader(data, batch_sampler=...)`, each as long as `optimizer.batch_size` when it is drawn.
 
-    With `num_workers` of the loader above 0 batches are drawn ahead, so a tuned size takes effect that many batches later.
+    A loader with `num_workers` above 0 draws batches ahead, so a tuned size takes effect that many batches later.
 
     Args:
-        samples: number of samples of the data set.
-        optimizer: the DistributedOptimizer; give it `batch_size=`, the size before anything is tuned.
-        seed: decides the permutations; the same for all workers. `set_epoch` as for torch's DistributedSampler.
+        samples: number of samples in the data set.
+        optimizer: the DistributedOptimizer; give it `batch_size=`, the size before any tuning.
+        seed: seed of the permutations, the same for all workers. `set_epoch` works as in torch's DistributedSampler.
 
-    Raises ValueError when the optimizer knows no batch size.
+    Raises:
+        ValueError: The optimizer has no batch size.
     """
 
     def __init__(self, samples: int, optimizer: "DistributedOptimizer", seed: int = 0) -> None:
@@ -36,7 +36,7 @@ class BatchSampler(torch.utils.data.Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass have the order of this epoch."""
+        """Use this epoch's order in the next pass."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:

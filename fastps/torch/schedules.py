@@ -1,6 +1,6 @@
-"""Learning-rate schedules over the job's updates instead of a worker's own steps: what the papers count as steps.
+"""Learning-rate schedules over the job's updates, which the papers count as steps, instead of a worker's own steps.
 
-Under schemes that fold a version from several pushes, or drop some, the two differ. Refuses to know how a rate is used.
+The two counts differ under schemes that fold several pushes into one version, or drop some.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from fastps.torch.optimizer import DistributedOptimizer
 
 
 class GlobalStepLR(torch.optim.lr_scheduler.LambdaLR):
-    """The base learning rates times `factor(updates)`, where updates are all that the job has made: `optimizer.version`.
+    """The base learning rates times `factor(updates)`, where updates is the job's update count, `optimizer.version`.
 
-    Call `step()` after each `optimizer.step()`, as for any scheduler of torch. With several shards the least advanced counts.
+    Call `step()` after each `optimizer.step()`, as for any torch scheduler. With several shards the least advanced one counts.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, factor: Callable[[int], float]) -> None:

@@ -1,4 +1,4 @@
-"""A model on a GPU with the arena in page-locked host memory: gradients are copied in, weights are copied out, the CPU folds.
+"""Placement of a model on a GPU with the arena in page-locked host memory: copies connect the two, and the CPU folds.
 
 Backward's hooks queue copies of gradients, a pull queues copies of weights, and each step waits for the GPU once. It needs no
 CuPy and works with any mix of workers on GPUs and CPUs.
@@ -20,34 +20,34 @@ _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def synchronize(tensors: list[torch.Tensor]) -> None:
-    """Wait until what was queued on the tensors' GPU is done, for the CPU reads or lets go of it next."""
+    """Wait for all work queued on the tensors' GPU, before the CPU reads or frees the memory that the work uses."""
     if tensors[0].device.type == "cuda":
         torch.cuda.current_stream(tensors[0].device).synchronize()
 
 
 class StagedGradients(HalfGradients):
-    """Gradients whose copies into slots in host memory are queued while backward goes on; p.grad stays the worker's own."""
+    """Gradients whose copies into slots in host memory are queued during backward; p.grad keeps memory of its own."""
 
     def _put_into(self, slot: int, index: int, gradient: torch.Tensor) -> None:
         self.slots[slot][index].copy_(gradient, non_blocking=True)
         self._put[index] = gradient, gradient._version
         self.present.add(index)
 
-    def adopt(self, slot: int) -> bytes | None:
-        """Queue what was changed or set since the hook; then wait for all of it, for the push names it."""
-        presence = super().adopt(slot)
+    def collect(self, slot: int) -> bytes | None:
+        """Queue copies of gradients that were changed or set since the hook; then wait for all copies, before the push."""
+        presence = super().collect(slot)
         synchronize(self.tensors)
         return presence
 
     def expose(self, slot: int) -> None:
-        """Refused: the slot is memory of the host, and p.grad is not."""
+        """Raise UsageError: the slot is host memory, and p.grad is GPU memory."""
         raise UsageError("expose_gradients() is for models on the CPU: set p.grad, and step() copies it")
 
 
 class StagedPlacement(HostPlacement):
-    """The parameters keep memory of their own: gradients are copied in, weights are copied out.
+    """Placement of a model whose parameters keep memory of their own; gradients and weights are copied.
 
-    p.grad stays the worker's own after step(). state_dict() has its tensors on the CPU; load_state_dict takes them as they are.
+    p.grad stays set after step(). state_dict() returns tensors on the CPU, which load_state_dict accepts.
     """
 
     name = "staged"
@@ -55,17 +55,17 @@ class StagedPlacement(HostPlacement):
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(tensors, push_dtype)
-        self._taken: dict[int, tuple[int, int]] = {}  # of a shard: the buffer and version that the parameters hold
-        self._locked: npt.NDArray[np.uint8] | None = None  # the arena, while it is page-locked
+        self._taken: dict[int, tuple[int, int]] = {}  # by shard: the buffer and version that the parameters hold
+        self._locked: npt.NDArray[np.uint8] | None = None  # the arena while it is page-locked
 
     def begin(self) -> None:
-        """Wait for queued copies, and unlock the arena before."""
+        """Wait for queued copies, and unlock the previous arena."""
         synchronize(self._tensors)
         self._unlock()
         self._taken.clear()
 
     def use(self, worker: Worker) -> None:
-        """Let the GPU copy from and to the arena by itself: page-lock it. Raises ArenaError."""
+        """Page-lock the arena, so the GPU copies to and from it asynchronously. Raises ArenaError."""
         if self._tensors[0].device.type != "cuda":
             return
         memory = np.frombuffer(worker.store.memory, np.uint8)
@@ -83,11 +83,11 @@ class StagedPlacement(HostPlacement):
             self._locked = None
 
     def gradients_kind(self) -> type[Gradients]:
-        """Copies are queued."""
+        """The class that queues copies of gradients into the slots."""
         return StagedGradients
 
     def pull(self, weights: Weights, worker: Worker) -> None:
-        """Queue copies of the newest weights; their buffers stay pinned until the next pull, which the step's wait precedes."""
+        """Queue copies of the newest weights. Their buffers stay pinned until the next pull, before which the step waits."""
         synchronize(self._tensors)
         for shard, buffer in enumerate(worker.pull()):
             taken = buffer, worker.lane.shard_version(shard)
@@ -104,5 +104,5 @@ class StagedPlacement(HostPlacement):
 
 
 def _runtime() -> Any:
-    """The CUDA runtime as torch gives it: what it has of page-locking."""
+    """torch's binding of the CUDA runtime, which has the calls for page-locking."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The rule's state and the weights' moving average as tensors: what goes between a job's arena and a torch optimizer's state.
+"""Optimizer-state tensors and the weights' moving average, copied between a job's arena and a torch optimizer's state.
 
-Copies, of one version, made under the turns of all shards. Refuses to know param_groups, and when any of it is asked for.
+Every copy is of one version, and is made under the locks of all shards.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from fastps.torch.update_rules import entry_of
 
 Tensors = list[torch.Tensor]
 MakeTensors = Callable[[list[Any]], Tensors]
-"""Makes tensors, with the parameters' strides, of flat views of the arena, one a parameter."""
+"""Makes tensors with the parameters' strides from flat views of the arena, one per parameter."""
 
 
 def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
@@ -34,7 +34,7 @@ def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
 def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any] | None]:
-    """For each parameter, of the param_group in `groups`: its entry of torch's state; None before the rule's first step."""
+    """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step."""
     worker.hold_turns()
     try:
         _, buffers = worker.store.committed()
@@ -51,7 +51,7 @@ def entries(
 
 @dataclass(frozen=True)
 class _Buffers:
-    """For each shard the published buffers and the free ones, of weights and of the rule's state."""
+    """For each shard, the published and the free buffers of weights and of optimizer state."""
 
     weights: list[int]
     state: list[int]
@@ -61,7 +61,7 @@ class _Buffers:
 
 @contextlib.contextmanager
 def _republished(worker: Worker) -> Iterator[_Buffers]:
-    """Inside, all shards are held and the free buffers are to be written; then they are published, unless that raised."""
+    """Hold all shard locks inside the block, which writes the free buffers; publish them at its end unless it raised."""
     worker.hold_turns()
     published = False
     try:
@@ -73,7 +73,7 @@ def _republished(worker: Worker) -> Iterator[_Buffers]:
 
 
 def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
-    """Make each parameter's entry of torch's state, empty where it has none, the job's. Weights and version stay."""
+    """Make these entries of torch's state, one per parameter and empty if it has none, the job's. Weights and version stay."""
     store = worker.store
     with _republished(worker) as of:
         _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
@@ -84,9 +84,9 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
 
 
 def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
-    """Make what `make` returns of the newest weights the job's weights. The rule's state and the version stay.
+    """Make `make(copies of the newest weights)` the job's weights. The optimizer's state and the version stay.
 
-    Raises ValueError for tensors of another number or shape, and what `make` raises; then nothing has changed.
+    Raises ValueError for tensors of another number or shape, and the errors of `make`; nothing changes then.
     """
     store = worker.store
     with _republished(worker) as of, torch.no_grad():
@@ -107,7 +107,7 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
 def write(
     store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write each parameter's entry of torch's state into its shard's state buffer; without one, what the rule begins with."""
+    """Write each parameter's entry of torch's state, or the rule's initial values, into its shard's state buffer."""
     steps = store.rule_steps(buffers)
     for index, entry in enumerate(given):
         has_state = any(entry.get(name) is not None for name in rule.planes)

@@ -1,8 +1,8 @@
-"""The loops over a model's tensors that each step makes: compiled against torch's C++ tensors, or over Python's attributes.
+"""The loops over a model's tensors in each step: compiled against torch's C++ tensors, or over Python attributes.
 
-Both have the same effect; the first is faster (`fastps bench step --against attributes`). It needs the very torch that it was
-built against, so another one gets the second, and so does who sets FASTPS_TENSOR_LOOPS=attributes; `why_not_compiled` says it.
-Refuses to know when a step makes which loop.
+Both have the same effect; the compiled loops are faster (`fastps bench step --against attributes`). They need exactly the torch
+version that they were built against. Another version, or FASTPS_TENSOR_LOOPS=attributes, selects the loops over attributes;
+`why_not_compiled` tells the reason.
 """
 
 import os
@@ -20,55 +20,55 @@ try:
     from fastps.kernels.tensors import torch_tensors
 
     _compiled = torch_tensors
-except ImportError as _error:  # not built, or for a torch whose symbols are others
+except ImportError as _error:  # not built, or built against a torch with other symbols
     _not_there = str(_error)
 
 INSTALLED = torch.__version__.partition("+")[0]
 
 
 class TensorLoops(Protocol):
-    """Loops over a list of tensors that stays as it is; what they give them is prepared once."""
+    """Loops over a fixed list of tensors. Their arguments are prepared once, by `prepare`."""
 
     def prepare(self, values: list[torch.Tensor], memory: object = None) -> Any:
-        """These tensors, a value a tensor, as the other loops take them; they stay as they are.
+        """Convert these values, one per tensor, to the form that the other loops take. The values must not change afterwards.
 
-        memory: the one object that all of them are views of, if there is one. Values of the same memory are shown faster: a
-        tensor keeps one storage then, whose pointer moves, and so whatever else shares it (`detach()`) shows the same.
-        Raises ValueError where there are not as many values as tensors.
+        memory: the one object that all values are views of, if any. Values of the same memory are shown faster: a tensor then
+        keeps one storage whose pointer moves, so every alias of that storage (`detach()`) shows the new values, too.
+        Raises ValueError unless there are as many values as tensors.
         """
         ...
 
     def show(self, values: Any) -> None:
-        """Let `data` of each tensor be that of its of `values`: no copy, and no write as version counters count them."""
+        """Point `data` of each tensor at its value: no copy, and no write that version counters count."""
         ...
 
     def remember(self) -> None:
-        """What was written to the tensors up to now, and where they were pointed, is no change."""
+        """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""
         ...
 
     def changed(self) -> int:
-        """The index of the first tensor that was written to or pointed elsewhere since `remember`, or -1; `show` is neither."""
+        """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
         ...
 
     def has_moved(self, index: int) -> bool:
-        """Whether a tensor was pointed at other memory since `remember`, and not by `show`."""
+        """Whether a tensor was pointed at other memory since `remember`, other than by `show`."""
         ...
 
     def set_gradients(self, gradients: Any) -> None:
-        """Let `grad` of each tensor be its of `gradients`."""
+        """Set `grad` of each tensor to its element of `gradients`."""
         ...
 
     def drop_gradients(self) -> None:
-        """Let `grad` of each tensor be None."""
+        """Set `grad` of each tensor to None."""
         ...
 
     def other_gradient(self, gradients: Any) -> int:
-        """The index of the first tensor whose `grad` is not the very one of `gradients`, or -1."""
+        """The index of the first tensor whose `grad` is not the same object as its element of `gradients`, or -1."""
         ...
 
 
 class PlainLoops:
-    """The loops over Python's attributes, for any torch; see TensorLoops."""
+    """Loops over Python attributes, for any version of torch; see TensorLoops."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -118,15 +118,15 @@ class PlainLoops:
 
 
 def why_not_compiled() -> str | None:
-    """Why loops are made over attributes, and what to do about it; None: they are not.
+    """Why the compiled loops are not used, and the remedy; None if they are used.
 
-    Raises UsageError where FASTPS_TENSOR_LOOPS is neither "auto" nor "attributes".
+    Raises UsageError if FASTPS_TENSOR_LOOPS is neither "auto" nor "attributes".
     """
     wanted = os.environ.get("FASTPS_TENSOR_LOOPS", "auto")
     if wanted not in ("auto", "attributes"):
         raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto or attributes, found {wanted!r}")
     if wanted == "attributes":
-        return "loops over Python's attributes, for FASTPS_TENSOR_LOOPS says so"
+        return "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
     advice = "for faster steps install fastps again, beside this torch (pip install --force-reinstall --no-deps)"
     if _compiled is None:
         return f"the compiled loops over tensors are not there ({_not_there}): {advice}"
@@ -136,7 +136,7 @@ def why_not_compiled() -> str | None:
 
 
 def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
-    """Loops over these tensors, as this installation makes them. Raises UsageError as `why_not_compiled`.
+    """Make the fastest loops over these tensors that this installation has. Raises UsageError, as `why_not_compiled` does.
 
     >>> parameter = torch.nn.Parameter(torch.zeros(2))
     >>> loops = tensor_loops([parameter])

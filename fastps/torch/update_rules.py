@@ -1,7 +1,7 @@
-"""Which torch optimizers the fold can run, and how their param_groups become hyper-parameters.
+"""The torch optimizers that the fold can run, and the conversion of their param_groups to hyper-parameters.
 
-Everything that would silently compute something else is refused by name. Refuses to hold state: `state_of` only says how torch
-names what the fold keeps.
+An option that the fold would compute differently raises an error that names it. This module holds no state: `entry_of` only
+maps the fold's optimizer-state tensors to torch's names.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from fastps.job.user_rules import UserRule
 from fastps.kernels.update import fold
 from fastps.torch.rule_optimizer import RuleOptimizer
 
-# Choices of implementation, not of arithmetic: the fold is its own implementation.
+# These options choose torch's implementation, not the arithmetic; the fold replaces the implementation.
 _IGNORED_OPTIONS = ("foreach", "fused")
 _REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
 
-_OF_PARAMETERS = ("params", "param_names")  # what a param_group says of its parameters, not of their rule
+_OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -41,7 +41,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     if kind is torch.optim.SGD:
         return MOMENTUM_RULE if has_momentum else SGD_RULE
     if kind is torch.optim.Adagrad:
-        # Of the constructor, and so one for all groups: torch fills the sums there.
+        # Read from the constructor's defaults, so one value holds for all groups: torch fills the sums in the constructor.
         return adagrad_rule(optimizer.defaults["initial_accumulator_value"])
     if kind is torch.optim.RMSprop:
         return rmsprop_rule(has_momentum, any(group["centered"] for group in optimizer.param_groups))
@@ -49,9 +49,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
-    """A param_group's hyper-parameters as they stand now; a learning rate that is a tensor is read."""
+    """A param_group's current hyper-parameters; a learning rate that is a tensor is read."""
     if isinstance(rule, UserRule):
-        # The rule's own names take the fold's places, in order.
+        # A user's rule gets the fold's hyper-parameter fields in the order of its names.
         values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
         return Hyper(*values)  # type: ignore[arg-type]
     flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
@@ -76,7 +76,7 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
 
 
 class Hypers:
-    """The hyper-parameters of all param_groups, made anew only after one of them was given another value.
+    """The hyper-parameters of all param_groups, recomputed only after one of them has changed.
 
     >>> group = {"params": [], "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}
     >>> hypers = Hypers(SGD_RULE)
@@ -89,21 +89,21 @@ class Hypers:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._groups: list[dict[str, Any]] | None = None  # as they were; None: they cannot be compared
+        self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
         self._made: list[Hyper] = []
 
     def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
-        """One a group, as they stand now; the caller leaves the list as it is."""
+        """The current hyper-parameters, one per group. The caller must not change the list."""
         if self._groups is None or self._groups != groups:
             self._made = [hyper_of(group, self._rule) for group in groups]
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
-            # The parameters are the very same lists, which are not looked into.
+            # "params" holds the same list object, so the comparison does not look into it.
             self._groups = [dict(group) for group in groups] if all(map(_cannot_change, options)) else None
         return self._made
 
 
 def _cannot_change(value: object) -> bool:
-    """A tensor or a list can be given other values while it stays the same object."""
+    """Whether a value is immutable: a tensor or a list can change while it stays the same object."""
     return (
         value is None
         or isinstance(value, int | float | str)
@@ -112,17 +112,17 @@ def _cannot_change(value: object) -> bool:
 
 
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
-    """A parameter's entry of torch's state after so many steps; `plane` gives the tensor of a name. None: torch keeps none."""
+    """A parameter's entry in torch's state after `steps` steps; `plane` maps a name to its tensor. None if torch keeps none."""
     names = _state_names(group, rule)
     if not steps or not names:
         return None
-    # All but SGD count steps.
+    # All torch optimizers but SGD count steps.
     entry: dict[str, Any] = {} if rule.name == "sgd" else {"step": torch.tensor(float(steps))}
     return entry | {name: plane(name) for name in names}
 
 
 def _state_names(group: Mapping[str, Any], rule: Rule) -> list[str]:
-    """The planes that torch itself would keep for a parameter of this group: others are kept for other groups."""
+    """The optimizer-state tensors that torch keeps for a parameter of this group; the fold may keep more, for other groups."""
     if isinstance(rule, UserRule):
         return list(rule.planes)
     options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
@@ -134,9 +134,9 @@ Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list[Row]:
-    """The parameters of all param_groups, in order, by the names that `model` has for them.
+    """The parameters of all param_groups, in order, with the names that `model` gives them.
 
-    Raises UsageError if there are none, UnsupportedError for one that cannot lie in the arena.
+    Raises UsageError if there are none, UnsupportedError for a parameter that cannot be in the arena.
 
     >>> rows_of([{"params": [torch.zeros(2, 3)]}], None)
     [('param_groups[0][0]', (2, 3), (3, 1), 0)]
@@ -155,7 +155,7 @@ def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise UnsupportedError for a parameter that cannot lie in the arena: another dtype, layout or device."""
+    """Raise UnsupportedError for a parameter that cannot be in the arena: another dtype, layout or device, or with gaps."""
     if parameter.layout is not torch.strided:
         raise UnsupportedError(
             f"parameter {name!r}: expected a dense tensor, found {parameter.layout}; sparse is not supported"

@@ -1,7 +1,6 @@
-"""The weights of one worker between two pulls: how a model's parameters come to be those of a published buffer.
+"""The weights of one worker between two pulls: how a model's parameters show a published buffer.
 
-`p.data` is pointed at the buffer that the worker has pinned: nothing is copied. Refuses to know when a pull is made, and
-whether what it pulled is new.
+`p.data` points at the buffer that the worker has pinned; nothing is copied.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from fastps.torch.tensor_loops import tensor_loops
 
 
 class Weights:
-    """The parameters `tensors` of a store; `tensors_of` makes tensors with their strides of flat views, a parameter each."""
+    """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter."""
 
     def __init__(
         self, tensors: list[torch.Tensor], store: JobMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
@@ -26,7 +25,7 @@ class Weights:
         self._store = store
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
-        self._prepared: dict[tuple[int, int], Any] = {}  # the same, as the loops take them
+        self._prepared: dict[tuple[int, int], Any] = {}  # the same tensors in the form that the loops take
         parameters = store.layout.parameters
         self._of_shard = [
             [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
@@ -34,11 +33,11 @@ class Weights:
         ]
         self.by_shard = [[tensors[index] for index in indices] for indices in self._of_shard]
         self._shard_loops = [tensor_loops(of_shard) for of_shard in self.by_shard]
-        if len(self._shard_loops) == 1:  # the usual case, without a call between
+        if len(self._shard_loops) == 1:  # the usual case: saves a call
             self.remember, self.changed = self._shard_loops[0].remember, self._shard_loops[0].changed  # type: ignore[method-assign]
 
     def show(self, pulled: list[int]) -> None:
-        """Let every parameter be what is in its shard's pulled buffer: no copy."""
+        """Point every parameter at its shard's pulled buffer: no copy."""
         for place in enumerate(pulled):
             loops = self._shard_loops[place[0]]
             values = self._prepared.get(place)
@@ -47,19 +46,19 @@ class Weights:
             loops.show(values)
 
     def remember(self) -> None:
-        """What was written to the parameters up to now, and where they were pointed, is allowed."""
+        """Accept all writes to the parameters, and their addresses, up to now."""
         for loops in self._shard_loops:
             loops.remember()
 
     def changed(self) -> int:
-        """The index of the first parameter that was written to or pointed elsewhere since then, or -1."""
+        """The index of the first parameter that was written to or pointed elsewhere since `remember`, or -1."""
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
             if (found := loops.changed()) >= 0:
                 return indices[found]
         return -1
 
     def has_moved(self, index: int) -> bool:
-        """Whether that parameter was pointed at other memory since then."""
+        """Whether that parameter was pointed at other memory since `remember`."""
         for loops, indices in zip(self._shard_loops, self._of_shard, strict=True):
             if index in indices:
                 return loops.has_moved(indices.index(index))
@@ -74,21 +73,21 @@ class Weights:
         return found
 
     def show_copies(self) -> None:
-        """Let every parameter be a copy of its own of what it is."""
+        """Replace the memory of every parameter by a private copy."""
         for tensor in self.tensors:
             tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
 
     def leave(self) -> None:
-        """Keep no tensor of the store's memory: it is about to go."""
+        """Drop all tensors over the store's memory, because it is about to be unmapped."""
         self._made.clear()
         self._prepared.clear()
         self._shard_loops.clear()
 
 
 def shaped_tensors(store: JobMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
-    """Tensors over flat views of the store's memory, each with a storage of its own exact size and the parameter's strides.
+    """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
-    `dtype` names the type of the tensors, which for bfloat16 NumPy lacks. The memory stays mapped as long as one of them lives.
+    `dtype` names the tensors' type, because NumPy has no bfloat16. The memory stays mapped as long as one of them lives.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
     return [
@@ -99,7 +98,10 @@ def shaped_tensors(store: JobMemory, views: Sequence[npt.NDArray[Any]], dtype: s
 
 @contextlib.contextmanager
 def shown(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, these parameters are `values`, which are nobody else's, on the parameters' device; then what they were before."""
+    """Show `values`, moved to the parameters' device, as these parameters inside the block; restore them at its end.
+
+    No other worker may use the memory of `values`.
+    """
     kept = [tensor.data for tensor in tensors]
     try:
         for tensor, value in zip(tensors, values, strict=True):

@@ -1,1 +1,1 @@
-"""Programs as users of other frameworks write them, with the one to three lines that fastps changes; run by `make test-all`."""
+"""Programs as users of other frameworks write them, plus the one to three lines for fastps; `make test-all` runs them."""

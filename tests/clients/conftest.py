@@ -1,4 +1,4 @@
-"""These programs start processes of their own kind: none of a launcher's variables, one thread each."""
+"""These programs start their own processes, so they run without a launcher's variables, with one thread each."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK",
 
 @pytest.fixture(autouse=True)
 def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Like a shell in which nothing was launched."""
+    """An environment like that of a fresh shell."""
     for name in _LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -23,9 +23,9 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(kept)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+@pytest.hookimpl(tryfirst=True)  # before pytest reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of them are slow: `make test-all`."""
+    """Mark all of these tests as slow."""
     for item in items:
         if "clients" in item.path.parts:
             item.add_marker(pytest.mark.slow)

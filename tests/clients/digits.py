@@ -1,4 +1,4 @@
-"""The task of all programs here: scikit-learn's digits, a small network, and how far the plain program's accuracy spreads."""
+"""The task of all client programs: scikit-learn's digits, a small network, and the spread of the plain program's accuracy."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ EPOCHS = 12
 
 @functools.cache
 def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Training images and labels, then those for testing."""
+    """Training images and labels, then test images and labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -20,7 +20,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def make_model(seed: int = 0) -> torch.nn.Sequential:
-    """The network, with weights of that seed."""
+    """The network, with initial weights from this seed."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
@@ -31,7 +31,7 @@ def make_sgd(model: torch.nn.Module) -> torch.optim.SGD:
 
 
 def train(model: torch.nn.Module, optimizer: Any, rank: int = 0, workers: int = 1, *, seed: int = 0) -> int:
-    """All epochs over this worker's share, in batches of 16. Returns the number of steps."""
+    """Train all epochs on this worker's share, in batches of 16. Returns the number of steps."""
     inputs, labels, _, _ = data()
     steps = 0
     for epoch in range(EPOCHS):
@@ -45,7 +45,7 @@ def train(model: torch.nn.Module, optimizer: Any, rank: int = 0, workers: int = 
 
 
 def accuracy(model: torch.nn.Module) -> float:
-    """Share of the test images that the model knows."""
+    """The share of test images that the model classifies correctly."""
     _, _, inputs, labels = data()
     with torch.no_grad():
         return float((model(inputs).argmax(1) == labels).float().mean())
@@ -53,7 +53,7 @@ def accuracy(model: torch.nn.Module) -> float:
 
 @functools.cache
 def least_accuracy() -> float:
-    """The least that counts as the plain program's: the least of four seeds, less two standard errors of 360 images."""
+    """The least accuracy that counts as the plain program's: the least of four seeds minus 2 standard errors of 360 images."""
     found = []
     for seed in range(4):
         model = make_model(seed)

@@ -1,4 +1,4 @@
-"""Running a program as a user does: a script under the command line, or alone."""
+"""Run a program as a user does: a script under `fastps run`, or alone."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str = "auto", sync: str = "asp") -> Any:
-    """Run a script that writes `result.json`; with workers under `fastps run`. Returns the ended process."""
+    """Run a script that writes `result-RANK.json`; with `workers`, under `fastps run`. Returns the ended process."""
     file = folder / "program.py"
     file.write_text(script)
     command = [sys.executable, str(file), *arguments]
@@ -19,10 +19,10 @@ def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str =
         command = [*launch, str(file), *arguments]
     (folder / "tests").symlink_to(
         _TESTS
-    )  # the programs import the task; the folder above has a package `kernels`, as others do
+    )  # the programs import the task; the repository's root also has a package `kernels`, as other projects may
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    """What each worker wrote into `result-RANK.json`, in order."""
+    """The contents of each worker's `result-RANK.json`, in rank order."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("result-*.json"))]

@@ -1,4 +1,4 @@
-"""A3C on CartPole: actors that each play and push to one shared Adam."""
+"""A3C on CartPole: each actor plays, and pushes to one shared Adam."""
 
 import statistics
 from pathlib import Path
@@ -12,12 +12,12 @@ import fastps
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra fastps[clients] is not installed")
 
-EPISODES = 240  # of all actors together
+EPISODES = 240  # all actors together
 WORKERS = 2
 
 
 def make_model() -> torch.nn.ModuleDict:
-    """Policy and value over the same four numbers."""
+    """Policy and value networks over the same four observations."""
     torch.manual_seed(0)
     return torch.nn.ModuleDict(
         {
@@ -33,7 +33,7 @@ def make_adam(model: torch.nn.Module) -> torch.optim.Adam:
 
 
 def play(model: torch.nn.ModuleDict, optimizer: Any, episodes: int, seed: int) -> list[float]:
-    """Play, and learn after each episode. Returns what each episode brought."""
+    """Play, and learn after each episode. Returns the episodes' returns."""
     environment = gymnasium.make("CartPole-v1")
     generator = torch.Generator().manual_seed(seed)
     returns = []
@@ -67,7 +67,7 @@ def actor(rank: int, model: torch.nn.ModuleDict, folder: str, seed: int) -> None
 
 
 def _late(returns: list[float]) -> float:
-    """The mean of the last quarter."""
+    """The mean return of the last quarter."""
     return statistics.mean(returns[-len(returns) // 4 :])
 
 

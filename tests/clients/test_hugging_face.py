@@ -97,7 +97,7 @@ def test_program_that_averages_gradients_as_well_is_refused_by_name(program: str
 
 
 def launched(folder: str) -> None:
-    """What a launcher of accelerate's calls: a training without an Accelerator."""
+    """The function that accelerate's launcher calls: trains without an Accelerator."""
     model = digits.make_model()
     optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), sync="asp")
     digits.train(model, optimizer, fastps.rank(), fastps.world_size())
@@ -109,7 +109,7 @@ def launched(folder: str) -> None:
 
 @pytest.mark.parametrize(("launcher", "workers"), [("notebook_launcher", 1), ("debug_launcher", 2)])
 def test_launchers_of_accelerate_start_workers_of_one_job(launcher: str, workers: int, tmp_path: Path) -> None:
-    # In a process of its own: both keep what they set up.
+    # In a separate process, because both libraries keep global state.
     program = (
         "import accelerate, sys\nfrom tests.clients.test_hugging_face import launched\n"
         "if __name__ == '__main__':\n"

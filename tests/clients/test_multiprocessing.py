@@ -1,4 +1,4 @@
-"""torch's Hogwild example, and pools: by processes of the program's own."""
+"""torch's Hogwild example and process pools, in processes that the program starts itself."""
 
 import concurrent.futures
 import copy
@@ -15,13 +15,13 @@ from tests.clients import digits
 
 
 def hogwild(rank: int, model: torch.nn.Module) -> None:
-    """What each process of the example runs; the one change is the wrapped optimizer."""
+    """The function that each process of the example runs; only the wrapped optimizer is new."""
     optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), sync="asp")
     digits.train(model, optimizer, rank, 2)
 
 
 def hogwild_as_it_stood(rank: int, model: torch.nn.Module, told: Any) -> None:
-    """The same under mp.Process, which says what it met."""
+    """The same under mp.Process; reports the error that it meets."""
     try:
         hogwild(rank, model)
         told.put("trained")
@@ -30,7 +30,7 @@ def hogwild_as_it_stood(rank: int, model: torch.nn.Module, told: Any) -> None:
 
 
 def hogwild_that_says_who_it_is(rank: int, shared: torch.nn.Module, told: Any, job: str) -> None:
-    """The same with a copy of the model, and with the job, rank and number of workers."""
+    """The same with a copy of the model, and with job, rank and number of workers given."""
     model = copy.deepcopy(shared)
     optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), sync="asp", job=job, rank=rank, workers=2)
     digits.train(model, optimizer, rank, 2)
@@ -77,7 +77,7 @@ def test_hogwild_that_says_who_it_is_learns_what_the_plain_program_learns() -> N
 
 
 def lose_a_worker(rank: int) -> None:
-    """Worker 1 dies; worker 0 is told."""
+    """Worker 1 dies; worker 0 gets an error."""
     model = digits.make_model()
     optimizer = fastps.DistributedOptimizer(
         digits.make_sgd(model), sync="bsp", job=f"pool-{os.getppid()}", rank=rank, workers=2

@@ -1,4 +1,4 @@
-"""A notebook that starts its workers itself."""
+"""A notebook that starts its own workers."""
 
 from pathlib import Path
 

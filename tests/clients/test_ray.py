@@ -1,4 +1,4 @@
-"""Ray actors: workers that Ray starts and that live on from one job to the next."""
+"""Ray actors: workers that Ray starts, and that outlive a job."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="the extra fastps[clients] is not instal
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    """Two cores of Ray in this machine."""
+    """A Ray cluster of two cores on this machine."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
@@ -33,7 +33,7 @@ class Actor:
             return digits.accuracy(model), steps, optimizer.version
 
     def lose(self, job: str, rank: int) -> None:
-        """Worker 1 leaves with an error, and worker 0 meets it."""
+        """Worker 1 leaves with an error, and worker 0 gets it."""
         model = digits.make_model()
         optimizer = fastps.DistributedOptimizer(digits.make_sgd(model), job=job, rank=rank, workers=2)
         optimizer.wait_for_start()

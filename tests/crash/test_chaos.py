@@ -1,4 +1,4 @@
-"""The simulated world: a thousand seeds without a violation, each history played again by its seed, every mutant found."""
+"""The simulated world: a thousand seeds have no violation, a seed repeats its history, and every mutant is found."""
 
 import pytest
 
@@ -7,7 +7,7 @@ hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the
 from fastps.diagnostics import chaos, chaos_worlds  # noqa: E402
 from fastps.kernels.chaos.world import World  # noqa: E402
 
-# Seeds, from 0 on, within which each mutant is found, with room: docs/reliability.md has the first seeds that find them.
+# The number of seeds, from 0 on, that find each mutant, with a margin; docs/reliability.md lists the first seed for each.
 FOUND_WITHIN = {
     "keep-turn": 5,
     "take-without-comparing": 200,
@@ -24,7 +24,7 @@ FOUND_WITHIN = {
     "forget-generation": 100,
     "state-in-place": 10,
 }
-RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # a dead holder, a stopped helper, and a push in between
+RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
 
 
 def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
@@ -38,7 +38,7 @@ def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
 
 
 def test_pushes_that_are_folded_as_one_sum_are_folded_once_whatever_happens() -> None:
-    """The jobs of disciplines that fold each push, played again with the pushes of each drain combined."""
+    """Run the jobs of disciplines that fold each push again, with the pushes of each drain combined."""
     world, played, flips = World(), 0, 0
     for seed in range(600):
         plan = chaos_worlds.plan_of(seed)

@@ -1,8 +1,8 @@
-"""A worker dies by SIGKILL just before its n-th store to shared memory: for every n, nothing is lost, doubled or left locked.
+"""SIGKILL a worker just before its n-th store to shared memory: for every n, no push is lost or doubled, no lock stays held.
 
-The victim pushes twice and leaves, and takes turns in which it folds the others' pushes, too: two shards, every rule, a moving
-average of the weights, clipped gradients. The survivor then proves what the arena holds: bit for bit what it would hold if the
-victim had ended by itself after as many pushes as it had posted.
+The victim pushes twice and leaves. As combiner it also folds the others' pushes. The cases have two shards, every rule, a
+moving average of the weights and clipped gradients. Afterwards the arena must equal, bit for bit, an arena whose victim ended
+normally after as many pushes as it had posted.
 """
 
 import mmap
@@ -20,8 +20,7 @@ hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the
 import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
-from fastps.kernels.protocol import lane as turn  # noqa: E402
-from fastps.kernels.protocol.lane import Lane  # noqa: E402
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
 from fastps.kernels.shm.format import format_memory  # noqa: E402
@@ -37,7 +36,7 @@ CLIPPED = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One rule under one policy; `hyper` are learning rate, momentum, dampening, decay, betas, epsilon, rate decay, flags."""
+    """One rule under one policy; `hyper`: learning rate, momentum, dampening, decay, betas, epsilon, rate decay, flags."""
 
     name: str
     rule: int
@@ -75,7 +74,7 @@ CASES = [
 
 
 class Job:
-    """Three lanes in memory that a forked victim shares, each with the steps that it will push."""
+    """Three lanes in memory shared with a forked victim, each with the steps that it will push."""
 
     def __init__(self, case: Case) -> None:
         header, size = plan(
@@ -91,7 +90,7 @@ class Job:
         self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
         for lane in self.lanes:
             lane.set_user_rule(own_rule.address)
-            lane.share_folds(1)  # chunks, tickets and all, although nobody helps
+            lane.share_folds(1)  # uses chunks and tickets, although no worker helps
         first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
         self.floats(self.arena.weights_offset(0))[:] = first
         self.floats(self.arena.plane_offset(0, case.planes))[:] = first  # the moving average
@@ -103,14 +102,14 @@ class Job:
         return np.frombuffer(self.memory, np.float32, SHARDS * SHARD_FLOATS, offset)
 
     def push(self, index: int, now_ns: int) -> None:
-        """Write a slot and post it; the turn is not tried."""
+        """Write a slot and post it, without trying the shard lock."""
         lane, step, slot = self.lanes[index], self.posts[index], self.write_slot(index)
         lane.set_versions(slot)
-        assert lane.post(turn.KIND_PUSH, step, slot, lane.version, now_ns, CLIPPED, samples=8)
+        assert lane.post(KIND_PUSH, step, slot, lane.version, now_ns, CLIPPED, samples=8)
         self.posts[index] += 1
 
     def write_slot(self, index: int) -> int:
-        """Pull, and write the slot as a step would; returns which."""
+        """Pull, and write the slot as a step does; returns the slot."""
         lane, step = self.lanes[index], self.posts[index]
         slot = step % self.case.slots
         for shard in range(SHARDS):
@@ -122,54 +121,54 @@ class Job:
         return slot
 
     def leave(self, index: int, now_ns: int) -> None:
-        assert self.lanes[index].post(turn.KIND_LEAVE, self.posts[index], 0, 0, now_ns)
+        assert self.lanes[index].post(KIND_LEAVE, self.posts[index], 0, 0, now_ns)
         self.arena.leave(index)
 
     def begin(self) -> None:
-        """What the others have posted when the victim comes."""
+        """Post the pushes that precede the victim's."""
         self.push(0, 10)
-        self.push(2, 35)  # between the victim's two
+        self.push(2, 35)  # between the victim's two pushes
 
     def live(self, pushes: int = PUSHES, leaves: bool = True) -> None:
-        """The victim's life: all of it, or so many pushes of it."""
+        """Run the victim: all of its life, or `pushes` pushes of it."""
         lane = self.lanes[VICTIM]
         assert isinstance(lane, WorkerLane)
         assert self.arena.claim(VICTIM, os.getpid()) == 0
         for step in range(pushes):
             assert self.write_slot(VICTIM) == lane.slot
-            assert lane.push(30 + 10 * step, CLIPPED, 8, False) == turn.DONE
+            assert lane.push(30 + 10 * step, CLIPPED, 8, False) == DONE
             self.posts[VICTIM] += 1
             lane.wait(0, 0, 0, 1)
             lane.wait(1 << 40, 0, 0, 1)  # sleeps, for 1 ns
             lane.advance_late(35 + 10 * step)
         if leaves:
             self.leave(VICTIM, 60)
-            assert lane.try_combine(60) == turn.DONE
+            assert lane.try_combine(60) == DONE
             lane.unpin()
             self.arena.finish(VICTIM)
 
     def survive(self) -> None:
-        """Break what the victim held, mark_dead it, and go on with two workers to the end of the job."""
+        """Recover the locks that the victim held, mark it dead, and finish the job with two workers."""
         lane = self.lanes[0]
-        if self.arena.lane_state(VICTIM) == LANE_FREE:  # it died before it was anybody
+        if self.arena.lane_state(VICTIM) == LANE_FREE:  # it died before it attached
             assert self.arena.claim(VICTIM, os.getpid()) == 0
         lane.recover_lock(VICTIM, 70)
         assert self.arena.mark_dead(VICTIM, 0) == (self.arena.lane_state(VICTIM) != LANE_LEFT)
         for step in range(3):
-            assert lane.try_combine(90) == turn.DONE
+            assert lane.try_combine(90) == DONE
             for index in (0, 2):
                 if self.lanes[index].granted(0) > self.posts[index] and self.lanes[index].granted(1) > self.posts[index]:
                     self.push(index, 100 + 10 * step + index)
-                    assert self.lanes[index].try_combine(100 + 10 * step + index) == turn.DONE
+                    assert self.lanes[index].try_combine(100 + 10 * step + index) == DONE
         for index in (0, 2):
             self.leave(index, 200 + index)
-            assert self.lanes[index].try_combine(200 + index) == turn.DONE
+            assert self.lanes[index].try_combine(200 + index) == DONE
 
     def posts_of_victim(self) -> int:
         return int(self.arena.counters(VICTIM)["posted"])
 
     def ledger(self) -> list[tuple[int, int]]:
-        """Of each lane: descriptors posted, and what became of its pushes; none is neither folded nor dropped."""
+        """For each lane, the descriptors posted and its pushes' outcomes. Asserts that each push was folded or dropped."""
         counters = [self.arena.counters(index) for index in range(3)]
         for index, of_lane in enumerate(counters):
             assert of_lane["done"] == of_lane["posted"], f"lane {index}: a push is lost"
@@ -179,7 +178,7 @@ class Job:
         return [(of_lane["folded"], of_lane["dropped"]) for of_lane in counters]
 
     def bits(self) -> bytes:
-        """All that is committed: versions, weights, the rule's state and steps, the moving average."""
+        """All committed state: versions, weights, optimizer state and step counts, the moving average."""
         found = []
         for shard in range(SHARDS):
             version, weights, state = self.arena.committed(shard)
@@ -192,7 +191,7 @@ class Job:
 
 
 def _die(case: Case, store: int) -> tuple[Job, int]:
-    """A job whose victim died at this store of its life, or, at 0, lived to its end; and how many stores it made then."""
+    """Run a job whose victim dies at this store, or at 0 lives to its end; return the job and the victim's stores."""
     job = Job(case)
     job.begin()
     told = mmap.mmap(-1, 8)
@@ -210,7 +209,7 @@ def _die(case: Case, store: int) -> tuple[Job, int]:
 
 
 def _expected(case: Case) -> Iterator[tuple[list[tuple[int, int]], bytes]]:
-    """Ledger and bits after a life that ended by itself after so many posts."""
+    """For each number of posts, the push outcomes and bits after a life that ended normally."""
     for posts in range(PUSHES + 2):
         job = Job(case)
         job.begin()
@@ -234,7 +233,7 @@ def _check_deaths(case: Case, every: int) -> None:
         assert job.ledger() == ledger, f"died at store {store} after {posts} posts"
         assert bits == job.bits(), f"died at store {store} after {posts} posts: other bits"
         for shard in range(SHARDS):
-            assert job.lanes[0].owner(shard) == -1, f"died at store {store}: the turn of shard {shard} is held"
+            assert job.lanes[0].owner(shard) == -1, f"died at store {store}: the lock of shard {shard} is held"
         seen.add(posts)
     assert seen == set(range(PUSHES + 2))
 

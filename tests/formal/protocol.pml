@@ -1,16 +1,16 @@
-/* Lane, turn, commit and pins of one shard as a Promela model: every interleaving, with a worker that dies at any step or never.
+/* Promela model of one shard's lanes, shard lock, commit and pins: every interleaving, with a worker that dies at any step or
+ * never.
  *
- * Each worker posts, tries the turn, and pulls; whoever gets the turn drains all lanes, folds into a buffer that nobody reads,
- * writes the other record, and flips. Names are those of kernels/holder.pyx, commit.pyx and turn.pyx; one statement is one access
- * to shared memory, and `atomic` is one read-modify-write. What is checked:
+ * Each worker posts, tries the shard lock, and pulls. The combiner, which has the lock, drains all lanes, folds into a buffer
+ * that no worker reads, writes the other record, and flips the commit word. The names follow those of kernels/protocol. One
+ * statement is one access to shared memory, and `atomic` is one read-modify-write. The model checks that:
  *
- *   - every push that was posted is folded exactly once, also one of a worker that died;
- *   - a pinned buffer holds the version that its reader pinned until the reader lets go;
- *   - nobody waits for ever: an end where somebody still waits is an invalid end state.
+ *   - every posted push is folded exactly once, also that of a worker that died;
+ *   - a pinned buffer holds the version that its reader pinned until the reader unpins it;
+ *   - no worker waits forever: an end in which a worker still waits is an invalid end state.
  *
- * What it refuses to be: a model of weak memory orders, of timers, of shared folds, or of what the scheduler decides (each push
- * is folded when it is seen). Mutants, for a model that finds nothing proves nothing: -DFORGET_PENDING, -DFLIP_FIRST,
- * -DFORGET_RECHECK, -DFORGET_PINS, -DKEEP_TURN.
+ * Not modelled: weak memory orders, timers, shared folds, and the scheduler's decisions (each push is folded when it is seen).
+ * Mutants show that the checks find errors: -DFORGET_PENDING, -DFLIP_FIRST, -DFORGET_RECHECK, -DFORGET_PINS, -DKEEP_TURN.
  *
  *   spin -a protocol.pml && cc -O2 -DSAFETY -DCOLLAPSE -o pan pan.c && ./pan -m100000
  */
@@ -28,23 +28,23 @@ byte turn = NOBODY;
 bit pending;
 byte pin[WORKERS]; /* buffer + 1, or 0 */
 
-/* The commit word, always read and written whole: which record is true, of which version, in which buffer; the breaker's epoch. */
+/* The commit word, always read and written whole: the valid record, its version and buffer, and the epoch of lock recovery. */
 byte version, buffer, epoch;
 bit record;
 
-/* What a record says; the scheduler's state in short: how many descriptors of each lane are folded. */
+/* A record. It stands for the scheduler state: the number of folded descriptors of each lane. */
 typedef Record {
     byte cursor[WORKERS]
 };
 Record records[2];
 
-/* Ghosts: what only the checker sees. */
+/* Ghost variables, which only the checks read. */
 byte content[BUFFERS]; /* the version whose weights a buffer holds, or DIRTY */
-byte folded[4];        /* by lane and step: how often */
+byte folded[4];        /* by lane and step: the number of folds */
 bit dead[WORKERS];
 byte ended;
 
-/* Flip: compare and swap of the commit word. What lies between the records' cursors is folded by it. */
+/* Flip: compare and swap of the commit word. It folds the pushes between the two records' cursors. */
 inline flip(seen_version, seen_epoch, fresh) {
     atomic {
         if
@@ -69,12 +69,12 @@ inline flip(seen_version, seen_epoch, fresh) {
             record = 1 - record;
             version = version + 1;
             buffer = fresh
-        :: else -> skip /* a late owner: nothing happened */
+        :: else -> skip /* a fenced combiner: no effect */
         fi
     }
 }
 
-/* Holder._drain: commits, until nothing new is seen. */
+/* Drain: commit until no new push is seen. */
 inline drain() {
     do
     :: atomic { seen_version = version; seen_epoch = epoch; seen_buffer = buffer };
@@ -87,7 +87,7 @@ inline drain() {
 #ifdef FLIP_FIRST
         flip(seen_version, seen_epoch, (buffer + 1) % BUFFERS);
 #endif
-        /* Commit._free_buffer: the pins, one after the other. */
+        /* Find a free buffer: read the pins one after the other. */
         taken = 1 << seen_buffer;
 #ifndef FORGET_PINS
         atomic { if :: pin[0] > 0 -> taken = taken | (1 << (pin[0] - 1)) :: else fi };
@@ -111,7 +111,7 @@ inline drain() {
     od
 }
 
-/* Holder.run: drain, and let go unless somebody was told that it will be seen. */
+/* Run as combiner: drain, and release the lock unless PENDING promises a worker that its push will be seen. */
 inline run_turn() {
     do
     :: drain();
@@ -128,7 +128,7 @@ inline run_turn() {
     od
 }
 
-/* Holder.take and run. */
+/* Take the shard lock and run as combiner, or leave PENDING to the present combiner. */
 inline try_turn() {
     do
     :: atomic { seen_turn = turn; seen_pending = pending };
@@ -159,8 +159,8 @@ inline try_turn() {
     od
 }
 
-/* Lane.break_turn: the turn of one who is proved dead, then the commit word's epoch. What it left half written lies in the record
- * that every commit writes whole here. */
+/* Lock recovery: take over the lock of a worker that is proved dead, then raise the commit word's epoch. A half-written record
+ * of the victim does no harm, because every commit in this model writes the whole record. */
 inline break_turn(victim) {
     atomic {
         if
@@ -177,7 +177,7 @@ inline break_turn(victim) {
     fi
 }
 
-/* Lane.pull, and some reading. */
+/* Pull, and read the weights. */
 inline pull() {
     do
     :: atomic { seen_version = version; seen_epoch = epoch; seen_buffer = buffer };
@@ -213,8 +213,8 @@ proctype worker(byte me) {
             pull()
         :: else -> break
         od;
-        /* Worker.wait_for_others: until everything is folded; who is dead may hold the turn. Nobody tries again for a push that
-         * a turn has promised to see: that is what PENDING is for. */
+        /* Worker.wait_for_others: wait until every push is folded. A dead worker may hold the lock. No worker retries for a
+         * push that PENDING promises to be seen. */
         do
         :: ALL_FOLDED(0) && ALL_FOLDED(1) && (dead[1 - me] || tail[1 - me] == PUSHES) -> break
         :: dead[1 - me] && turn == 1 - me -> break_turn(1 - me)
@@ -225,7 +225,7 @@ proctype worker(byte me) {
     } unless { dead[me] }
 }
 
-/* Perhaps one worker dies, at any moment. */
+/* At most one worker dies, at any moment. */
 active proctype killer() {
     if
     :: dead[0] = 1
@@ -241,7 +241,7 @@ init {
         run worker(0);
         run worker(1)
     };
-    /* Everyone has ended: the ledger. */
+    /* All workers have ended: check the push outcomes. */
     (ended + dead[0] >= WORKERS);
     byte lane, position;
     do

@@ -1,6 +1,6 @@
-"""The Promela model of lane, turn, commit and pins: spin visits every interleaving, and finds each mutant.
+"""The Promela model of lanes, shard lock, commit and pins: spin visits every interleaving, and finds each mutant.
 
-Skipped where spin is not installed (`apt-get install spin`); nothing else needs it.
+Skipped without spin (`apt-get install spin`), which nothing else needs.
 """
 
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _verify(folder: Path, *definitions: str) -> tuple[int, int, str]:
-    """States, errors and the verifier's words for the model with these definitions."""
+    """The number of states, the number of errors and the verifier's output for the model with these definitions."""
     flags = [f"-D{definition}" for definition in definitions]
     subprocess.run(["spin", *flags, "-a", str(MODEL)], cwd=folder, check=True, capture_output=True, timeout=60)
     subprocess.run(["cc", "-O2", "-DSAFETY", "-DCOLLAPSE", "-o", "pan", "pan.c"], cwd=folder, check=True, capture_output=True)

@@ -1,7 +1,7 @@
-"""How much is fuzzed: a few examples of a fixed seed in `make test`, or as many as a time allows (`make fuzz`).
+"""The amount of fuzzing: a few examples of a fixed seed in `make test`, or as many as a time allows (`make fuzz`).
 
-FASTPS_FUZZ_SECONDS is the time of all targets together; FASTPS_FUZZ_SEED, printed at the end, plays a run again. Refuses to
-know what is fuzzed. Here time is read by itself: it only says when to stop.
+FASTPS_FUZZ_SECONDS is the time of all targets together. FASTPS_FUZZ_SEED, printed at the end, repeats a run. This module reads
+the clock directly, because the time only decides when to stop.
 """
 
 import os
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("FASTPS_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FASTPS_FUZZ_SEED", secrets.randbelow(1 << 32) if SECONDS else 0))
-_ROUND = 100  # examples of one seed; the next seed follows
+_ROUND = 100  # examples per seed
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed: its share of the time, and its examples where there is no time."""
+    """A fuzz target: its share of the time, and its number of examples if no time is given."""
 
     share: float
     examples: int
@@ -39,7 +39,7 @@ _counts: dict[str, tuple[int, float]] = {}
 
 
 def fuzz(target: str, check: Callable[[st.DataObject], None]) -> None:
-    """Run `check` on as many examples of drawn data as the target has; it fails by an exception, and is then shrunk."""
+    """Run `check` on the target's number of drawn examples. An exception is a failure, and its example is shrunk."""
     began, seed, examples = time.monotonic(), SEED, 0
 
     def counted(data: st.DataObject) -> None:
@@ -66,7 +66,7 @@ def fuzz(target: str, check: Callable[[st.DataObject], None]) -> None:
 
 
 def counted() -> list[str]:
-    """A line a target that was run."""
+    """One line for each target that was run."""
     return [
         f"fuzzed {target}: {examples:,} examples in {seconds:.1f} s (FASTPS_FUZZ_SEED={SEED})"
         for target, (examples, seconds) in _counts.items()

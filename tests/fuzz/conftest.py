@@ -1,4 +1,4 @@
-"""What was fuzzed is printed at the end, so that a run can be recorded and played again."""
+"""Print the fuzzed targets and seeds at the end of a run, so that it can be recorded and repeated."""
 
 from typing import Any
 

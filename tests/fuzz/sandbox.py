@@ -1,6 +1,6 @@
-"""A process of its own that runs one example after the other: a crash or a hang of it is a failure here, with its report.
+"""A separate process that runs examples one after the other; its crash or hang is a failure in the test, with its output.
 
-It is forked once, so that an example costs no fork. Refuses to know what an example is.
+The process is forked once, so that an example costs no fork.
 """
 
 import os
@@ -13,18 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
-_HANG_S = 60.0  # an example takes milliseconds; a machine under a sanitizer, and stopped for a while, may take seconds
+_HANG_S = 60.0  # an example takes milliseconds, or seconds under a sanitizer on a machine that was stopped for a while
 
 
 class Sandbox:
-    """Runs `work(example)` elsewhere; `run` raises AssertionError for a death, a hang, or an exception of it."""
+    """Run `work(example)` in another process; `run` raises AssertionError for its death, a hang, or an exception."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
         self._process_id = 0
 
     def run(self, example: Any) -> Any:
-        """What `work` returns for the example."""
+        """Run the example, and return the result of `work`."""
         if not self._process_id:
             self._start()
         _send(self._to, example)
@@ -67,7 +67,7 @@ class Sandbox:
             os._exit(1)
 
     def _end(self) -> str:
-        """How it ended, and the last that it said."""
+        """Reap the process; return its exit status and up to 6,000 characters of its output."""
         _, status = os.waitpid(self._process_id, 0)
         self._process_id = 0
         os.close(self._to)
@@ -92,10 +92,10 @@ def _send(descriptor: int, thing: Any) -> None:
 
 
 def _receive(descriptor: int) -> Any:
-    """What the other side sent, or None when it has ended."""
+    """Receive an object from the other side; None if it has ended."""
     head = _exactly(descriptor, _LENGTH.size)
     data = _exactly(descriptor, *_LENGTH.unpack(head)) if head is not None else None
-    return pickle.loads(data) if data is not None else None  # our own child's, within one test
+    return pickle.loads(data) if data is not None else None  # from this test's own child
 
 
 def _exactly(descriptor: int, length: int) -> bytes | None:

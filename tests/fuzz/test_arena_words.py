@@ -1,7 +1,7 @@
-"""Whatever another process writes into a live arena: workers go on, or stop by an error of fastps; never a crash or a hang.
+"""Another process may write anything into a live arena: workers go on, or raise an error of fastps; they never crash or hang.
 
-Two workers of one process take turns; between any two of their calls words are written over. What is promised is that every
-index, count, offset and kind is bounded before it is used, not that weights stay right (docs/reliability.md).
+Two workers in one process alternate, and the test overwrites words between their calls. The contract is that every index,
+count, offset and kind is bounded before use, not that weights stay correct (docs/reliability.md).
 """
 
 import gc
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import fastps
 from fastps.errors import Error
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.store.observer import statistics_of
 from fastps.store.store import Store
 from fastps.store.worker import Worker
@@ -51,10 +51,10 @@ UPDATES: dict[str, Any] = {
     "adagrad": fastps.Adagrad(lr=0.01),
     "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
 }
-SIZES = {"small": 30, "shared": 70_000}  # floats; a fold of the larger one is cut into chunks
+SIZES = {"small": 30, "shared": 70_000}  # floats; a fold of the larger size is divided into chunks
 ROUNDS = 5
 ACTIONS = ("push", "advance", "pull", "look", "save", "hold", "leave", "join")
-# What a round is made of, for each of the workers.
+# The actions of a round, with their workers.
 ROUND = (("push", 0), ("push", 1), ("advance", 0), ("advance", 1), ("pull", 0), ("pull", 1))
 NUMBERS = (
     0,
@@ -81,7 +81,7 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Wound:
-    """A word that is written over: before which call, in which part, where in it, and how."""
+    """An overwritten word: before which call, in which part, at which place in it, and how."""
 
     moment: int
     place: str
@@ -94,7 +94,7 @@ class Wound:
 
 @dataclass(frozen=True)
 class Example:
-    """A job, and what is done to it."""
+    """A job, its extra actions, and its overwritten words."""
 
     sync: str
     update: str
@@ -136,7 +136,7 @@ _EXAMPLES = st.builds(
 
 
 def _write(memory: Any, where: places.Places, wound: Wound) -> None:
-    """Write over one word."""
+    """Overwrite one word."""
     begin, length = where[wound.place][wound.part % len(where[wound.place])]
     form = "<I" if wound.narrow else "<Q"
     width = struct.calcsize(form)
@@ -149,13 +149,13 @@ def _write(memory: Any, where: places.Places, wound: Wound) -> None:
 
 
 class Life:
-    """Two workers of one store, and a place for a third, who live through an example."""
+    """Two workers of one store, and room for a third, that run an example."""
 
     def __init__(self, example: Example, folder: Path) -> None:
         self._example = example
         self._folder = folder
         self._random = random.Random(example.seed)
-        # Where the arena's parts lie is kept here: what is read there may be wrong soon.
+        # The places are read now, because the header's words may be overwritten later.
         weights = {"w": np.ones((SIZES[example.size],), np.float32), "b": np.ones(3, np.float32)}
         weights |= {f"c{index}": np.ones(5, np.float32) for index in range(4)}
         self.store = Store.create(
@@ -176,7 +176,7 @@ class Life:
         self.outcomes: list[str] = []
 
     def run(self) -> list[str]:
-        """The errors of fastps that ended something; any other exception is a finding."""
+        """Run the example; return the errors of fastps that it met. Any other exception is a failure."""
         for rank in range(2):
             self._guarded("join", rank)
         for moment in range(ROUNDS * len(ROUND)):
@@ -238,7 +238,7 @@ class Life:
         for shard in range(self.store.arena.shards):
             self.store.arena.histograms(shard)
         self.store.arena.record()
-        self.store.arena.push_outcomes(min(rank, 1), 0, 0, config.RING_SIZE)
+        self.store.arena.push_outcomes(min(rank, 1), 0, 0, limits.RING_SIZE)
 
     def _save(self, rank: int) -> None:
         fastps.save(self._workers[rank], self._folder)
@@ -263,7 +263,7 @@ class Life:
 
 
 def _live(example: Example) -> list[str]:
-    config.SLICE_NS = 2_000_000  # who waits in vain does so for a short time
+    limits.SLICE_NS = 2_000_000  # keeps waits that cannot succeed short
     walls = places.Walls()
     walls.begin()
     life = None
@@ -294,7 +294,7 @@ def test_whatever_is_written_over_ends_by_an_error_of_fastps(sandbox: Sandbox) -
 
 
 def test_an_example_without_wounds_ends_without_an_error(sandbox: Sandbox) -> None:
-    """Or what is found above would be of the example's own making."""
+    """Without overwritten words an example must not fail; otherwise the test above could blame its own actions."""
     for sync in SCHEMES:
         for size in SIZES:
             assert sandbox.run(Example(sync, "momentum", size, False, False, 3, ((8, "save", 0), (9, "hold", 1)), ())) == [], (

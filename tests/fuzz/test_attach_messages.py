@@ -1,4 +1,4 @@
-"""Anything may be said to an answering thread, and answered to who asks: errors by name, nothing leaked, the next is served."""
+"""Arbitrary messages to a listener, arbitrary answers to a joiner: named errors, no leaks, and the next joiner is served."""
 
 import array
 import contextlib
@@ -53,7 +53,7 @@ def _opened(kinds: list[str]) -> Iterator[list[int]]:
 
 @st.composite
 def _mutated(draw: st.DrawFn, valid: bytes, words: st.SearchStrategy[bytes]) -> bytes:
-    """A valid message with bytes written over, put in and cut away; or any bytes."""
+    """A valid message with bytes overwritten, inserted and removed; or arbitrary bytes."""
     message = bytearray(valid)
     kind = draw(st.sampled_from(["valid", "words", "bytes", "cut", "prolonged", "anything"]))
     if kind == "anything":
@@ -79,7 +79,7 @@ _PIECES = st.lists(st.integers(1, 80), max_size=4)
 
 
 def _send(connection: socket.socket, message: bytes, pieces: list[int], sent: list[int]) -> None:
-    """Send a message in pieces of these lengths, with the descriptors on the first; whoever does not listen ends it."""
+    """Send a message in pieces of these lengths, with the descriptors on the first; stop if the peer closes."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))] if sent else []
     with contextlib.suppress(OSError):
         for length in pieces:
@@ -91,7 +91,7 @@ def _send(connection: socket.socket, message: bytes, pieces: list[int], sent: li
 
 
 def test_whatever_is_said_the_next_joiner_is_served() -> None:
-    """Several clients at a time, of whom some hang up, some wait, and some bring descriptors."""
+    """Several clients at a time: some close the connection, some wait, and some send descriptors."""
     job, memory, pidfd = f"fuzz-{secrets.token_hex(6)}", os.memfd_create("fuzz"), os.pidfd_open(os.getpid())
     name = rendezvous.place_name(job, 0)
     with rendezvous.Listener(name, memory, pidfd, ABI, HASH, LAYOUT, 0) as listener:
@@ -106,7 +106,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
                     _send(client, data.draw(_mutated(HELLO, _WORDS)), data.draw(_PIECES), sent)
             for client in clients:
                 if data.draw(st.booleans()):
-                    client.shutdown(socket.SHUT_WR)  # it has said all: an answer, or the end, comes at once
+                    client.shutdown(socket.SHUT_WR)  # the message is complete: an answer, or the end, comes immediately
                     with contextlib.suppress(ConnectionError):
                         _, rights, _, _ = client.recvmsg(4096, socket.CMSG_SPACE(64))
                         for _, _, content in rights:
@@ -125,7 +125,7 @@ def test_whatever_is_said_the_next_joiner_is_served() -> None:
 
 
 def test_whatever_is_answered_who_asks_gets_a_named_finding() -> None:
-    """A hostile server at the name of a place: its answer, its descriptors, and when it hangs up, are anything."""
+    """A hostile server under a job's name sends arbitrary answers and descriptors, and closes at an arbitrary moment."""
     job = f"fuzz-{secrets.token_hex(6)}"
     name, before = rendezvous.place_name(job, 0), descriptors.opened()
     with _opened(["memfd", "memfd"]) as sent, rendezvous.Listener(name, *sent, ABI, HASH, LAYOUT, 0):

@@ -1,4 +1,4 @@
-"""Whatever is in a checkpoint's two files: CheckpointError, or the values that were saved; for `load`, and for who resumes."""
+"""A checkpoint's two files may hold anything: `load` and resuming raise CheckpointError, or give the saved values."""
 
 import json
 import os
@@ -40,7 +40,7 @@ _VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that is as it was saved."""
+    """An undamaged checkpoint."""
     folder = tmp_path_factory.mktemp("fuzzed")
     with fastps.Store.create(WEIGHTS, UPDATE) as store, store.attach(0) as worker:
         worker.step({name: np.full(value.shape, 0.25) for name, value in WEIGHTS.items()})
@@ -48,14 +48,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _containers(value: Any) -> list[Any]:
-    """Every object and list within a JSON value that has something in it, the outermost first."""
+    """Every non-empty object and list in a JSON value, outermost first."""
     inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list) else []
     own = [value] if inner else []
     return own + [found for each in inner for found in _containers(each)]
 
 
 def _mutate(data: st.DataObject, value: Any) -> None:
-    """Change a JSON value in a few places: another value, one more or less, one twice, or nested deeply."""
+    """Change a JSON value in a few places: replace, add, remove, duplicate or deeply nest a value."""
     for _ in range(data.draw(st.integers(1, 3))):
         containers = _containers(value)
         if not containers:
@@ -83,7 +83,7 @@ def _mutate(data: st.DataObject, value: Any) -> None:
 
 
 def _damage(data: st.DataObject, file: Path) -> None:
-    """Bytes written over, cut out and put in; the file cut short, empty, away, or something else of that name."""
+    """Overwrite, remove or insert bytes; truncate, empty or delete the file, or replace it by another kind of entry."""
     content = bytearray(file.read_bytes())
     kind = data.draw(
         st.sampled_from(["bytes", "bytes", "bytes", "cut", "prolong", "away", "folder", "loop", "elsewhere", "itself"])
@@ -106,7 +106,7 @@ def _damage(data: st.DataObject, file: Path) -> None:
 
 
 def _nest(file: Path, depth: int) -> None:
-    """JSON of a depth that no parser's stack has room for."""
+    """Write JSON that is nested too deeply for any parser's stack."""
     file.write_text("[" * depth + "]" * depth)
 
 
@@ -124,7 +124,7 @@ def _damage_json(data: st.DataObject, folder: Path) -> None:
 
 
 def _damage_tensors(data: st.DataObject, folder: Path) -> None:
-    """The file's header, a length and JSON, or any of its bytes."""
+    """Damage the file's header (a length and JSON), or any of its bytes."""
     file = folder / TENSORS_FILE
     if data.draw(st.booleans()):
         _damage(data, file)
@@ -143,7 +143,7 @@ def _sums(tensors: Any) -> dict[str, int]:
 
 
 def _resume(checkpoint: fastps.Checkpoint) -> dict[str, int]:
-    """The weights of a store that goes on from it, and one step more."""
+    """Resume a store from the checkpoint and make one step; return the sums of the weights before the step."""
     with fastps.Store.create(WEIGHTS, UPDATE, resume=checkpoint) as store:
         with store.attach(0) as worker:
             found = _sums(worker.weights)

@@ -1,6 +1,6 @@
-"""The papers' pseudo-code in plain Python, one discipline a file.
+"""The papers' pseudo-code in plain Python, one discipline per file.
 
-The compiled scheduler must agree with these decision by decision (tests/kernels/scheduling/test_scheduler.py and
-test_scheduler_timed.py), and those of the timed disciplines with answers by hand (test_by_hand.py). They are written to
-be read beside the paper: no speed, no arrays, no cleverness, and nothing shared with the code that they judge.
+The compiled scheduler must agree with these oracles decision by decision (tests/kernels/scheduling), and the oracles of the
+timed disciplines must agree with answers worked out by hand. Read an oracle beside its paper: it is plain, uses no arrays, is
+not optimized, and shares nothing with the code under test.
 """

@@ -1,15 +1,15 @@
 """Synchronous SGD with backup workers: Algorithm 4 of Chen et al., "Revisiting Distributed Synchronous SGD".
 
-It refuses to know learning rates and averages. The paper's workers never leave; what happens when they do is ours.
+Learning rates and averages are left out. The paper's workers never leave; the decisions on leaving are our own.
 """
 
 from tests.oracles.server import Server
 
 
 class Backup(Server):
-    """Of `workers` = N + b workers the first N gradients of a version make it; those that come later are dropped.
+    """Of `workers` = N + b workers the first N gradients of a version make it; later ones are dropped.
 
-    Line 3 cannot be met with fewer than N live workers: then the version is complete when all of them have given a
+    With fewer than N live workers line 3 cannot be met; the version is then complete when every live worker has given a
     gradient. A worker that leaves after its push has given that push.
     """
 
@@ -17,7 +17,7 @@ class Backup(Server):
         super().__init__(workers)
         assert 0 <= b < workers, f"{b} backup workers of {workers}"
         self.N = workers - b  # "Input: N number of mini-batches to aggregate"
-        self.G: set[int] = set()  # line 2: G = {}, by the worker of each gradient, of which there is one a version
+        self.G: set[int] = set()  # line 2: G = {}, as the workers of the gradients; each gives one per version
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
@@ -25,7 +25,7 @@ class Backup(Server):
         # Line 4: wait for (G, t') from any worker; line 5: if t' == t then G <- G u {G}; line 6: else drop gradient G.
         if timestamp != self.version:
             self.dropped[p] += 1
-            # Algorithm 3, line 2: "wait to read theta^(t)". The late worker's next theta has been there for a while.
+            # Algorithm 3, line 2: "wait to read theta^(t)". The late worker's next theta is available already.
             return [], self.send_ok({p})
         self.G.add(p)
         self.waiting.add(p)

@@ -8,9 +8,9 @@ from tests.oracles.server import Server
 
 
 class Bsp(Server):
-    """One fold a version, made of one push of every worker.
+    """One fold per version, of one push from every worker.
 
-    A worker that leaves after its push has given that push: it is folded with its version all the same.
+    A worker that leaves after its push has given that push: the push is still folded with its version.
     """
 
     def __init__(self, workers: int) -> None:

@@ -1,14 +1,14 @@
 """A server that folds each push, but the pushes of one drain together: protocol of the store, A.12, with `combine=True`.
 
-"`combine=True` sums first, adds 1 [to the version] and uses the mean learning rate." Who may go on, and when, is the server's
-own matter. Refuses to know what a drain is: whoever found pushes together closes them together.
+"`combine=True` sums first, adds 1 [to the version] and uses the mean learning rate." The wrapped server decides the grants. The
+caller decides which pushes one drain finds, and calls `close` at the end of the drain.
 """
 
 from typing import Any
 
 
 class Combined:
-    """`server` is an oracle of a discipline that folds each push; `most` pushes are one sum at most."""
+    """Combine the pushes of `server`, an oracle of a discipline that folds each push; one sum has at most `most` pushes."""
 
     def __init__(self, server: Any, most: int = 1024) -> None:
         self.server = server
@@ -28,7 +28,7 @@ class Combined:
         return [], self.server.leave(worker, now_ns)[1]
 
     def close(self) -> tuple[list[int], list[int]]:
-        """The drain is over: one version with all that it has found, in order of the workers."""
+        """End the drain: fold all pushes that it found into one version, in worker order."""
         folded, self.found = sorted(self.found), []
         self.version += bool(folded)
         return folded, []

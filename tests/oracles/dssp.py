@@ -1,6 +1,6 @@
 """Dynamic stale synchronous parallel: Algorithms 1 and 2 of Zhao et al., transcribed as printed.
 
-It refuses to be fast or to repair the paper. Where the print leaves room, the two choices are arguments: `release`
+The oracle does not repair the paper. The print is ambiguous in two places, and arguments choose the reading: `release`
 (what line 17 waits for) and `hard_bound` (whether Theorem 2's s_U is kept). Times are integers, in ns.
 """
 
@@ -10,8 +10,8 @@ from tests.oracles.server import Server
 def synchronization_controller(p: list[int], slowest: list[int], r_max: int) -> int:
     """Algorithm 2, lines 4 to 9, given the rows A[p] and A[slowest], latest push first.
 
-    Returns r*, the number of extra iterations; the smallest of equally good ones, and 0 as long as either row holds
-    fewer than two pushes, for then it has no interval.
+    Returns r*, the number of extra iterations; the smallest if several are equally good, and 0 while either row holds
+    fewer than two pushes, because it then has no interval.
     """
     if len(p) < 2 or len(slowest) < 2:
         return 0
@@ -34,9 +34,9 @@ def synchronization_controller(p: list[int], slowest: list[int], r_max: int) -> 
 class Dssp(Server):
     """The server's side of Algorithm 1 with s_L = `low` and s_U = `high`.
 
-    `release` reads line 17, "wait until the slowest worker sends the next push request(s) so that
-    t_p - t_slowest <= s_L": "printed" takes it whole; "next-push" takes the first half as enough, which is the instant
-    that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while more than s_U ahead.
+    `release` chooses the reading of line 17, "wait until the slowest worker sends the next push request(s) so that
+    t_p - t_slowest <= s_L": "printed" takes the whole sentence; "next-push" takes its first half only, up to the instant
+    that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while it is more than s_U ahead.
     """
 
     def __init__(self, workers: int, low: int, high: int, release: str, hard_bound: bool) -> None:
@@ -51,8 +51,8 @@ class Dssp(Server):
     def push(self, p: int, now_ns: int) -> tuple[list[int], list[int]]:
         slowest_pushes = p == self.slowest()
         self.count_push(p)  # line 1: t_p = t_p + 1
-        # Algorithm 2, lines 1 and 2: A[p][1] <- A[p][0]; A[p][0] <- push_p. On every push, not only on those that ask
-        # the controller: "Table A stores the timestamps of two latest push requests by all workers".
+        # Algorithm 2, lines 1 and 2: A[p][1] <- A[p][0]; A[p][0] <- push_p. Done on every push, not only on those that
+        # call the controller: "Table A stores the timestamps of two latest push requests by all workers".
         self.A[p] = [now_ns, *self.A[p][:1]]
         self.version += 1  # line 2: update the server weights
         released = self.who_stops_waiting(slowest_pushes)
@@ -65,7 +65,7 @@ class Dssp(Server):
     def sends_ok(self, p: int) -> bool:
         """Algorithm 1, server, lines 3 to 16: whether p gets its OK now; otherwise line 17 holds for it."""
         if self.hard_bound and self.gap(p) > self.high:
-            return False  # its credit, if any, is kept
+            return False  # the worker keeps its credit, if any
         if self.r[p] > 0:  # line 3: if r_p > 0
             self.r[p] -= 1  # line 4: r_p = r_p - 1
             return True  # line 5: send OK to worker p
@@ -76,7 +76,7 @@ class Dssp(Server):
             self.r[p] = synchronization_controller(self.A[p], self.A[self.slowest()], self.high - self.low)
             if self.hard_bound:
                 self.r[p] = min(self.r[p], self.high - self.gap(p))
-            # Lines 13 and 14: if r_p > 0, send OK to worker p. Not decremented, as printed: p begins r* + 1 steps.
+            # Lines 13 and 14: if r_p > 0, send OK to worker p. As printed, r_p is not decremented: p begins r* + 1 steps.
             return self.r[p] > 0
         return False
 
@@ -87,7 +87,7 @@ class Dssp(Server):
         return [], self.send_ok(self.who_stops_waiting(slowest_leaves))
 
     def who_stops_waiting(self, slowest_moved: bool) -> set[int]:
-        """Line 17, for the workers that waited before this event; `slowest_moved`: it pushed or left just now."""
+        """Line 17: the waiting workers that this event releases. `slowest_moved`: the slowest has just pushed or left."""
         released = {worker for worker in self.waiting if self.gap(worker) <= self.low}
         if self.release == "next-push" and slowest_moved:
             released |= {worker for worker in self.waiting if not self.hard_bound or self.gap(worker) <= self.high}

@@ -16,7 +16,7 @@ def learning_rate_factor(workers: int, batch: int, reference_batch: int) -> floa
 
 
 class HardSync(Bsp):
-    """BSP, holding every gradient to staleness zero."""
+    """BSP that asserts staleness zero for every gradient."""
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
         assert timestamp == self.version, f"a gradient of version {timestamp} at version {self.version}"

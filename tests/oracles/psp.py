@@ -1,18 +1,18 @@
 """Partially synchronous parallelism: one server of Algorithm 1 of the PSP-SGD paper (lines of its server part quoted).
 
-One oracle is one server, which holds one shard of the parameters. It refuses to know the other servers: that a worker
-goes on with some shards only (the worker part's partial pulling) shows here as pushes that this server did not grant.
-This is not the PSP that means probabilistic synchronous parallel.
+One oracle is one server, which holds one shard of the parameters and knows no other server. A worker that goes on with
+some shards only (the worker part's partial pulling) makes pushes that this server did not grant.
+This PSP is not probabilistic synchronous parallel.
 """
 
 from tests.oracles.server import Server
 
 
 class PspServer(Server):
-    """Of each version c gradients, then what comes within tau1 after the c-th; gradients that come later are dropped.
+    """A version takes c gradients, and those within tau1 after the c-th; later gradients are dropped.
 
-    With fewer than c live workers it is complete when all have responded. To have responded is to have a gradient in
-    the sum, so a dropped one is no response. A worker that leaves after its push has given that push.
+    With fewer than c live workers the version is complete when all have responded. A worker has responded when its
+    gradient is in the sum, so a dropped gradient is no response. A worker that leaves after its push has given that push.
     """
 
     def __init__(self, workers: int, c: int, tau1_ns: int) -> None:
@@ -20,18 +20,18 @@ class PspServer(Server):
         assert c >= 1 and tau1_ns >= 0
         self.c = c
         self.tau1_ns = tau1_ns
-        # Line 4: g <- 0, d <- 0. The workers whose gradients are in the sum g; d is their number.
+        # Line 4: g <- 0, d <- 0. This list holds the workers whose gradients are in the sum g; its length is d.
         self.g: list[int] = []
         self.deadline_ns: int | None = None
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
-        self.waiting.discard(p)  # a worker that was not granted here has gone on with the other servers' shards
+        self.waiting.discard(p)  # a worker without a grant from here went on with the other servers' shards
         self.count_push(p)  # line 6: receive gradient block with timestamp <g', t'>
         if timestamp < self.version:  # line 7: if t' < t then
             self.dropped[p] += 1  # line 8: drop g'
             return [], self.send_ok({p})  # line 3 has sent it <w, t> already
-        # Line 9: else. t' > t is possible after a partial pull, and one worker may be in one sum with t and with t + 1.
+        # Line 9: else. After a partial pull t' > t is possible, and one sum may hold a worker's gradients of t and of t + 1.
         self.g.append(p)  # line 10: g <- g + g', d <- d + 1
         self.waiting.add(p)
         if len(self.g) == self.c:
@@ -63,7 +63,7 @@ class PspServer(Server):
         return folded, self.send_ok(set(self.waiting))  # line 3: broadcast parameters with timestamp <w, t>
 
     def send_ok(self, workers: set[int]) -> list[int]:
-        """What is granted is the step after a worker's latest push, however many of its pushes were not granted."""
+        """Grant the step after each worker's latest push, however many of its pushes were not granted."""
         self.waiting -= workers
         for worker in workers:
             self.granted[worker] = self.t[worker] + 1

@@ -1,8 +1,8 @@
 """Round-robin synchronous parallel (R2SP, Chen et al.): the coordinator of Algorithm 1, with sections III to V.
 
 Algorithm 1 leaves lines 2 and 3 of the coordinator to the text: "issue Permission-to-Proceed signal to appropriate
-worker at appropriate time". Where the text leaves room as well, the choice stands beside the line. It refuses to know
-learning rates. Times are integers, in ns.
+worker at appropriate time". Where the text is ambiguous as well, a comment at the line states our choice. Learning rates
+are left out. Times are integers, in ns.
 """
 
 import math
@@ -11,10 +11,10 @@ from tests.oracles.server import Server
 
 
 class RoundRobin(Server):
-    """Permissions in the fixed order 0, 1, ..., N - 1, a gap apart; when updates are made stands in a subclass.
+    """Permissions in the fixed order 0, 1, ..., N - 1, a gap apart; a subclass decides when updates are made.
 
-    A worker that has left is skipped. A worker's Request-to-Proceed (worker, line 6) follows its push at once, so one
-    event is both.
+    Workers that have left are skipped. A worker's Request-to-Proceed (worker, line 6) follows its push immediately, so one
+    event stands for both.
     """
 
     def __init__(self, workers: int, relax: float) -> None:
@@ -22,9 +22,9 @@ class RoundRobin(Server):
         assert 0 <= relax <= 1, 'section V: "a relaxation factor r in [0, 1]"'
         self.relax = relax
         self.permission_turn = 0
-        # The permissions of the start were not issued by the coordinator: the first that it issues follows none.
+        # The coordinator did not issue the permissions of the start, so the first one that it issues follows none.
         self.last_permission_ns: int | None = None
-        self.permitted_ns: dict[int, int] = {}  # when each worker's latest permission was issued; none at the start
+        self.permitted_ns: dict[int, int] = {}  # the time of each worker's latest permission; none at the start
         self.ema_ns: dict[int, int] = {}
 
     def next_in_order(self, worker: int) -> int:
@@ -32,7 +32,7 @@ class RoundRobin(Server):
         return min(self.t, key=lambda other: (other <= worker, other))
 
     def may_proceed(self, worker: int) -> bool:
-        """Whether the worker has requested, and what it waits for beside turn and gap has come."""
+        """Whether the worker has requested, and every condition other than its turn and the gap holds."""
         return worker in self.waiting
 
     def profile(self, worker: int) -> int | None:
@@ -52,12 +52,12 @@ class RoundRobin(Server):
         return sample_ns
 
     def gap_ns(self) -> int:
-        """Sections III-B and V: rT/N, where T is "determined by the slowest worker" (section IV); 0 while unknown."""
+        """Sections III-B and V: rT/N, where T is "determined by the slowest worker" (section IV); 0 while T is unknown."""
         slowest_ns = max((self.ema_ns[worker] for worker in self.t if worker in self.ema_ns), default=0)
         return int(self.relax * slowest_ns / len(self.t))
 
     def earliest_ns(self) -> int | None:
-        """The earliest time for the worker whose turn it is to proceed; None while it may not whatever the time."""
+        """The earliest time at which the next worker in order may proceed; None while it may not at any time."""
         if not self.t or not self.may_proceed(self.permission_turn):
             return None
         if self.last_permission_ns is None:
@@ -80,7 +80,7 @@ class RoundRobin(Server):
         return sorted(permitted)
 
     def permission_issued(self, worker: int) -> None:
-        """What goes with the signal; a subclass says."""
+        """Act on an issued permission; a subclass attaches a batch size to it."""
 
     def remove(self, worker: int) -> None:
         super().remove(worker)
@@ -108,9 +108,9 @@ class R2sp(RoundRobin):
         self.tune = tune
         self.update_turn = 0
         self.pushed: set[int] = set()  # workers whose push waits for its turn
-        self.batch = dict.fromkeys(range(workers), 0)  # 0: none came yet
-        self.base_batch: dict[int, int] = {}  # I_0 of each worker
-        # Of each worker's samples (batch b, time t): their number n and the sums of b, t, b b and b t.
+        self.batch = dict.fromkeys(range(workers), 0)  # 0 before the first
+        self.base_batch: dict[int, int] = {}  # each worker's I_0
+        # For each worker's samples (batch b, time t): their number n and the sums of b, t, b b and b t.
         self.sums = {worker: (0.0, 0.0, 0.0, 0.0, 0.0) for worker in range(workers)}
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
@@ -129,7 +129,7 @@ class R2sp(RoundRobin):
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
         folded = []
-        if worker in self.pushed:  # its turn will not come
+        if worker in self.pushed:  # its turn will not come any more
             self.pushed.remove(worker)
             self.version += 1
             folded.append(worker)
@@ -164,8 +164,8 @@ class R2sp(RoundRobin):
     def line(self, worker: int) -> tuple[float, float] | None:
         """Section IV, "the linear relationship between a worker's batch size and its iteration time": (a, k).
 
-        time = a + k * batch by least squares, or k alone where that gives no line or one that no machine has (k <= 0,
-        a < 0). None without a sample.
+        time = a + k * batch by least squares; k alone if that gives no line or an impossible one (k <= 0, a < 0). None
+        without a sample.
         """
         n, sum_b, sum_t, sum_bb, sum_bt = self.sums[worker]
         if sum_b == 0:
@@ -181,8 +181,8 @@ class R2sp(RoundRobin):
     def tuned_batch(self, worker: int) -> int:
         """Coordinator, line 2: adjust batch sizes of the faster workers (if any) to eliminate their resource wastage.
 
-        "So as to equalize their iteration time": to the longest that a live worker takes for its base batch I_0. Never
-        below I_0, never above 16 I_0. A worker of which no time is known keeps I_0.
+        "So as to equalize their iteration time": to the longest time that a live worker takes for its base batch I_0. The
+        result is never below I_0 and never above 16 I_0. A worker without a known time keeps I_0.
         """
         base = self.base_batch[worker]
         own = self.line(worker)

@@ -1,18 +1,18 @@
-"""What the server of every oracle keeps: who is live, push counts, who waits, how many steps were granted.
+"""The state that every oracle's server keeps: live workers, push counts, waiting workers, and granted steps.
 
-It decides nothing: when pushes are folded and when workers are granted stands in the discipline's own file.
+It decides nothing: each discipline's own file decides when pushes are folded and when workers are granted.
 Names are those of DSSP (Zhao et al., Algorithm 1): `t[i]` is "the number of push requests received from worker i so
-far", and to send OK is to grant.
+far", and to send OK means to grant.
 """
 
 
 class Server:
-    """The ledger of `workers` live workers, all of them granted their first step and none of them waiting.
+    """The state of `workers` live workers. At the start all are granted their first step, and none waits.
 
     An event (push or leave) returns (workers whose pushes are folded now, workers granted now), both in worker order.
 
-    A discipline that waits for time as well has a third event: `fire`, due at `due_ns`. Whoever drives it fires every
-    timer that is due at or before the time of an event before that event, each stamped with its own deadline.
+    A timed discipline has a third event: `fire`, due at `due_ns`. Before an event the caller fires every timer that is due
+    at or before the event's time, each stamped with its own deadline.
     """
 
     def __init__(self, workers: int) -> None:
@@ -20,29 +20,28 @@ class Server:
         self.granted = dict.fromkeys(range(workers), 1)
         self.waiting: set[int] = set()
         self.version = 0
-        # Place of each worker's latest push in the order of arrival. Before its first push a worker stands before all
-        # arrivals, by its index.
+        # The rank of each worker's latest push in the order of arrival. Workers without a push come first, by index.
         self.arrival = {worker: worker - workers for worker in range(workers)}
         self.arrivals = 0
-        self.dropped = dict.fromkeys(range(workers), 0)  # of those who left too: a count of what was, not a state
+        self.dropped = dict.fromkeys(range(workers), 0)  # keeps the counts of workers that left
         self.now_ns = 0
 
     def due_ns(self) -> int | None:
-        """The deadline of the next timer; None: no timer runs."""
+        """The deadline of the next timer; None if no timer runs."""
         return None
 
     def fire(self) -> tuple[list[int], list[int]]:
-        """The event of the next timer, at its deadline."""
+        """Handle the next timer's event, at its deadline."""
         raise AssertionError("no timer runs")
 
     def clock_event(self, now_ns: int) -> None:
-        """Time never goes backwards: an event earlier than the one before it counts at that one's time."""
+        """Advance the clock to an event. Time never goes back: an event earlier than the last one takes the last one's time."""
         due_ns = self.due_ns()
         assert due_ns is None or due_ns > now_ns, f"the timer due at {due_ns} was not fired before the event at {now_ns}"
         self.now_ns = max(self.now_ns, now_ns)
 
     def clock_timer(self) -> None:
-        """A timer's event has its deadline as its time, however late it is fired."""
+        """Advance the clock to a timer's deadline, which is the time of its event, however late it fires."""
         due_ns = self.due_ns()
         assert due_ns is not None, "no timer runs"
         self.now_ns = max(self.now_ns, due_ns)
@@ -56,12 +55,12 @@ class Server:
         self.arrivals += 1
 
     def remove(self, worker: int) -> None:
-        """The worker is no longer counted anywhere."""
+        """Remove the worker from all state except `dropped`."""
         del self.t[worker], self.granted[worker], self.arrival[worker]
         self.waiting.discard(worker)
 
     def slowest(self) -> int:
-        """The live worker with the fewest pushes; of several, the one that reached this count first."""
+        """The live worker with the fewest pushes; among equals the one that reached this count first."""
         return min(self.t, key=lambda worker: (self.t[worker], self.arrival[worker]))
 
     def gap(self, worker: int) -> int:

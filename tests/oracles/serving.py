@@ -1,7 +1,7 @@
-"""One server that handles messages one after the other, in plain Python: the simulator's service.pyx written out again.
+"""One server that handles messages one after the other, in plain Python: an independent version of the simulator's server.
 
-Workers compute for constant times, messages travel in no time, and an oracle of tests/oracles decides. Refuses trees, shards
-and overlapped pulls.
+Workers compute for constant times, messages travel in no time, and an oracle decides. Trees, shards and overlapped pulls are
+left out.
 """
 
 import heapq
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def play(oracle: Any, compute_ns: list[int], pushes: int, message_ns: int, update_ns: int) -> list[tuple[Any, ...]]:
-    """What happens until so many pushes were handled, as (time, "receive" or "pull", worker).
+    """The events until `pushes` pushes are handled, as (time, "receive" or "pull", worker).
 
-    message_ns: of a push and of an answer; update_ns: of each update.
+    message_ns: service time of a push and of an answer; update_ns: time of each update.
     """
     events: list[tuple[int, int, str, int]] = []  # time, number, kind, worker
     line: deque[tuple[str, int]] = deque()
@@ -58,7 +58,7 @@ def play(oracle: Any, compute_ns: list[int], pushes: int, message_ns: int, updat
                 before = oracle.version
                 _, granted = oracle.push(worker, now_ns)
                 free_ns = max(free_ns, now_ns) + update_ns * (oracle.version - before)
-                for other in sorted(granted, key=lambda granted: (granted != worker, granted)):  # as the scheduler lists them
+                for other in sorted(granted, key=lambda granted: (granted != worker, granted)):  # in the scheduler's order
                     wait_in_line(now_ns, "answer", other)
             begin_next(now_ns)
     return happened

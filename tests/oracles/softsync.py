@@ -1,6 +1,6 @@
 """The n-softsync protocol of Rudra (Gupta et al., section 3.1), and its measure of staleness, equation (2).
 
-It refuses to know what is done with the staleness: learning rates are not here.
+Learning rates, which use the staleness, are left out.
 """
 
 from tests.oracles.server import Server
@@ -13,10 +13,10 @@ def average_staleness(version: int, timestamps: list[int]) -> float:
 
 
 class SoftSync(Server):
-    """A fold of "at least c = floor(lambda / n) gradients", of whatever timestamps; nobody waits, nothing is dropped.
+    """A fold of "at least c = floor(lambda / n) gradients" with any timestamps; no worker waits, no push is dropped.
 
-    lambda is the number of live learners, so c shrinks as they leave; it is never below 1. Gradients of a learner that
-    left stay in the sum.
+    lambda is the number of live learners, so c shrinks as they leave; c is never below 1. The gradients of a learner that
+    has left stay in the sum.
     """
 
     def __init__(self, workers: int, n: int) -> None:
@@ -24,7 +24,7 @@ class SoftSync(Server):
         assert n >= 1
         self.n = n
         self.collected: list[tuple[int, int]] = []  # (learner, timestamp) of each gradient in the sum
-        # "Parameter Server records the vector clock of each weight update": (new timestamp, those of its gradients).
+        # "Parameter Server records the vector clock of each weight update": (new timestamp, timestamps of its gradients).
         self.history: list[tuple[int, list[int]]] = []
 
     def c(self) -> int:
@@ -43,14 +43,14 @@ class SoftSync(Server):
         return self.update_when_complete(), []
 
     def update_when_complete(self) -> list[int]:
-        # "The parameter server updates the weights after collecting at least c gradients." With no learner left none
-        # will be added, and what was collected is used: c is 1 then.
+        # "The parameter server updates the weights after collecting at least c gradients." With no learner left c is 1, so
+        # the collected gradients are used although no more will come.
         if len(self.collected) < self.c():
             return []
         return self.update()
 
     def update(self) -> list[int]:
-        """Apply what was collected; returns its learners."""
+        """Apply the collected gradients; return their learners."""
         self.version += 1  # equation (5)
         self.history.append((self.version, sorted(timestamp for _, timestamp in self.collected)))
         folded = sorted(learner for learner, _ in self.collected)

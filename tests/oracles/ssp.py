@@ -1,6 +1,6 @@
-"""Stale synchronous parallel: Algorithm 1 of the DSSP paper without the controller, so lines 1, 2, 7 to 9 and 17.
+"""Stale synchronous parallel: Algorithm 1 of the DSSP paper without the controller, that is lines 1, 2, 7 to 9 and 17.
 
-The bound is on grants, as line 8 tests it: a worker begins a step only while t_p - t_slowest <= s, so the gap just
+The bound is on grants, as line 8 tests it: a worker begins a step only while t_p - t_slowest <= s, so the gap right
 after its next push may be s + 1.
 """
 
@@ -17,8 +17,8 @@ class Ssp(Server):
     def push(self, p: int, now_ns: int) -> tuple[list[int], list[int]]:
         self.count_push(p)  # line 1: t_p = t_p + 1
         self.version += 1  # line 2: update the server weights
-        # Line 8: if t_p - t_slowest <= s_L, line 9: send OK to worker p; else it waits, and line 17 decides at once
-        # about all who wait: "wait until the slowest worker sends the next push request(s) so that
+        # Line 8: if t_p - t_slowest <= s_L, line 9: send OK to worker p; else it waits. Line 17 then decides for all
+        # waiting workers: "wait until the slowest worker sends the next push request(s) so that
         # t_p - t_slowest <= s_L", then send OK.
         self.waiting.add(p)
         return [p], self.release()

@@ -1,6 +1,6 @@
 """Rudra's n-softsync with its learners staggered as R2SP staggers workers: our own combination of the two papers.
 
-It refuses to decide anything itself: the folds are tests/oracles/softsync.py's, the grants tests/oracles/r2sp.py's.
+The folds are those of softsync, and the grants are those of R2SP.
 """
 
 from tests.oracles.r2sp import RoundRobin
@@ -8,7 +8,7 @@ from tests.oracles.softsync import SoftSync
 
 
 class StaggeredSoftSync(RoundRobin):
-    """A gradient joins the sum when it arrives; its learner may proceed in its turn, a gap after the one before."""
+    """A gradient joins the sum when it arrives; its learner proceeds in its turn, a gap after the previous learner."""
 
     def __init__(self, workers: int, n: int, relax: float) -> None:
         super().__init__(workers, relax)

@@ -1,7 +1,6 @@
 """The oracles of the timed disciplines against answers worked out by hand, and against the papers' own numbers.
 
-An oracle that errs would have the compiled scheduler err with it; this is what stands between. The compiled scheduler
-is not touched here.
+A wrong oracle would let a wrong compiled scheduler pass. These tests guard against it, and do not use the compiled scheduler.
 """
 
 import itertools
@@ -109,11 +108,11 @@ def test_r2sp_of_three_equal_workers_settles_as_in_figure_3a() -> None:
 
 
 def test_ssp_misses_the_four_updates_of_r2sp_figure_4a_and_more() -> None:
-    """Figure 4a: worker-1 pushes u_k first and u_(k+1) last of the three, and has missed 2(N - 1) = 4 updates then.
+    """Figure 4a: worker-1 pushes u_k first and u_(k+1) last of the three, and has then missed 2(N - 1) = 4 updates.
 
     The figure stops at k + 1. Its own rule, "can proceed to the (k+1)th iteration only when the other two workers have
-    already entered the kth", lets the other two go on to k + 2 before u_(k+1) comes: 3(N - 1) = 6 is what SSP(1) as
-    DSSP's Algorithm 1 has it (the bound is on grants) allows at worst.
+    already entered the kth", lets the other two go on to k + 2 before u_(k+1) comes. So the worst case of SSP(1) in
+    DSSP's Algorithm 1, whose bound is on grants, is 3(N - 1) = 6 missed updates.
     """
     server = Ssp(3, s=1)
     assert server.push(0, 1) == ([0], [0])  # u_1 of the paper's worker-1; it reads version 1
@@ -124,6 +123,6 @@ def test_ssp_misses_the_four_updates_of_r2sp_figure_4a_and_more() -> None:
         assert server.push(worker, 3) == ([worker], [worker])
     assert server.version - read == 4
     for worker in (1, 2):
-        assert server.push(worker, 4) == ([worker], [])  # a gap of 2: they wait now
+        assert server.push(worker, 4) == ([worker], [])  # a gap of 2: both wait now
     assert server.version - read == 6
     assert server.push(0, 5) == ([0], [0, 1, 2])

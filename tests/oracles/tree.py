@@ -1,7 +1,7 @@
 """Rudra-adv's tree of parameter servers (Gupta et al., section 3.3, Figure 2) over n-softsync, and so Rudra-adv*'s.
 
-It refuses to know how sums are made or moved: only when a leaf passes on and when the root updates. Adv* differs from adv by
-threads and a weights' tree, not by any of these decisions.
+The oracle decides when a leaf passes its sum on and when the root updates, not how sums are made or moved. Adv* differs from
+adv by threads and a weights' tree, and makes the same decisions.
 """
 
 from tests.oracles.softsync import SoftSync
@@ -11,8 +11,8 @@ class Tree(SoftSync):
     """`groups` leaves; learner l is the responsibility of leaf floor(l * groups / lambda_0).
 
     "Each node in the parameter server group is responsible for averaging the gradients sent from its learners and relaying
-    the averaged gradient to its parent." The paper does not say when; here it is as soon as a leaf holds as many gradients as
-    it has live learners. The root counts gradients, as equation (5) does, not messages.
+    the averaged gradient to its parent." The paper does not say when. Here a leaf relays as soon as it holds as many gradients
+    as it has live learners. The root counts gradients, as equation (5) does, not messages.
     """
 
     def __init__(self, workers: int, n: int, groups: int) -> None:
@@ -40,7 +40,7 @@ class Tree(SoftSync):
             self.held[leaf] = []
 
     def update_when_complete(self) -> list[int]:
-        # With no learner left nothing will be added, and what was collected is used.
+        # With no learner left no gradient will be added, so the collected ones are used.
         if not self.collected or (self.t and len(self.collected) < self.c()):
             return []
         return self.update()

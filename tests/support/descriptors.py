@@ -1,4 +1,4 @@
-"""What a process has open, for tests that show that nothing is leaked."""
+"""The open descriptors of a process, for tests that nothing leaks."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def opened() -> list[str]:
-    """What each descriptor of this process is, without the one that lists them."""
+    """The targets of this process's descriptors, without the descriptor that lists them."""
     targets = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -15,7 +15,7 @@ def opened() -> list[str]:
 
 
 def settle(expected: list[str]) -> list[str]:
-    """What is open now; waits up to five seconds for `expected`, since an answering thread closes in its own time."""
+    """The open descriptors now. Waits up to five seconds for `expected`, because a listener closes its own at any time."""
     deadline = time.monotonic() + 5
     while (found := opened()) != expected and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -1,7 +1,4 @@
-"""Jobs for the tests of the fold: every rule, with every option, is a row of one table (ROWS), in every situation of pushes.
-
-Refuses to test anything.
-"""
+"""Jobs for the tests of the fold: a table of rules with their options (ROWS), and situations of pushes (SITUATIONS)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
 Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
 
-SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 8209)  # a tile is 1,024 floats, or 8,192, and a vector 16
+SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 8209)  # around the sizes of a vector (16 floats) and of a tile (1,024 or 8,192)
 MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
 ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
 GAP = 16  # floats between segments, as an arena's alignment leaves them
@@ -40,7 +37,7 @@ GAP = 16  # floats between segments, as an arena's alignment leaves them
 
 @dataclass(frozen=True)
 class Row:
-    """A rule with one set of options: our hyper-parameters, and torch's optimizer class with its own words for them."""
+    """A rule with one set of options: fastps's hyper-parameters, and torch's optimizer class with its own options."""
 
     name: str
     rule: int
@@ -50,13 +47,13 @@ class Row:
 
     @property
     def state_planes(self) -> int:
-        """As many as this group needs; one without momentum or centering then leaves some of them alone."""
+        """The optimizer-state tensors that this group needs; a group without momentum or centering leaves some unused."""
         if self.rule == RULE_RMSPROP:
             return 3 if self.hyper.flags & HYPER_CENTERED else 1 + int(self.hyper.momentum != 0)
         return {RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_SGD: int(self.hyper.momentum != 0)}[self.rule]
 
     def other_hyper(self) -> Hyper:
-        """Another param_group's: slower, with decay, beta1 on the other side of 0.5, not centered and without momentum."""
+        """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, not centered, without momentum."""
         beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
         flags = self.hyper.flags & ~HYPER_CENTERED
         return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
@@ -121,14 +118,14 @@ RMSPROP_ROWS = (
     rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
     rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
 )
-ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # those that take a square root
+ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # the rules that take a square root
 ALL_ROWS = SGD_ROWS + ROOT_ROWS
 ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a fold reads."""
+    """All inputs of a fold."""
 
     row: Row
     segments: list[tuple[int, int, int]]
@@ -142,7 +139,7 @@ class Job:
     gradient_type: int = compiled.FLOAT32
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
-        """Both kinds of stores must leave the same bits."""
+        """Fold with ordinary and with non-temporal stores; both must give the same bits."""
         options = {**self._options(), "instruction_set": isa, "ranges": ranges}
         plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
         streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
@@ -164,7 +161,7 @@ class Job:
 
 
 def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
-    """Segments on multiples of 16 floats with gaps between them, the groups in turn; and the length of it all."""
+    """Segments on multiples of 16 floats with gaps between them, in alternating groups; and the total length."""
     segments, offset = [], GAP
     for index, length in enumerate(lengths):
         segments.append((offset, length, index % 2))
@@ -177,7 +174,7 @@ def normal(random: np.random.Generator, *shape: int) -> Floats:
 
 
 def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence[int] = SIZES) -> Job:
-    """A job with random values in `situation` (a key of SITUATIONS); gaps are full of values that nobody may use."""
+    """A job with random values in `situation` (a key of SITUATIONS). The gaps hold values, too, which a fold must not use."""
     random = np.random.default_rng([seed, pushes])
     segments, n = segments_of(lengths)
     made: Pushes = []
@@ -195,7 +192,7 @@ def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence
 
 
 class Terms(NamedTuple):
-    """How a push differs from the others: its presence bits, gradient scale, factor of its rates, and rate scale."""
+    """A push's presence bits, gradient scale, factor of its learning rates, and rate scale."""
 
     presence: list[bool]
     scale: float = 1.0
@@ -238,7 +235,7 @@ SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
 
 
 def bits(values: Floats) -> npt.NDArray[np.int32]:
-    """The bits of floats; all not-a-numbers are one, as IEEE 754 does not say which of them an operation gives."""
+    """The bits of floats. All NaNs map to one, because IEEE 754 leaves open which NaN an operation gives."""
     return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Helpers for tests with real processes: fork workers of a store, collect what they return or how they ended."""
+"""Helpers for tests with real processes: fork workers of a store, and collect their results or exit codes."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Child:
 
 
 def start(work: Callable[[], Any]) -> Child:
-    """Fork a child that runs `work` and sends what it returns (or the exception's class name and text)."""
+    """Fork a child that runs `work` and sends its result, or its exception's class name and text."""
     reader, writer = os.pipe()
     process_id = os.fork()
     if process_id:
@@ -41,13 +41,13 @@ def start(work: Callable[[], Any]) -> Child:
             if os.environ.get("FASTPS_TEST_TRACE"):
                 traceback.print_exc()
         with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(message, pipe)  # our own child's, within one test
+            pickle.dump(message, pipe)  # read only by this test
     finally:
         os._exit(code)
 
 
 def finish(children: list[Child], timeout_s: float) -> None:
-    """Wait for all; whoever is still there after the time is killed, and its exit code says so."""
+    """Wait for all children. Kill those that still run after the time, which their exit codes then show."""
     deadline = time.monotonic() + timeout_s
     pending = [child for child in children if child.exit_code is None]
     while pending:
@@ -67,19 +67,19 @@ def finish(children: list[Child], timeout_s: float) -> None:
 
 
 def stop(process_id: int) -> None:
-    """Stop a process, and wait until none of its threads runs any more: a signal is on its way when `os.kill` returns."""
+    """Stop a process, and wait until none of its threads runs: `os.kill` returns before the signal takes effect."""
     os.kill(process_id, signal.SIGSTOP)
     await_stop(process_id)
 
 
 def await_stop(process_id: int) -> None:
-    """Wait until none of its threads runs any more, which is a while after whoever sent the signal has gone on."""
+    """Wait until no thread of a process runs, some time after a stop signal was sent."""
     while not is_stopped(process_id):
         time.sleep(0.0005)
 
 
 def is_stopped(process_id: int) -> bool:
-    """Whether all its threads are stopped. ProcessLookupError if it has ended."""
+    """Whether all threads of a process are stopped. Raises ProcessLookupError if it has ended."""
     threads = Path(f"/proc/{process_id}/task").iterdir()
     states = {(thread / "stat").read_text().rpartition(") ")[2][:1] for thread in threads}
     if states <= {"Z", "X"}:
@@ -89,7 +89,7 @@ def is_stopped(process_id: int) -> bool:
 
 @contextlib.contextmanager
 def stopped(process_id: int, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Within the block that process does nothing; where it is stopped at a moment that `unless` is true of, later."""
+    """Keep a process stopped inside the block. If `unless()` is true after a stop, let it run on and stop it again."""
     try:
         stop(process_id)
         while unless():
@@ -102,7 +102,7 @@ def stopped(process_id: int, unless: Callable[[], bool] = lambda: False) -> Iter
 
 
 def kill_one(children: list[Child], victim: int, where: str = "") -> None:
-    """Kill one of the workers; see `finish_after_a_death` for the others."""
+    """Kill one worker, and check the others as `finish_after_a_death` does."""
     others = [child for rank, child in enumerate(children) if rank != victim]
     os.kill(children[victim].process_id, signal.SIGKILL)
     finish_after_a_death(others, f"worker {victim} (", where)
@@ -110,12 +110,12 @@ def kill_one(children: list[Child], victim: int, where: str = "") -> None:
 
 
 def finish_after_a_death(children: list[Child], name: str, where: str = "") -> None:
-    """All end within two seconds, by an error that says who died; one that was not told by another says `name`."""
+    """Check that all children end within two seconds by WorkerDiedError, and that at least one error has `name`."""
     died_at = time.monotonic()
     finish(children, 20)
     for child in children:
         assert child.exit_code == 1, f"{where}a survivor had to be killed"
         assert child.ended_at - died_at < 2.0, f"{where}took {child.ended_at - died_at:.2f} s"
         assert child.outcome[0] == "WorkerDiedError", f"{where}{child.outcome}"
-    # A survivor that raised first fails its own lane, and the other may name that one.
+    # The first survivor to raise fails its own lane, and another survivor's error may name that lane.
     assert any(name in child.outcome[1] for child in children), f"{where}{[child.outcome for child in children]}"

@@ -1,4 +1,4 @@
-"""For tests that compare measured times: a machine that does other work may spoil a run, but not the same law three times."""
+"""Retries for tests that compare measured times, because other load on the machine can spoil a run."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def in_one_of_three_runs(test: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Run the test again, up to three times in all, when an assertion about times fails; the last failure is the test's."""
+    """Decorate a test to run up to three times while an assertion fails; the third failure is the test's."""
 
     @functools.wraps(test)
     def attempt(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:

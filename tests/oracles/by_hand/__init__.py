@@ -1,8 +1,7 @@
-"""Sequences of a few events with the answers that the papers ask for, worked out by hand.
+"""Short sequences of events with the answers that the papers require, worked out by hand.
 
-The oracles answer them in tests/oracles/test_by_hand.py, the compiled scheduler in
-tests/kernels/scheduling/test_scheduler_timed.py. Nothing here is computed: these are the answers that both were written
-towards.
+Tests put them to the oracles and to the compiled scheduler. Nothing here is computed: both implementations must reproduce
+these answers.
 """
 
 from tests.oracles.by_hand.batches import BATCHES

@@ -1,4 +1,4 @@
-"""Worked out by hand: the batches that R2SP tunes. As in turns.py, a worker's first iteration is no sample."""
+"""Worked out by hand: the batches that R2SP tunes. A worker's first iteration is no sample."""
 
 from tests.oracles.by_hand.events import Sequence, push
 

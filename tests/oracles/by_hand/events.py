@@ -1,4 +1,4 @@
-"""The words of a sequence by hand: events with their answers, and the oracle that a sequence is asked of."""
+"""The vocabulary of sequences worked out by hand: events with their answers, and the oracle that a sequence tests."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from tests.oracles.staggered import StaggeredSoftSync
 
 @dataclass(frozen=True)
 class Event:
-    """One call with its arguments, what it answers (folded, granted), and the next timer's deadline after it."""
+    """One call with its arguments, its answer (folded, granted), and the next timer's deadline after it."""
 
     kind: str
     arguments: tuple[int, ...]
@@ -44,7 +44,7 @@ def fire(folded: list[int], granted: list[int], due: int | None = None) -> Event
 
 @dataclass(frozen=True)
 class Sequence:
-    """Events of one server, and what it keeps at their end."""
+    """Events of one server, and the server's state after them."""
 
     name: str
     discipline: str

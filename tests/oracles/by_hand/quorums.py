@@ -12,7 +12,7 @@ BACKUP = [
             push(2, 10, 0, [], []),
             push(0, 20, 0, [0, 2], [0, 2]),
             push(0, 30, 1, [], []),
-            push(1, 40, 0, [], [1]),  # late: version 0 is over; its next is of version 1 and still in time
+            push(1, 40, 0, [], [1]),  # late: version 0 is over; its next push is for version 1, and in time
             push(1, 50, 1, [0, 1], [0, 1]),
             push(2, 60, 1, [], [2]),
         ],
@@ -60,7 +60,7 @@ BACKUP = [
             push(1, 1, 0, [], []),
             leave(0, 2, [], []),
             push(2, 3, 0, [], []),
-            leave(3, 4, [1, 2], [1, 2]),  # two live, both in the set
+            leave(3, 4, [1, 2], [1, 2]),  # two workers live, both in the set
             push(2, 5, 1, [], []),
             push(1, 6, 1, [1, 2], [1, 2]),
             push(1, 7, 2, [], []),
@@ -171,7 +171,7 @@ PSP = [
             push(1, 2, 0, [], []),
             leave(1, 3, [], []),
             leave(2, 4, [], []),
-            push(0, 5, 1, [], []),  # two live, of whom only 0 has responded
+            push(0, 5, 1, [], []),  # two workers live; only 0 has responded
             leave(3, 6, [0, 0, 1], [0]),
             push(0, 7, 1, [0], [0]),
             leave(0, 8, [], []),

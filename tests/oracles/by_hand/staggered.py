@@ -1,4 +1,4 @@
-"""Worked out by hand: softsync whose grants are staggered as R2SP's."""
+"""Worked out by hand: softsync with grants staggered as in R2SP."""
 
 from tests.oracles.by_hand.events import Sequence, fire, leave, push
 

@@ -1,4 +1,4 @@
-"""Worked out by hand: sums of so many pushes, softsync and hardsync; nothing is dropped."""
+"""Worked out by hand: softsync and hardsync, which sum a fixed number of pushes and drop none."""
 
 from tests.oracles.by_hand.events import Sequence, leave, push
 

@@ -1,9 +1,9 @@
-"""Worked out by hand: R2SP's turns and gaps; its tuned batches are in batches.py."""
+"""Worked out by hand: R2SP's turns and gaps."""
 
 from tests.oracles.by_hand.events import Sequence, fire, leave, push
 
-# Every worker's first iteration is no sample, so T is known from the first of the second pushes on. Timestamps decide
-# nothing here and are left 0.
+# A worker's first iteration is no sample, so T is known from the earliest second push on. Timestamps have no effect here and
+# are 0.
 R2SP = [
     Sequence(
         "updates wait for their turn and follow at once",
@@ -13,7 +13,7 @@ R2SP = [
         [
             push(2, 5, 0, [], []),
             push(1, 6, 0, [], []),
-            push(0, 7, 0, [0, 1, 2], [0, 1, 2]),  # nothing is known of T: no gap
+            push(0, 7, 0, [0, 1, 2], [0, 1, 2]),  # T is unknown: no gap
         ],
         version=3,
     ),
@@ -27,7 +27,7 @@ R2SP = [
             push(1, 10, 0, [1], [1]),
             push(2, 10, 0, [2], [2]),
             push(2, 310, 0, [], []),  # T = 300
-            push(0, 310, 0, [0], [0]),  # the permission before was at 10
+            push(0, 310, 0, [0], [0]),  # the previous permission was at 10
             push(1, 310, 0, [1, 2], [], due=410),
             fire([], [1], due=510),
             fire([], [2]),
@@ -74,7 +74,7 @@ R2SP = [
             push(0, 100, 0, [0], [0]),
             push(1, 50, 0, [1], [1]),  # at 100
             push(0, 200, 0, [0], [0]),
-            push(1, 150, 0, [1], [], due=250),  # at 200: T = 100, the permission before was at 200
+            push(1, 150, 0, [1], [], due=250),  # at 200: T = 100, the previous permission was at 200
             fire([], [1]),
         ],
         version=4,
