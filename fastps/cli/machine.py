@@ -27,7 +27,6 @@ from fastps.cli.options import (
     console_of,
     job_options_of,
 )
-from fastps.device.placement import parse_gpus
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 
@@ -46,6 +45,11 @@ ENV_HELP = (
     "What tells a worker its number: fastps (FASTPS_RANK and FASTPS_WORKERS only, so that Accelerate, Lightning and the Trainer"
     " start no process group beside it), torchrun (RANK, WORLD_SIZE and the rest, too), or auto: torchrun where the script's"
     " own text names RANK, WORLD_SIZE or init_process_group."
+)
+
+START_METHOD_HELP = (
+    "fork: import torch once and fork all workers from that process, for scripts and modules of Python. spawn: a new process"
+    " for each, for a script that sets environment variables before it imports torch (OMP_NUM_THREADS, MKL_NUM_THREADS)."
 )
 
 commands = typer.Typer()
@@ -86,6 +90,7 @@ def run(
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
+    start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -105,6 +110,7 @@ def run(
     reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
     from fastps.cli.report import chaos_text, failure_panel, write_json
+    from fastps.device.placement import parse_gpus
     from fastps.processes.launcher import Launcher
 
     policy = parse_policy(sync) if sync is not None else None
@@ -114,7 +120,9 @@ def run(
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
-    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), env=env, trace=trace).run()
+    options = job_options_of(context, seed)
+    launcher = Launcher(command, workers, sync=spec, options=options, env=env, start_method=start_method, trace=trace)
+    outcome = launcher.run()
     if outcome.faults is not None:
         Console(stderr=True).print(chaos_text(outcome.faults.row()))
     if outcome.first_failure is not None:
