@@ -1,7 +1,7 @@
 """What several commands take: their options' types and texts, and what these make of them. Refuses to run anything."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -9,9 +9,10 @@ from rich.console import Console
 from fastps.errors import UsageError
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import MODIFIERS
-from fastps.processes.fault_injection import FaultPlan
-from fastps.processes.options import JobOptions
-from fastps.training.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from fastps.processes.options import JobOptions
+    from fastps.training.options import TrainingOptions
 
 
 def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
@@ -100,11 +101,13 @@ def console_of(json_file: str | None) -> Console:
     return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
 
 
-def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
+def options_of(context: typer.Context, *, sync: str, **others: Any) -> "TrainingOptions":
     """Check what can be checked before anything starts, and make the TrainingOptions of a command that trains.
 
     Its options are read from typer's own record of them, since all such commands have the same.
     """
+    from fastps.training.options import TrainingOptions
+
     given = context.params
     workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
     delay_share, delay_s = _pull_delay(given["pull_delay"])
@@ -142,8 +145,11 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
     )
 
 
-def job_options_of(context: typer.Context, seed: int) -> JobOptions:
+def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """What a command that starts workers was told of restarts, losses, checkpoints and injected faults."""
+    from fastps.processes.fault_injection import FaultPlan
+    from fastps.processes.options import JobOptions
+
     given = context.params
     checkpoint, resume, chaos = given["checkpoint"], given["resume"], given["chaos"]
     if resume is not None and not resume.exists():

@@ -93,10 +93,11 @@ def test_every_commands_help_has_an_example(command: str) -> None:
     assert "Example" in outcome.stdout
 
 
-def test_help_does_not_import_torch() -> None:
-    code = "import sys; sys.argv = ['fastps', '--version']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
-    code += "except SystemExit: pass\nprint('torch' in sys.modules)"
-    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "False"
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
+    code = f"import sys; sys.argv = ['fastps', '{option}']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
+    code += "except SystemExit: pass\nprint([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])"
+    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
