@@ -11,12 +11,13 @@ from rich.console import Console
 
 from fastps.cli.options import (
     SYNC_HELP,
-    Chaos,
     CheckpointDirectory,
     Every,
+    InjectFaults,
     Json,
     MaxWorkers,
     NonFinite,
+    OldChaos,
     OnWorkerLoss,
     Restarts,
     Resume,
@@ -77,6 +78,7 @@ def _names_python(argument: str) -> bool:
 
 
 @commands.command(
+    rich_help_panel="Train",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
@@ -100,7 +102,8 @@ def run(
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
     resume: Resume = None,
-    chaos: Chaos = None,
+    inject_faults: InjectFaults = None,
+    old_chaos: OldChaos = None,
     seed: Seed = 0,
     json_file: Json = None,
 ) -> None:
@@ -109,7 +112,7 @@ def run(
     Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
     reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
-    from fastps.cli.report import chaos_text, failure_panel, write_json
+    from fastps.cli.report import failure_panel, faults_text, write_json
     from fastps.device.placement import parse_gpus
     from fastps.processes.launcher import Launcher
 
@@ -124,7 +127,7 @@ def run(
     launcher = Launcher(command, workers, sync=spec, options=options, env=env, start_method=start_method, trace=trace)
     outcome = launcher.run()
     if outcome.faults is not None:
-        Console(stderr=True).print(chaos_text(outcome.faults.row()))
+        Console(stderr=True).print(faults_text(outcome.faults.row()))
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:
@@ -133,7 +136,10 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-@commands.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")
+@commands.command(
+    rich_help_panel="Watch and explain a run",
+    epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -",
+)
 def top(
     job: Annotated[
         str | None, typer.Argument(metavar="[JOB]", help="The job's name; may be left out when only one is running.")
@@ -166,8 +172,9 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 @commands.command(
+    rich_help_panel="This machine and this build",
     epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
-    "   |   fastps bench train -n 2"
+    "   |   fastps bench train -n 2",
 )
 def bench(
     what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all.")] = "all",
@@ -210,7 +217,10 @@ def _whole(name: str, text: str) -> int:
     return numbers[0]
 
 
-@commands.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+@commands.command(
+    rich_help_panel="This machine and this build",
+    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
+)
 def doctor(
     model_size: Annotated[
         str | None,

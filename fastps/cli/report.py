@@ -173,7 +173,7 @@ def failure_panel(outcome: Outcome) -> Panel:
     return Panel(Text.from_ansi("\n".join(lines)), title="fastps: the job failed", border_style="red")
 
 
-def chaos_text(row: Mapping[str, Any]) -> str:
+def faults_text(row: Mapping[str, Any]) -> str:
     """One sentence on what injected faults did; `row` is FaultReport's."""
     faults = row["faults"]
     return (

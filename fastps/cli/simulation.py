@@ -15,10 +15,11 @@ commands = typer.Typer()
 
 
 @commands.command(
+    rich_help_panel="Choose a discipline",
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
-    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms"
+    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms",
 )
 def simulate(
     sync: Annotated[
@@ -125,7 +126,8 @@ def simulate(
 
 
 @commands.command(
-    epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -"
+    rich_help_panel="This machine and this build",
+    epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -",
 )
 def reproduce(
     ids: Annotated[

@@ -12,8 +12,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace
 
 
 @commands.command(
+    rich_help_panel="Watch and explain a run",
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
-    " --perfetto run.json   |   fastps trace run.trace --summary --json -"
+    " --perfetto run.json   |   fastps trace run.trace --summary --json -",
 )
 def trace(
     file: File,
@@ -62,8 +63,9 @@ def trace(
 
 
 @commands.command(
+    rich_help_panel="Choose a discipline",
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
-    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -"
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -",
 )
 def advise(
     file: File,

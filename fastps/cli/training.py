@@ -9,17 +9,18 @@ from fastps.advice.stragglers import PAPER_EXPONENT
 from fastps.cli.options import (
     SYNC_HELP,
     BatchSize,
-    Chaos,
     CheckpointDirectory,
     ComputeMs,
     Data,
     Epochs,
     Every,
+    InjectFaults,
     Json,
     LearningRate,
     MaxWorkers,
     Momentum,
     NonFinite,
+    OldChaos,
     OnWorkerLoss,
     Progress,
     PullDelay,
@@ -52,8 +53,10 @@ commands = typer.Typer()
 
 
 @commands.command(
+    rich_help_panel="Train",
     epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
-    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --chaos kill:40,stop:20,seconds:600 --epochs 100"
+    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --inject-faults kill:40,stop:20,seconds:600"
+    " --epochs 100",
 )
 def train(
     context: typer.Context,
@@ -81,13 +84,14 @@ def train(
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
     resume: Resume = None,
-    chaos: Chaos = None,
+    inject_faults: InjectFaults = None,
+    old_chaos: OldChaos = None,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
-    from fastps.cli.report import chaos_text, training_table, write_json
-    from fastps.training import runs as runs
+    from fastps.cli.report import faults_text, training_table, write_json
+    from fastps.training import runs
     from fastps.training.data import load
 
     policy = parse_policy(sync)
@@ -105,7 +109,7 @@ def train(
     row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
     console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
     if "chaos" in row:
-        console.print(chaos_text(row["chaos"]))
+        console.print(faults_text(row["chaos"]))
     if trace is not None:
         console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
     if json_file is not None:
@@ -113,6 +117,7 @@ def train(
 
 
 @commands.command(
+    rich_help_panel="Train",
     epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
 )
 def compare(
@@ -143,7 +148,7 @@ def compare(
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps.cli.plots import plot_accuracy
     from fastps.cli.report import training_table, write_json
-    from fastps.training import runs as runs
+    from fastps.training import runs
     from fastps.training.data import load
 
     policies = parse_policies(sync)
@@ -160,7 +165,10 @@ def compare(
         write_json("compare", rows, json_file)
 
 
-@commands.command(epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png")
+@commands.command(
+    rich_help_panel="Watch and explain a run",
+    epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png",
+)
 def stragglers(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
@@ -184,7 +192,7 @@ def stragglers(
     """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
     from fastps.advice import stragglers as estimate
     from fastps.cli.report import straggler_rows, straggler_tables, training_table, write_json
-    from fastps.training import runs as runs
+    from fastps.training import runs
     from fastps.training.data import load
 
     policy = parse_policy(sync)

@@ -51,6 +51,8 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
         (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
         (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
         (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
+        (["train", "--chaos", "kill:3"], "--chaos is now --inject-faults kill:3"),
+        (["run", "--chaos", "kill:3", EXAMPLE], "--chaos is now --inject-faults kill:3"),
         (["no-such-command"], "no-such-command"),
     ],
 )

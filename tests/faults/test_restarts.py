@@ -236,7 +236,7 @@ def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["kill", "kill:x", "maim:3", "kill:-1", "kill:1.5", "stop:1,seconds:0"])
 def test_a_plan_of_faults_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--chaos"):
+    with pytest.raises(UsageError, match="--inject-faults"):
         FaultPlan.parse(text)
 
 
@@ -295,7 +295,7 @@ def test_train_resumes_bit_for_bit_under_bsp_sampler_included(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_under_fire_ends_well_and_tells_what_it_cost(tmp_path: Path) -> None:
-    fire = ["--chaos", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
+    fire = ["--inject-faults", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
     row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "40", *fire)
     chaos = row["chaos"]
     assert isinstance(chaos, dict)

@@ -1,0 +1,31 @@
+"""The command `fastps disciplines`: every spec of --sync, with its paper, what it does and when to use it."""
+
+import typer
+
+from fastps.cli.options import Json, Wide, console_of
+from fastps.job.disciplines import DISCIPLINES
+from fastps.job.specs import MODIFIERS
+
+commands = typer.Typer()
+
+
+@commands.command(
+    rich_help_panel="Choose a discipline",
+    epilog="Examples:  fastps disciplines   |   fastps disciplines --json -",
+)
+def disciplines(wide: Wide = False, json_file: Json = None) -> None:
+    """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
+    from fastps.cli.report import write_json
+    from fastps.cli.tables import Column, show
+
+    rows = [
+        {"kind": "discipline", "spec": row.usage, "paper": row.paper, "does": row.does, "use": row.use}
+        for row in DISCIPLINES.values()
+    ]
+    modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, (usage, _) in MODIFIERS.items()]
+    console = console_of(json_file)
+    columns = [Column("spec"), Column("what it does"), Column("when to use it"), Column("paper", wide=True)]
+    show(console, "disciplines", columns, [(row["spec"], row["does"], row["use"], row["paper"]) for row in rows], wide=wide)
+    show(console, "options of every spec, as in ssp:3,pull=0.75", [Column("option")], [(row["option"],) for row in modifiers])
+    if json_file is not None:
+        write_json("disciplines", [*rows, *modifiers], json_file)
