@@ -16,7 +16,7 @@ commands = typer.Typer()
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
     from fastps.cli.report import write_json
-    from fastps.cli.tables import Column, show
+    from fastps.cli.tables import Column, Rows, show
 
     rows = [
         {"kind": "discipline", "spec": row.usage, "paper": row.paper, "does": row.does, "use": row.use}
@@ -24,8 +24,11 @@ def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     ]
     modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, (usage, _) in MODIFIERS.items()]
     console = console_of(json_file)
-    columns = [Column("spec"), Column("what it does"), Column("when to use it"), Column("paper", wide=True)]
-    show(console, "disciplines", columns, [(row["spec"], row["does"], row["use"], row["paper"]) for row in rows], wide=wide)
-    show(console, "options of every spec, as in ssp:3,pull=0.75", [Column("option")], [(row["option"],) for row in modifiers])
+    columns = [Column("spec"), *(Column(heading, left=True) for heading in ("what it does", "when to use it"))]
+    columns.append(Column("paper", wide=True, left=True))
+    cells = [(row["spec"], row["does"], row["use"], row["paper"]) for row in rows]
+    show(console, Rows("disciplines", columns, cells), wide=wide)
+    options = [(row["option"],) for row in modifiers]
+    show(console, Rows("options of every spec, as in ssp:3,pull=0.75", [Column("option")], options), wide=wide)
     if json_file is not None:
         write_json("disciplines", [*rows, *modifiers], json_file)

@@ -235,17 +235,18 @@ def doctor(
     from dataclasses import asdict
 
     from fastps.cli.report import doctor_table, write_json
+    from fastps.cli.tables import show
     from fastps.diagnostics import doctor as examination
 
     need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
     console = console_of(json_file)
     findings = examination.examine()
-    console.print(doctor_table(findings, "this machine"))
+    show(console, doctor_table(findings, "this machine"))
     rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
     if need is not None:
         lines = examination.need_findings(need)
         title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
-        console.print(doctor_table(lines, title))
+        show(console, doctor_table(lines, title))
         findings += lines
         rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
     if json_file is not None:

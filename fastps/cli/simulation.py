@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, console_of
+from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, Wide, console_of
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
 
@@ -76,12 +76,14 @@ def simulate(
     momentum: Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
     from fastps.cli.report import write_json
+    from fastps.cli.tables import show
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
 
     texts = SimulationTexts(
@@ -115,7 +117,8 @@ def simulate(
         policies, simulation, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
     )
     rows = [outcome.row for outcome in outcomes]
-    console.print(report.simulation_table(rows, f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"))
+    title = f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"
+    show(console, report.simulation_table(rows, title), wide=wide)
     console.print(report.simulation_footer(rows))
     if trace is not None:
         report.save_trace(outcomes[0], trace)

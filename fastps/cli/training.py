@@ -34,6 +34,7 @@ from fastps.cli.options import (
     TraceFile,
     TransferMs,
     WarmStart,
+    Wide,
     Workers,
     console_of,
     job_options_of,
@@ -86,11 +87,13 @@ def train(
     resume: Resume = None,
     inject_faults: InjectFaults = None,
     old_chaos: OldChaos = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
     from fastps.cli.report import faults_text, training_table, write_json
+    from fastps.cli.tables import show
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -107,7 +110,7 @@ def train(
     console = console_of(json_file)
     job = job_options_of(context, seed)
     row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
-    console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    show(console, training_table([row], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     if "chaos" in row:
         console.print(faults_text(row["chaos"]))
     if trace is not None:
@@ -142,12 +145,14 @@ def compare(
     pull_delay: PullDelay = None,
     push_dtype: PushDtype = "float32",
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps.cli.plots import plot_accuracy
     from fastps.cli.report import training_table, write_json
+    from fastps.cli.tables import show
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -158,7 +163,7 @@ def compare(
     console = console_of(json_file)
     rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
     stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
-    console.print(training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", baseline=rows[0]))
+    show(console, training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", rows[0]), wide=wide)
     if plot is not None:
         plot_accuracy(rows, plot)
     if json_file is not None:
@@ -186,12 +191,14 @@ def stragglers(
     exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
     iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
     from fastps.advice import stragglers as estimate
     from fastps.cli.report import straggler_rows, straggler_tables, training_table, write_json
+    from fastps.cli.tables import show
     from fastps.training import runs
     from fastps.training.data import load
 
@@ -207,7 +214,7 @@ def stragglers(
     results = runs.results_of(options, load(data), console, progress=progress and console.is_terminal)
     arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
     splits = estimate.splits(arrivals, law)
-    console.print(training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"))
+    show(console, training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
     console.print(straggler_tables(arrivals, splits, known))
     if plot is not None:
