@@ -29,7 +29,7 @@ class DeviceError(Error):
 
 
 class DeviceLostError(DeviceError):
-    """Memory or an event of a process that has ended: the job cannot go on, and is started again from its last snapshot."""
+    """Memory or an event of a process that has ended: the job cannot go on, and is started again from its last checkpoint."""
 
 
 class Device(Protocol):

@@ -12,7 +12,7 @@ lane's `folded`. The host waits for nothing: the commit word says what will be t
 those who waited for the events read it.
 
 Refuses to decide what is folded (kernels/scheduling/scheduler.pyx), to know torch (torch_cuda.py), and to survive a home's
-death: its memory is gone with it, so the job ends with a named error and is started again from its last snapshot.
+death: its memory is gone with it, so the job ends with a named error and is started again from its last checkpoint.
 """
 
 from collections.abc import Sequence

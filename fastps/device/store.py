@@ -188,8 +188,8 @@ class ServedDeviceWorker(ServedWorker, DeviceWorker):
 
     def _without_server(self) -> WorkerDiedError:
         return WorkerDiedError(
-            f"worker {self.rank}: expected the job's server, which owns the memory on devices, found that it has ended: restart"
-            " the job from its last snapshot",
+            f"worker {self.rank}: expected the job's server, which owns the memory on devices, found that it has ended: start"
+            " the job again, from its last checkpoint with --resume",
             self.store.arena.server_lane,
         )
 

@@ -43,6 +43,7 @@ _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worke
 _IMPORT_NS = 120_000_000_000  # how long the fork server may import
 _FAULT_TICK_S = 0.02  # how often injected faults look at the job
 _OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
+_CONSEQUENCE = f"{WorkerDiedError.__module__}.{WorkerDiedError.__qualname__}:"  # a traceback's last line names the type so
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
 
@@ -84,8 +85,8 @@ class LaunchedWorker:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its last lines say that it ended because another worker had."""
-        return any(WorkerDiedError.__name__ in line for line in self.tail)
+        """Whether an exception of the type WorkerDiedError ended it: another worker had failed before."""
+        return any(line.startswith(_CONSEQUENCE) for line in self.tail)
 
     @property
     def ending(self) -> str:
