@@ -1,4 +1,4 @@
-"""The commands about faults: chaos. Refuses to be more than the way from words to the library."""
+"""The commands about faults: chaos."""
 
 from typing import Annotated
 

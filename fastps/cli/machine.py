@@ -1,4 +1,4 @@
-"""The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
+"""The commands about this machine and what runs on it: run, top, bench, doctor."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What several commands take: their options' types and texts, and what these make of them. Refuses to run anything."""
+"""What several commands take: their options' types and texts, and what these make of them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

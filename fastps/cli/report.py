@@ -1,7 +1,4 @@
-"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command.
-
-Refuses to measure anything.
-"""
+"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command."""
 
 import json
 import os

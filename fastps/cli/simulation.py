@@ -1,4 +1,4 @@
-"""The commands of virtual time: simulate, reproduce. Refuses to be more than the way from words to the library."""
+"""The commands of virtual time: simulate, reproduce."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What `fastps simulate` shows: a bar while it plays, a table of the rows. Refuses to simulate."""
+"""What `fastps simulate` shows: a bar while it plays, a table of the rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

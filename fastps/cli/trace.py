@@ -1,4 +1,4 @@
-"""The commands about recorded runs: trace, advise. Refuses to be more than the way from words to the library."""
+"""The commands about recorded runs: trace, advise."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""What `fastps trace` and `fastps advise` show: a summary, a check, advice. Refuses to compute what they say."""
+"""What `fastps trace` and `fastps advise` show: a summary, a check, advice."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

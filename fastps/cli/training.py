@@ -1,4 +1,4 @@
-"""The commands that train: train, compare, stragglers. Refuses to be more than the way from words to the library."""
+"""The commands that train: train, compare, stragglers."""
 
 from pathlib import Path
 from typing import Annotated
