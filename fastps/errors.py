@@ -6,8 +6,6 @@ is decided where it happens.
 
 from typing import Any
 
-from fastps.kernels.protocol import lane as turn
-
 
 class Error(Exception):
     """Base of all named errors of fastps; its text is meant for people. Survives pickle and copy, with its attributes.
@@ -87,6 +85,8 @@ class ProtocolError(Error):
 
 def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
     """Raise what a negative or lost outcome of a turn means; return for the others."""
+    from fastps.kernels.protocol import lane as turn  # not above: it needs numpy, and `import fastps` does not
+
     if outcome in (turn.DONE, turn.BUSY):
         return
     if outcome == turn.FENCED:

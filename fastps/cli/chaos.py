@@ -1,4 +1,4 @@
-"""The commands about faults: chaos. Refuses to be more than the way from words to the library."""
+"""The commands about faults: chaos."""
 
 from typing import Annotated
 
@@ -11,8 +11,9 @@ commands = typer.Typer()
 
 
 @commands.command(
+    rich_help_panel="This machine and this build",
     epilog="Examples:  fastps chaos --seeds 1000   |   fastps chaos --seed 4711 --seeds 1   |   fastps chaos --seeds 300"
-    " --mutant forget-pins"
+    " --mutant forget-pins",
 )
 def chaos(
     seeds: Annotated[int, typer.Option(help="How many seeds to play.")] = 1000,

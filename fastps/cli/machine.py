@@ -1,4 +1,4 @@
-"""The commands about this machine and what runs on it: run, top, bench, doctor. Refuses to be more than the way there."""
+"""The commands about this machine and what runs on it: run, top, bench, doctor."""
 
 import os
 import re
@@ -11,12 +11,13 @@ from rich.console import Console
 
 from fastps.cli.options import (
     SYNC_HELP,
-    Chaos,
     CheckpointDirectory,
     Every,
+    InjectFaults,
     Json,
     MaxWorkers,
     NonFinite,
+    OldChaos,
     OnWorkerLoss,
     Restarts,
     Resume,
@@ -27,7 +28,6 @@ from fastps.cli.options import (
     console_of,
     job_options_of,
 )
-from fastps.device.placement import parse_gpus
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 
@@ -46,6 +46,11 @@ ENV_HELP = (
     "What tells a worker its number: fastps (FASTPS_RANK and FASTPS_WORKERS only, so that Accelerate, Lightning and the Trainer"
     " start no process group beside it), torchrun (RANK, WORLD_SIZE and the rest, too), or auto: torchrun where the script's"
     " own text names RANK, WORLD_SIZE or init_process_group."
+)
+
+START_METHOD_HELP = (
+    "fork: import torch once and fork all workers from that process, for scripts and modules of Python. spawn: a new process"
+    " for each, for a script that sets environment variables before it imports torch (OMP_NUM_THREADS, MKL_NUM_THREADS)."
 )
 
 commands = typer.Typer()
@@ -73,6 +78,7 @@ def _names_python(argument: str) -> bool:
 
 
 @commands.command(
+    rich_help_panel="Train",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
@@ -86,6 +92,7 @@ def run(
     gpus: Annotated[str | None, typer.Option(metavar="N,...", help=GPUS_HELP)] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
+    start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -95,7 +102,8 @@ def run(
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
     resume: Resume = None,
-    chaos: Chaos = None,
+    inject_faults: InjectFaults = None,
+    old_chaos: OldChaos = None,
     seed: Seed = 0,
     json_file: Json = None,
 ) -> None:
@@ -104,7 +112,8 @@ def run(
     Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
     reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
-    from fastps.cli.report import chaos_text
+    from fastps.cli.report import faults_text
+    from fastps.device.placement import parse_gpus
     from fastps.processes.failure_report import failure_panel
     from fastps.processes.launcher import Launcher
     from fastps.system.json_report import write_json
@@ -116,9 +125,11 @@ def run(
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
-    outcome = Launcher(command, workers, sync=spec, options=job_options_of(context, seed), env=env, trace=trace).run()
+    options = job_options_of(context, seed)
+    launcher = Launcher(command, workers, sync=spec, options=options, env=env, start_method=start_method, trace=trace)
+    outcome = launcher.run()
     if outcome.faults is not None:
-        Console(stderr=True).print(chaos_text(outcome.faults.row()))
+        Console(stderr=True).print(faults_text(outcome.faults.row()))
     if outcome.first_failure is not None:
         Console(stderr=True).print(failure_panel(outcome))
     if json_file is not None:
@@ -127,7 +138,10 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-@commands.command(epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -")
+@commands.command(
+    rich_help_panel="Watch and explain a run",
+    epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -",
+)
 def top(
     job: Annotated[
         str | None, typer.Argument(metavar="[JOB]", help="The job's name; may be left out when only one is running.")
@@ -160,8 +174,9 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 @commands.command(
+    rich_help_panel="This machine and this build",
     epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
-    "   |   fastps bench train -n 2"
+    "   |   fastps bench train -n 2",
 )
 def bench(
     what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all.")] = "all",
@@ -204,7 +219,10 @@ def _whole(name: str, text: str) -> int:
     return numbers[0]
 
 
-@commands.command(epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -")
+@commands.command(
+    rich_help_panel="This machine and this build",
+    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
+)
 def doctor(
     model_size: Annotated[
         str | None,
@@ -219,18 +237,19 @@ def doctor(
     from dataclasses import asdict
 
     from fastps.cli.report import doctor_table
+    from fastps.cli.tables import show
     from fastps.diagnostics import doctor as examination
     from fastps.system.json_report import write_json
 
     need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
     console = console_of(json_file)
     findings = examination.examine()
-    console.print(doctor_table(findings, "this machine"))
+    show(console, doctor_table(findings, "this machine"))
     rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
     if need is not None:
         lines = examination.need_findings(need)
         title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
-        console.print(doctor_table(lines, title))
+        show(console, doctor_table(lines, title))
         findings += lines
         rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
     if json_file is not None:

@@ -6,24 +6,37 @@ before a command needs it, so that help and usage errors come at once.
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from typer.core import TyperGroup
 
-from fastps.cli import chaos as cli_faults
-from fastps.cli import machine as cli_machine
-from fastps.cli import simulation as cli_virtual
-from fastps.cli import trace as cli_trace
-from fastps.cli import training as cli_training
+from fastps.cli import chaos, disciplines, machine, simulation, trace, training
 from fastps.errors import Error, PolicyError, UsageError
 from fastps.version import __version__
+
+
+class GroupedCommands(TyperGroup):
+    """The commands of the help in groups, each with its whole sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel, in the order of the commands; rows fold at words."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if not command.hidden:
+                panels.setdefault(command.rich_help_panel, []).append((name, command.get_short_help_str(limit=1000)))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
 
 app = typer.Typer(
     help="The embedded parameter server for PyTorch: run, train and compare with any synchronization scheme.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=GroupedCommands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -50,7 +63,7 @@ def common(
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
 
 
-for group in (cli_training, cli_virtual, cli_trace, cli_machine, cli_faults):
+for group in (training, machine, trace, simulation, disciplines, chaos):
     app.add_typer(group.commands)
 
 

@@ -1,17 +1,16 @@
-"""What several commands take: their options' types and texts, and what these make of them. Refuses to run anything."""
+"""What several commands take: their options' types and texts, and what these make of them."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from fastps.errors import UsageError
-from fastps.job.disciplines import DISCIPLINES
-from fastps.job.specs import MODIFIERS
-from fastps.processes.fault_injection import FaultPlan
-from fastps.processes.options import JobOptions
-from fastps.training.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from fastps.processes.options import JobOptions
+    from fastps.training.options import TrainingOptions
 
 
 def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
@@ -21,10 +20,7 @@ def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | s
     return target
 
 
-SYNC_HELP = (
-    f"Synchronization: {', '.join(row.usage for row in DISCIPLINES.values())}; any of them may add"
-    f" {', '.join(f'{name}={usage}' for name, (usage, _) in MODIFIERS.items())}."
-)
+SYNC_HELP = "Synchronization, such as bsp, asp or dssp:3,15; `fastps disciplines` lists all."
 PUSH_DTYPES = ("float32", "float16", "bfloat16")
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of worker processes.")]
@@ -84,13 +80,23 @@ MaxWorkers = Annotated[int, typer.Option(help="So many may be attached at a time
 CheckpointDirectory = Annotated[Path | None, typer.Option("--checkpoint", help="Write checkpoints into this directory.")]
 Every = Annotated[int, typer.Option(metavar="UPDATES", help="With --checkpoint: updates between two checkpoints; 0: 1000.")]
 Resume = Annotated[Path | None, typer.Option(help="Go on from this checkpoint, or from the newest of a directory of them.")]
-Chaos = Annotated[
+InjectFaults = Annotated[
     str | None,
     typer.Option(
         metavar="kill:N,stop:N,seconds:S",
         help="Kill and stop (for 1 to 5 s) workers at random moments of the first S seconds; give --restarts for the killed.",
     ),
 ]
+
+
+def _renamed(given: str | None, option: typer.CallbackParam) -> None:
+    """Refuse an option by its old name: `run` would pass an unknown one on to the script."""
+    if given is not None:
+        raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
+
+
+OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
 
 
@@ -100,11 +106,13 @@ def console_of(json_file: str | None) -> Console:
     return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
 
 
-def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingOptions:
+def options_of(context: typer.Context, *, sync: str, **others: Any) -> "TrainingOptions":
     """Check what can be checked before anything starts, and make the TrainingOptions of a command that trains.
 
     Its options are read from typer's own record of them, since all such commands have the same.
     """
+    from fastps.training.options import TrainingOptions
+
     given = context.params
     workers, epochs, batch_size, lr = given["workers"], given["epochs"], given["batch_size"], given["lr"]
     delay_share, delay_s = _pull_delay(given["pull_delay"])
@@ -142,10 +150,13 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> TrainingO
     )
 
 
-def job_options_of(context: typer.Context, seed: int) -> JobOptions:
+def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
     """What a command that starts workers was told of restarts, losses, checkpoints and injected faults."""
+    from fastps.processes.fault_injection import FaultPlan
+    from fastps.processes.options import JobOptions
+
     given = context.params
-    checkpoint, resume, chaos = given["checkpoint"], given["resume"], given["chaos"]
+    checkpoint, resume, faults = given["checkpoint"], given["resume"], given["inject_faults"]
     if resume is not None and not resume.exists():
         raise UsageError(f"--resume {resume}: expected a checkpoint or a directory of them, found nothing there")
     return JobOptions(
@@ -156,7 +167,7 @@ def job_options_of(context: typer.Context, seed: int) -> JobOptions:
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else "",
         every=given["every"],
         resume=str(resume.resolve()) if resume is not None else "",
-        faults=FaultPlan.parse(chaos, seed) if chaos is not None else None,
+        faults=FaultPlan.parse(faults, seed) if faults is not None else None,
         server=given["server"],
     )
 

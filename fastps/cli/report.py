@@ -1,7 +1,4 @@
-"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command.
-
-Refuses to measure anything.
-"""
+"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 
 from fastps.advice.stragglers import Arrival, Split
+from fastps.cli.tables import Column, Rows
 
 if TYPE_CHECKING:
     from fastps.diagnostics.finding import Finding
@@ -19,18 +17,14 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Table:
+def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Rows:
     """A line a run; with a baseline, steps per second are also given relative to it."""
-    table = Table(title=title)
-    headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "sync" else "right", no_wrap=True)
-    table.add_column("dropped", justify="right")
-    if baseline is not None:
-        table.add_column(f"speed / {baseline['sync']}", justify="right")
+    headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting", "dropped"]
+    headings += [f"speed / {baseline['sync']}"] if baseline is not None else []
+    cells = []
     for row in rows:
         chosen = row.get("chosen", row["sync"])
-        cells = [
+        line = [
             row["sync"] if chosen == row["sync"] else f"{row['sync']} -> {chosen}",
             str(row["workers"]),
             f"{row['seconds']:.2f}",
@@ -42,20 +36,15 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
             f"{row['wait_share']:.1%}",
             str(row["dropped"]),
         ]
-        if baseline is not None:
-            cells.append(f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x")
-        table.add_row(*cells)
-    return table
+        cells.append(line if baseline is None else [*line, f"{row['steps_per_s'] / baseline['steps_per_s']:.2f}x"])
+    return Rows(title, [Column(heading, wide=heading in ("n", "samples/s", "max", "dropped")) for heading in headings], cells)
 
 
-def doctor_table(findings: "Sequence[Finding]", title: str) -> Table:
+def doctor_table(findings: "Sequence[Finding]", title: str) -> Rows:
     """A line a finding; what does not work is marked."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "what", "found"):
-        table.add_column(heading)
-    for finding in findings:
-        table.add_row("ok" if finding.ok else "!!", finding.name, finding.shown, style=None if finding.ok else "red")
-    return table
+    columns = [Column(""), Column("what", left=True), Column("found", left=True)]
+    cells = [("ok" if finding.ok else "!!", finding.name, finding.shown) for finding in findings]
+    return Rows(title, columns, cells, [number for number, finding in enumerate(findings) if not finding.ok])
 
 
 def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split]) -> list[Row]:
@@ -104,7 +93,7 @@ def splits_table(splits: Sequence[Split], title: str) -> Table:
     return table
 
 
-def chaos_text(row: Mapping[str, Any]) -> str:
+def faults_text(row: Mapping[str, Any]) -> str:
     """One sentence on what injected faults did; `row` is FaultReport's."""
     faults = row["faults"]
     return (

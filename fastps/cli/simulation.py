@@ -1,11 +1,11 @@
-"""The commands of virtual time: simulate, reproduce. Refuses to be more than the way from words to the library."""
+"""The commands of virtual time: simulate, reproduce."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, console_of
+from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, Wide, console_of
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
 
@@ -15,10 +15,11 @@ commands = typer.Typer()
 
 
 @commands.command(
+    rich_help_panel="Choose a discipline",
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
-    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms"
+    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms",
 )
 def simulate(
     sync: Annotated[
@@ -75,11 +76,13 @@ def simulate(
     momentum: Momentum = 0.5,
     trace: Annotated[Path | None, typer.Option(help="Write every event into this file (NumPy); for one spec.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
+    from fastps.cli.tables import show
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
     from fastps.system.json_report import write_json
 
@@ -114,7 +117,8 @@ def simulate(
         policies, simulation, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
     )
     rows = [outcome.row for outcome in outcomes]
-    console.print(report.simulation_table(rows, f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"))
+    title = f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"
+    show(console, report.simulation_table(rows, title), wide=wide)
     console.print(report.simulation_footer(rows))
     if trace is not None:
         report.save_trace(outcomes[0], trace)
@@ -125,7 +129,8 @@ def simulate(
 
 
 @commands.command(
-    epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -"
+    rich_help_panel="This machine and this build",
+    epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -",
 )
 def reproduce(
     ids: Annotated[

@@ -1,4 +1,4 @@
-"""What `fastps simulate` shows: a bar while it plays, a table of the rows. Refuses to simulate."""
+"""What `fastps simulate` shows: a bar while it plays, a table of the rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from fastps.cli.tables import Column, Rows
 from fastps.errors import UsageError
 from fastps.job.policy import Policy
 from fastps.simulation.simulate import Outcome, Simulation, build, simulate
@@ -66,30 +66,17 @@ def _show(bar: Progress, task: TaskID, pushes: int, of: int) -> None:
     bar.update(task, completed=pushes, total=of)
 
 
-def simulation_table(rows: Sequence[Row], title: str) -> Table:
+def simulation_table(rows: Sequence[Row], title: str) -> Rows:
     """A line a policy; speed is relative to the first."""
-    table = Table(title=title)
-    table.add_column("sync", no_wrap=True)
-    for heading in (
-        "steps/s",
-        "speed",
-        "waiting",
-        "for grants",
-        "staleness",
-        "max",
-        "zero gaps",
-        "dropped",
-        "link use",
-    ):
-        table.add_column(heading, justify="right")
+    headings = ["sync", "steps/s", "speed", "waiting", "for grants", "staleness", "max", "zero gaps", "dropped", "link use"]
     has_busy_servers = any(row["server_share_max"] > 0 for row in rows)
     if has_busy_servers:
-        table.add_column("server use", justify="right")
+        headings.append("server use")
     if "test_accuracy" in rows[0]:
-        table.add_column("accuracy", justify="right")
-    for row in rows:
-        table.add_row(
-            row["sync"].replace("[", "\\["),
+        headings.append("accuracy")
+    cells = [
+        (
+            row["sync"],
             f"{row['steps_per_s']:,.1f}",
             f"{row['steps_per_s'] / rows[0]['steps_per_s']:.2f}x",
             f"{row['wait_share']:.1%}",
@@ -102,7 +89,10 @@ def simulation_table(rows: Sequence[Row], title: str) -> Table:
             *([f"{row['server_share_max']:.0%}"] if has_busy_servers else []),
             *([f"{row['test_accuracy']:.1%}"] if "test_accuracy" in row else []),
         )
-    return table
+        for row in rows
+    ]
+    lesser = ("for grants", "zero gaps", "link use", "server use")
+    return Rows(title, [Column(heading, wide=heading in lesser) for heading in headings], cells)
 
 
 def simulation_footer(rows: Sequence[Row]) -> str:

@@ -1,19 +1,20 @@
-"""The commands about recorded runs: trace, advise. Refuses to be more than the way from words to the library."""
+"""The commands about recorded runs: trace, advise."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fastps.cli.options import Json, console_of
+from fastps.cli.options import Json, Wide, console_of
 
 commands = typer.Typer()
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace, or fastps.trace in a script, has recorded.")]
 
 
 @commands.command(
+    rich_help_panel="Watch and explain a run",
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
-    " --perfetto run.json   |   fastps trace run.trace --summary --json -"
+    " --perfetto run.json   |   fastps trace run.trace --summary --json -",
 )
 def trace(
     file: File,
@@ -24,12 +25,14 @@ def trace(
     perfetto: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write Chrome trace events, for ui.perfetto.dev.")
     ] = None,
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Look into a recorded run: where its time went, whether its ledger is right, or all of it in Perfetto."""
     from dataclasses import asdict
 
     from fastps.cli import trace_report
+    from fastps.cli.tables import show
     from fastps.system.json_report import write_json
     from fastps.tracing import check as trace_check
     from fastps.tracing import perfetto as trace_perfetto
@@ -41,7 +44,7 @@ def trace(
     rows = []
     if summary or not (check or perfetto):
         workers, whole = trace_summary.worker_rows(found), trace_summary.summary_row(found)
-        console.print(trace_report.worker_table(workers, "mean ms of a step"))
+        show(console, trace_report.worker_table(workers, "mean ms of a step"), wide=wide)
         console.print(trace_report.summary_line(whole), markup=False, highlight=False)
         rows += [{"kind": "run", **whole}, *({"kind": "worker", **row} for row in workers)]
     if perfetto is not None:
@@ -62,8 +65,9 @@ def trace(
 
 
 @commands.command(
+    rich_help_panel="Choose a discipline",
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
-    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -"
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -",
 )
 def advise(
     file: File,
@@ -76,6 +80,7 @@ def advise(
             metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
         ),
     ] = 0.0,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
 ) -> None:
@@ -83,6 +88,7 @@ def advise(
     from fastps.advice import advise as advice
     from fastps.advice.replay import cores_left
     from fastps.cli import trace_report
+    from fastps.cli.tables import show
     from fastps.job.specs import parse_policies
     from fastps.system.json_report import write_json
     from fastps.tracing.parts import load
@@ -93,9 +99,8 @@ def advise(
     with trace_report.bar(console, progress and console.is_terminal) as tick:
         rows = advice.advise(found, specs, cores=cores, tick=tick)
     test = advice.self_test(found, cores)
-    console.print(
-        trace_report.advice_table(rows, f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores")
-    )
+    title = f"predicted for {found.workers} workers on {cores or cores_left(found):.2f} cores"
+    show(console, trace_report.advice_table(rows, title), wide=wide)
     for line in trace_report.advice_lines(rows, test):
         console.print(line, markup=False, highlight=False)
     if json_file is not None:

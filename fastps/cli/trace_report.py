@@ -1,4 +1,4 @@
-"""What `fastps trace` and `fastps advise` show: a summary, a check, advice. Refuses to compute what they say."""
+"""What `fastps trace` and `fastps advise` show: a summary, a check, advice."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -6,26 +6,26 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fastps.cli.tables import Column, Rows
 from fastps.tracing.check import Violation
 
 Row = dict[str, Any]
 MOST_SHOWN = 20
 
 
-def worker_table(rows: Sequence[Row], title: str) -> Table:
+def worker_table(rows: Sequence[Row], title: str) -> Rows:
     """A line a worker: where the time of its steps went, mean ms a step."""
-    table = Table(title=title)
     headings = ("worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer")
-    for heading in (*headings, "waiting", "staleness", "max", "dropped"):
-        table.add_column(heading, justify="right")
+    lesser = ("median", "95%", "on a core", "for a core", "blocked", "max")
+    cells = []
     for row in rows:
         times = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")
-        cells = ["?" if row[name] is None else f"{row[name]:.2f}" for name in (*times, "store_cpu_ms_mean", "transfer_ms_mean")]
+        found = ["?" if row[name] is None else f"{row[name]:.2f}" for name in (*times, "store_cpu_ms_mean", "transfer_ms_mean")]
         end = (f"{row['wait_share']:.1%}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), str(row["dropped"]))
-        table.add_row(str(row["worker"]), str(row["steps"]), *cells, *end)
-    return table
+        cells.append((str(row["worker"]), str(row["steps"]), *found, *end))
+    columns = [Column(heading, wide=heading in lesser) for heading in (*headings, "waiting", "staleness", "max", "dropped")]
+    return Rows(title, columns, cells)
 
 
 def summary_line(row: Row) -> str:
@@ -55,13 +55,11 @@ def check_lines(violations: Sequence[Violation], ledger: Row) -> list[str]:
     return [f"the ledger is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
 
 
-def advice_table(rows: Sequence[Row], title: str) -> Table:
+def advice_table(rows: Sequence[Row], title: str) -> Rows:
     """A line a discipline, the fastest first; the recommended one is marked."""
-    table = Table(title=title)
-    table.add_column("", no_wrap=True)
-    table.add_column("sync", no_wrap=True)
-    for heading in ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped"):
-        table.add_column(heading, justify="right")
+    headings = ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped")
+    columns = [Column("sync"), *(Column(heading, wide=heading in ("updates/s", "max")) for heading in headings)]
+    lines = []
     for row in rows:
         cells = [f"{row['useful_steps_per_s']:,.1f}", f"{row['speed']:.0%}", f"{row['updates_per_s']:,.1f}"]
         cells += [
@@ -70,8 +68,8 @@ def advice_table(rows: Sequence[Row], title: str) -> Table:
             f"{row['wait_share']:.0%}",
             f"{row['dropped_share']:.0%}",
         ]
-        table.add_row("->" if row["recommended"] else "", row["sync"], *cells, style="bold" if row["recommended"] else None)
-    return table
+        lines.append((f"{'-> ' if row['recommended'] else ''}{row['sync']}", *cells))
+    return Rows(title, columns, lines, [number for number, row in enumerate(rows) if row["recommended"]])
 
 
 def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands that train: train, compare, stragglers. Refuses to be more than the way from words to the library."""
+"""The commands that train: train, compare, stragglers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +9,18 @@ from fastps.advice.stragglers import PAPER_EXPONENT
 from fastps.cli.options import (
     SYNC_HELP,
     BatchSize,
-    Chaos,
     CheckpointDirectory,
     ComputeMs,
     Data,
     Epochs,
     Every,
+    InjectFaults,
     Json,
     LearningRate,
     MaxWorkers,
     Momentum,
     NonFinite,
+    OldChaos,
     OnWorkerLoss,
     Progress,
     PullDelay,
@@ -33,6 +34,7 @@ from fastps.cli.options import (
     TraceFile,
     TransferMs,
     WarmStart,
+    Wide,
     Workers,
     console_of,
     job_options_of,
@@ -52,8 +54,10 @@ commands = typer.Typer()
 
 
 @commands.command(
+    rich_help_panel="Train",
     epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
-    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --chaos kill:40,stop:20,seconds:600 --epochs 100"
+    "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --inject-faults kill:40,stop:20,seconds:600"
+    " --epochs 100",
 )
 def train(
     context: typer.Context,
@@ -81,14 +85,17 @@ def train(
     checkpoint: CheckpointDirectory = None,
     every: Every = 0,
     resume: Resume = None,
-    chaos: Chaos = None,
+    inject_faults: InjectFaults = None,
+    old_chaos: OldChaos = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train a small network on real images with several workers, and print a summary."""
-    from fastps.cli.report import chaos_text, training_table
+    from fastps.cli.report import faults_text, training_table
+    from fastps.cli.tables import show
     from fastps.system.json_report import write_json
-    from fastps.training import runs as runs
+    from fastps.training import runs
     from fastps.training.data import load
 
     policy = parse_policy(sync)
@@ -104,9 +111,9 @@ def train(
     console = console_of(json_file)
     job = job_options_of(context, seed)
     row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
-    console.print(training_table([row], f"{data}, {epochs} epochs, seed {seed}"))
+    show(console, training_table([row], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     if "chaos" in row:
-        console.print(chaos_text(row["chaos"]))
+        console.print(faults_text(row["chaos"]))
     if trace is not None:
         console.print(f"recorded: see fastps trace {trace}, fastps advise {trace}", markup=False, highlight=False)
     if json_file is not None:
@@ -114,6 +121,7 @@ def train(
 
 
 @commands.command(
+    rich_help_panel="Train",
     epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
 )
 def compare(
@@ -138,14 +146,16 @@ def compare(
     pull_delay: PullDelay = None,
     push_dtype: PushDtype = "float32",
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train the same network under several synchronization schemes, on the same seed and data, and print one table."""
     from fastps.cli.plots import plot_accuracy
     from fastps.cli.report import training_table
+    from fastps.cli.tables import show
     from fastps.system.json_report import write_json
-    from fastps.training import runs as runs
+    from fastps.training import runs
     from fastps.training.data import load
 
     policies = parse_policies(sync)
@@ -155,14 +165,17 @@ def compare(
     console = console_of(json_file)
     rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
     stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
-    console.print(training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", baseline=rows[0]))
+    show(console, training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", rows[0]), wide=wide)
     if plot is not None:
         plot_accuracy(rows, plot)
     if json_file is not None:
         write_json("compare", rows, json_file)
 
 
-@commands.command(epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png")
+@commands.command(
+    rich_help_panel="Watch and explain a run",
+    epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png",
+)
 def stragglers(
     context: typer.Context,
     sync: Annotated[str, typer.Option(help="A synchronization that waits for all workers: bsp or hardsync:B.")] = "bsp",
@@ -180,14 +193,16 @@ def stragglers(
     exponent: Annotated[float, typer.Option(help=EXPONENT_HELP)] = PAPER_EXPONENT,
     iterations: Annotated[str | None, typer.Option(metavar="N:COUNT,...", help=ITERATIONS_HELP)] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of k-th gradients over time into this picture.")] = None,
+    wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
     """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
     from fastps.advice import stragglers as estimate
     from fastps.cli.report import straggler_rows, straggler_tables, training_table
+    from fastps.cli.tables import show
     from fastps.system.json_report import write_json
-    from fastps.training import runs as runs
+    from fastps.training import runs
     from fastps.training.data import load
 
     policy = parse_policy(sync)
@@ -202,7 +217,7 @@ def stragglers(
     results = runs.results_of(options, load(data), console, progress=progress and console.is_terminal)
     arrivals = estimate.arrivals(results[0]["histograms"][0]["arrivals_ns"])
     splits = estimate.splits(arrivals, law)
-    console.print(training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"))
+    show(console, training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
     console.print(straggler_tables(arrivals, splits, known))
     if plot is not None:

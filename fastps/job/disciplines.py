@@ -223,36 +223,126 @@ def _number(value: object) -> str:
 
 @dataclass(frozen=True)
 class Discipline:
-    """A row of the table: how the spec is written, and what makes the policy of its arguments."""
+    """A row of the table: how the spec is written, what makes the policy of its arguments, and what a user should know."""
 
     usage: str
     build: Callable[..., Policy]
+    paper: str
+    does: str
+    use: str
     numbers: tuple[type, ...] = ()
     defaults: int = 0  # how many of the numbers may be left out, from the end
     options: tuple[str, ...] = ()
 
 
 DISCIPLINES: dict[str, Discipline] = {
-    "bsp": Discipline("bsp", BSP),
-    "asp": Discipline("asp", ASP),
-    "ssp": Discipline("ssp:s", SSP, (int,)),
-    "dssp": Discipline(
-        "dssp:lo,hi[,release=next-push|printed][,hard_bound=true]", DSSP, (int, int), options=("release", "hard_bound")
+    "bsp": Discipline(
+        "bsp",
+        BSP,
+        paper="-",
+        does="Every step waits for all workers and folds one mean.",
+        use="Workers are equally fast, or results must repeat to the bit.",
     ),
-    "backup": Discipline("backup:b", BackupWorkers, (int,)),
+    "asp": Discipline(
+        "asp",
+        ASP,
+        paper="-",
+        does="No worker waits; each push is an update of its own.",
+        use="Throughput counts most, and the step size bears stale gradients.",
+    ),
+    "ssp": Discipline(
+        "ssp:s",
+        SSP,
+        paper="Zhao et al. (DSSP)",
+        does="A worker is at most s steps ahead of the slowest.",
+        use="Workers slow down now and then, none for good.",
+        numbers=(int,),
+    ),
+    "dssp": Discipline(
+        "dssp:lo,hi[,release=next-push|printed][,hard_bound=true]",
+        DSSP,
+        paper="Zhao et al. (DSSP)",
+        does="As ssp, with a bound between lo and hi that follows the workers' speeds.",
+        use="No single bound fits, because speeds change or differ.",
+        numbers=(int, int),
+        options=("release", "hard_bound"),
+    ),
+    "backup": Discipline(
+        "backup:b",
+        BackupWorkers,
+        paper="Chen et al. (backup workers)",
+        does="As bsp, without the b slowest pushes of each step.",
+        use="A few workers are slow at random, and gradients must not be stale.",
+        numbers=(int,),
+    ),
     "psp": Discipline(
         "psp:c,f[,shards=K][,push_timeout=S][,pull_timeout=S]",
         PSP,
-        (int, float),
+        paper="PSP-SGD",
+        does="A step waits for c pushes, and for a fraction f of the shards.",
+        use="Single messages come late on a network of many servers.",
+        numbers=(int, float),
         options=("shards", "push_timeout", "pull_timeout"),
     ),
-    "hardsync": Discipline("hardsync:B", HardSync, (int,)),
-    "softsync": Discipline("softsync:n", SoftSync, (int,)),
-    "adv*": Discipline("adv*:n[,groups=G]", RudraAdvStar, (int,), options=("groups",)),
-    "adv": Discipline("adv:n[,groups=G]", RudraAdv, (int,), options=("groups",)),
-    "r2sp": Discipline("r2sp[:r][,tune=true]", R2SP, (float,), 1, ("tune",)),
-    "auto": Discipline("auto[:steps]", Auto, (int,), 1),
+    "hardsync": Discipline(
+        "hardsync:B",
+        HardSync,
+        paper="Gupta et al. (Rudra)",
+        does="As bsp, with the learning rate scaled by the root of the batch over B.",
+        use="The learning rate was tuned for a batch of B.",
+        numbers=(int,),
+    ),
+    "softsync": Discipline(
+        "softsync:n",
+        SoftSync,
+        paper="Gupta et al. (Rudra)",
+        does="An update is the mean of N / n pushes of any version; no worker waits.",
+        use="A middle between updates of all workers (n = 1) and asp (n = N).",
+        numbers=(int,),
+    ),
+    "adv*": Discipline(
+        "adv*:n[,groups=G]",
+        RudraAdvStar,
+        paper="Gupta et al. (Rudra)",
+        does="As adv, with push and pull in threads of their own.",
+        use="The tree is to be simulated with hidden transfers.",
+        numbers=(int,),
+        options=("groups",),
+    ),
+    "adv": Discipline(
+        "adv:n[,groups=G]",
+        RudraAdv,
+        paper="Gupta et al. (Rudra)",
+        does="As softsync, through a tree: a leaf passes its workers' pushes on together.",
+        use="The tree of many learners is to be simulated.",
+        numbers=(int,),
+        options=("groups",),
+    ),
+    "r2sp": Discipline(
+        "r2sp[:r][,tune=true]",
+        R2SP,
+        paper="Chen, Wang and Li (R2SP)",
+        does="Updates and grants come in a fixed order, evenly apart.",
+        use="All workers share one link that bsp fills in bursts.",
+        numbers=(float,),
+        defaults=1,
+        options=("tune",),
+    ),
+    "auto": Discipline(
+        "auto[:steps]",
+        Auto,
+        paper="-",
+        does="Trains under bsp for some steps, then takes what fastps advise says.",
+        use="You do not know which to take.",
+        numbers=(int,),
+        defaults=1,
+    ),
     "policy": Discipline(
-        "policy:fold=F,grant=G,...", Policy, options=tuple(name for name in Policy.__dataclass_fields__ if name != "spec")
+        "policy:fold=F,grant=G,...",
+        Policy,
+        paper="-",
+        does="Any combination of the parts of fastps.Policy.",
+        use="None of the others is what you want.",
+        options=tuple(name for name in Policy.__dataclass_fields__ if name != "spec"),
     ),
 }

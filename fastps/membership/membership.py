@@ -121,7 +121,8 @@ class Membership:
         error = self._peers.error(server)
         if self._store.layout.homes:
             raise WorkerDiedError(
-                f"{error}; the memory on devices was its own and is gone: restart the job from its last snapshot", server[0]
+                f"{error}; the memory on devices is gone with it: start the job again, from its last checkpoint with --resume",
+                server[0],
             )
         self._worker.take_over()
         self._worker.recover_lock(server, now_ns)

@@ -10,7 +10,7 @@ import os
 from fastps.errors import ArenaError, AttachError
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery
-from fastps.system import shared_memory as memory_of
+from fastps.system import shared_memory
 from fastps.system.clock import Clock
 
 logger = logging.getLogger("fastps.launch")
@@ -52,7 +52,7 @@ class NoShows:
             return False
         os.close(answer.pidfd)
         try:
-            arena = Arena(memory_of.map_shared(answer.memfd))
+            arena = Arena(shared_memory.map_shared(answer.memfd))
         except (ValueError, ArenaError):
             return True  # not one that this fastps can read: its workers will say so
         finally:

@@ -42,10 +42,12 @@ class FaultPlan:
                     raise ValueError
                 values[name] = float(number)
             except ValueError:
-                raise UsageError(f"--chaos: expected parts such as kill:40,stop:20,seconds:600, found {part!r}") from None
+                raise UsageError(
+                    f"--inject-faults: expected parts such as kill:40,stop:20,seconds:600, found {part!r}"
+                ) from None
         whole = all(values[name] >= 0 and values[name] == int(values[name]) for name in ("kill", "stop"))
         if not whole or not 0 < values["seconds"] <= 86400:
-            raise UsageError(f"--chaos: expected whole numbers of faults and 0 to 86400 seconds, found {text!r}")
+            raise UsageError(f"--inject-faults: expected whole numbers of faults and 0 to 86400 seconds, found {text!r}")
         return FaultPlan(int(values["kill"]), int(values["stop"]), values["seconds"], seed)
 
     def moments(self) -> list[tuple[float, str]]:

@@ -1,8 +1,8 @@
 """The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
 
-The first worker that fails is the root
-cause and is reported; the others get a moment to end by themselves, for they raise an error that names it. With restarts a lost
-worker is replaced, by a spare that has imported torch already. Refuses to import torch itself: usage errors must be quick.
+The first worker that fails is the root cause and is reported; the others get a moment to end by themselves, because they raise
+an error that names it. A fork server imports torch once and forks the workers, and with restarts the replacements of lost
+ones. The launcher itself never imports torch, so that usage errors come at once.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
 from fastps.processes.fault_injection import FaultInjector, FaultReport
+from fastps.processes.forkserver_client import ForkServer
 from fastps.processes.options import JobOptions
 from fastps.processes.output import JobOutput
-from fastps.processes.spare_process import DEFAULT_IMPORTS, SpareProcess
+from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -39,8 +40,11 @@ logger = logging.getLogger("fastps.launch")
 
 GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
 _DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
+_IMPORT_NS = 120_000_000_000  # how long the fork server may import
 _FAULT_TICK_S = 0.02  # how often injected faults look at the job
 _OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
+_CONSEQUENCE = f"{WorkerDiedError.__module__}.{WorkerDiedError.__qualname__}:"  # a traceback's last line names the type so
+START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
 
 
@@ -81,8 +85,8 @@ class LaunchedWorker:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether its last lines say that it ended because another worker had."""
-        return any(WorkerDiedError.__name__ in line for line in self.tail)
+        """Whether an exception of the type WorkerDiedError ended it: another worker had failed before."""
+        return any(line.startswith(_CONSEQUENCE) for line in self.tail)
 
     @property
     def ending(self) -> str:
@@ -126,7 +130,9 @@ class Launcher:
         options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
         env: how workers learn who they are: "fastps" (FASTPS_RANK and its like only), "torchrun" (RANK and its like, too), or
             "auto": torchrun's where the script's own text names them.
-        imports: what a spare imports before it is needed.
+        start_method: "fork": a fork server imports torch once and forks the workers, where the command is this interpreter with
+            a script or `-m` and a module; other commands, and "spawn": a new process each.
+        imports: what the fork server imports; None: torch, unless the script imports the standard library alone.
         prefix: whether each line of output begins with its worker's number.
         trace: a file into which all workers record the run; it is written when the run has ended.
         tracebacks: whether those of fastps' own errors are passed on, too; by default only where the program has --debug.
@@ -144,7 +150,8 @@ class Launcher:
         job: str | None = None,
         options: JobOptions = NO_OPTIONS,
         env: str = "auto",
-        imports: Sequence[str] = DEFAULT_IMPORTS,
+        start_method: str = "fork",
+        imports: Sequence[str] | None = None,
         prefix: bool = True,
         trace: Path | None = None,
         tracebacks: bool | None = None,
@@ -156,6 +163,8 @@ class Launcher:
             raise UsageError(f"expected at most {MAX_LANES} workers, found {workers}: use a smaller -n")
         if 0 < options.max_workers < workers:
             raise UsageError(f"--max-workers: expected {workers} or more, the number of workers, found {options.max_workers}")
+        if start_method not in START_METHODS:
+            raise UsageError(f"--start-method: expected fork or spawn, found {start_method!r}")
         self.job = job or secrets.token_hex(8)
         if trace is not None and options.restarts:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
@@ -164,12 +173,14 @@ class Launcher:
         self._sync = sync
         self._options = options
         self._style = style_of(env, self._command)
-        self._imports = list(imports)
+        self._program = Program(self._command)
+        self._forks = start_method == "fork" and self._program.can_fork
+        self._imports = imports
         self._restarts_left = options.restarts
         self._port = 0
         self._oom_kills = oom_kills()
-        self._spare: SpareProcess | None = None
-        self._spare_worker: LaunchedWorker | None = None  # its process
+        self._forkserver: ForkServer | None = None
+        self._forkserver_worker: LaunchedWorker | None = None  # its process
         self._adopting = contextlib.ExitStack()
         self._injector = FaultInjector(options.faults, self.job, workers, clock) if options.faults is not None else None
         self._no_shows = NoShows(self.job, clock)
@@ -201,7 +212,7 @@ class Launcher:
                 self._look_at_job()
                 if on_tick is not None:
                     on_tick()
-            self._end_spare()
+            self._end_forkserver()
             self._drain()
         finally:
             if self._injector is not None:
@@ -232,11 +243,23 @@ class Launcher:
 
     def _start(self) -> None:
         self._port = _free_port()
+        if self._forks:
+            self._start_forkserver()
         for rank in range(self._count):
-            self._workers.append(self._launch(rank, 0, self._command, subprocess.DEVNULL, self._variables(rank, 0)))
-        if self._restarts_left:
-            self._prepare_spare()
+            if self._interrupts:
+                return
+            self._workers.append(self._new_worker(rank, 0))
+        if not self._restarts_left:
+            self._end_forkserver()
         logger.info("job %s: started %d workers", self.job, self._count)
+
+    def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
+        """Fork a worker, or where no fork server is ready, start a new process."""
+        variables = self._variables(rank, restart)
+        forked = self._forked(variables)
+        if forked is not None:
+            return self._listen(LaunchedWorker(rank, forked, restart))
+        return self._launch(rank, restart, self._command, variables)
 
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
         base = {**os.environ, **self._options.environment()}
@@ -255,14 +278,17 @@ class Launcher:
             trace=self._trace,
         )
 
-    def _launch(self, rank: int, restart: int, command: list[str], stdin: int, variables: dict[str, str]) -> LaunchedWorker:
+    def _launch(
+        self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
+    ) -> LaunchedWorker:
         """Start a process, and listen to what it prints and to its end."""
         process = subprocess.Popen(
             command,
             env=variables,
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=inherited,
             process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
             preexec_fn=die_with_parent(os.getpid()),
         )
@@ -278,54 +304,54 @@ class Launcher:
             self._open_pipes += 1
         return worker
 
-    def _prepare_spare(self) -> None:
-        """Start the process that will fork the replacements; only Python programs, without flags of Python, can be prepared."""
-        program = self._command[1] if len(self._command) > 1 else "-"
-        if self._command[0] == sys.executable and (program == "-m" or not program.startswith("-")):
-            self._adopting.enter_context(adopting_orphans())
-            ours, its = SpareProcess.pair()
-            variables = self._variables(0, 1)
-            with its:
-                command = [sys.executable, "-m", "fastps.processes.spare", *self._imports]
-                self._spare_worker = self._launch(0, 1, command, its.fileno(), variables)
-            self._spare = SpareProcess(ours, variables)
+    def _start_forkserver(self) -> None:
+        """Start the fork server, and wait until it has imported what it should; events are handled meanwhile."""
+        self._adopting.enter_context(adopting_orphans())
+        variables = self._variables(0, 0)
+        imports = self._program.imports if self._imports is None else self._imports
+        server = self._forkserver = ForkServer(variables, self._program.path, imports)
+        with server.inherited as inherited:
+            self._forkserver_worker = self._launch(0, 0, server.command, variables, [inherited.fileno()])
+        self._selector.register(server.control, selectors.EVENT_READ, None)
+        deadline_ns = self._clock.now_ns() + _IMPORT_NS
+        while not (server.is_ready or server.refusal or self._interrupts or self._clock.now_ns() >= deadline_ns):
+            self._handle_events(_FAULT_TICK_S)
+        self._selector.unregister(server.control)
+        if not server.is_ready and not self._interrupts:
+            logger.warning("workers are new processes: the fork server is not ready: %s", server.refusal or "out of time")
+            self._end_forkserver(kill=True)
 
-    def _end_spare(self, kill: bool = False) -> None:
-        """Let it end by itself; or kill it, for one that is stopped would still obey its last order when it goes on."""
-        if self._spare is not None:
-            self._spare.close()
-            self._spare = None
-        if kill and self._spare_worker is not None:
-            self._spare_worker.send(signal.SIGKILL)
+    def _end_forkserver(self, kill: bool = False) -> None:
+        """Let it end by itself; or kill it, because a stopped one obeys its last order when it goes on."""
+        if self._forkserver is not None:
+            self._forkserver.close()
+            self._forkserver = None
+            self._adopting.close()
+        if kill and self._forkserver_worker is not None:
+            self._forkserver_worker.send(signal.SIGKILL)
 
     def _replace(self, lost: LaunchedWorker) -> None:
-        """Start another worker in the place of a lost one: by the spare, or where none is ready, as a new process."""
+        """Start another worker in the place of a lost one."""
         self._restarts_left -= 1
-        restart = lost.restart + 1
-        variables = self._variables(lost.rank, restart)
-        forked = self._forked(variables)
-        if forked is None:
-            worker = self._launch(lost.rank, restart, self._command, subprocess.DEVNULL, variables)
-        else:
-            worker = self._listen(LaunchedWorker(lost.rank, forked, restart))
-        self._workers.append(worker)
+        self._workers.append(self._new_worker(lost.rank, lost.restart + 1))
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
         if not self._restarts_left:
-            self._end_spare()
+            self._end_forkserver()
 
     def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
-        """A replacement that the spare has forked."""
-        if self._spare is None or not self._spare.is_ready:
+        """A worker that the fork server has forked."""
+        if self._forkserver is None or not self._forkserver.is_ready:
             return None
-        is_module = self._command[1] == "-m"
-        forked = self._spare.replacement(variables, self._command[2 if is_module else 1 :], module=is_module)
+        forked = self._forkserver.fork(variables, self._program.arguments)
         if forked is None:
-            logger.warning("the spare made no replacement: they are new processes from now on")
-            self._end_spare(kill=True)
+            logger.warning("the fork server made no worker: workers are new processes from now on")
+            self._end_forkserver(kill=True)
         return forked
 
     def _handle_events(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
+            if key.data is None:  # the fork server has something to say
+                continue
             worker, sink = key.data
             if sink is not None:
                 self._pass_on(key, worker, sink)
@@ -335,8 +361,8 @@ class Launcher:
             worker.exit_code = worker.process.wait()
             worker.ended_ns = self._clock.now_ns()
             logger.info("worker %d: %s", worker.rank, worker.ending)
-            if worker is self._spare_worker:
-                self._end_spare()
+            if worker is self._forkserver_worker:
+                self._end_forkserver()
             elif worker.failed:
                 self._on_loss(worker)
 
@@ -399,8 +425,8 @@ class Launcher:
             self._handle_events(0.05)
 
     def _kill_all(self) -> None:
-        self._end_spare()
-        for worker in [*self._workers, *([self._spare_worker] if self._spare_worker is not None else [])]:
+        self._end_forkserver()
+        for worker in [*self._workers, *([self._forkserver_worker] if self._forkserver_worker is not None else [])]:
             if worker.exit_code is None:
                 worker.process.kill()
                 worker.exit_code = worker.process.wait()

@@ -21,7 +21,7 @@ from fastps.errors import UsageError, WorkerDiedError
 from fastps.job.environment import check_main_guard
 from fastps.job.specs import parse_policy
 from fastps.kernels.shm.arena import MAX_LANES
-from fastps.system import exit_handlers as exits
+from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.processes import ask_to_die_with_parent
 
@@ -172,7 +172,7 @@ def _work(work: Any, variables: Mapping[str, str], results: connection.Connectio
         fn, args, model = pickle.loads(work) if isinstance(work, bytes) else work
         fn(int(variables["FASTPS_RANK"]), *args)
         is_first = variables["FASTPS_RANK"] == "0"
-        exits.close_all(finish=is_first and model is not None)
+        exit_handlers.close_all(finish=is_first and model is not None)
         state = pickle.dumps(model.state_dict()) if is_first and model is not None else None
         results.send_bytes(pickle.dumps(("done", state)))
     except BaseException as error:
@@ -180,7 +180,7 @@ def _work(work: Any, variables: Mapping[str, str], results: connection.Connectio
             if not error.code:
                 results.send_bytes(pickle.dumps(("done", None)))
             raise
-        exits.close_all(f"{type(error).__name__}: {error}")
+        exit_handlers.close_all(f"{type(error).__name__}: {error}")
         results.send_bytes(_told(error))
         sys.exit(1)
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from fastps.device.placement import gpu_variables
 from fastps.errors import UsageError
 from fastps.job.environment import TRACE_VARIABLE
+from fastps.processes.program import Program
 
 Style = Literal["fastps", "torchrun"]
 _OF_TORCHRUN = (
@@ -35,23 +36,7 @@ def style_of(wanted: str, command: Sequence[str]) -> Style:
         return wanted  # type: ignore[return-value]
     if wanted != "auto":
         raise UsageError(f"--env: expected fastps, torchrun or auto, found {wanted!r}")
-    return "torchrun" if any(_ASKS.search(text) for text in _texts_of(command)) else "fastps"
-
-
-def _texts_of(command: Sequence[str]) -> list[bytes]:
-    """The program that a command runs, as text, where it is one of Python's."""
-    arguments = list(command[1:])
-    while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
-        arguments.pop(0)  # a flag of Python's own
-    if arguments[:1] == ["-m"]:
-        module = Path(*"".join(arguments[1:2]).split("."))
-        candidates = [module.with_suffix(".py"), module / "__main__.py"]
-    else:
-        candidates = [Path(argument) for argument in arguments[:1]]
-    try:
-        return [path.read_bytes() for path in candidates if path.is_file()]
-    except OSError:
-        return []
+    return "torchrun" if any(_ASKS.search(text) for text in Program(command).texts) else "fastps"
 
 
 def environment_of(

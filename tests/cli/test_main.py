@@ -51,6 +51,8 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
         (["stragglers", "--sync", "asp"], "waits for all workers, such as bsp, found asp"),
         (["stragglers", "--exponent", "-1"], "--exponent: expected 0 to 2, found -1"),
         (["stragglers", "--iterations", "4"], "expected N:ITERATIONS,... such as 2:900,4:500, found '4'"),
+        (["train", "--chaos", "kill:3"], "--chaos is now --inject-faults kill:3"),
+        (["run", "--chaos", "kill:3", EXAMPLE], "--chaos is now --inject-faults kill:3"),
         (["no-such-command"], "no-such-command"),
     ],
 )
@@ -93,10 +95,11 @@ def test_every_commands_help_has_an_example(command: str) -> None:
     assert "Example" in outcome.stdout
 
 
-def test_help_does_not_import_torch() -> None:
-    code = "import sys; sys.argv = ['fastps', '--version']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
-    code += "except SystemExit: pass\nprint('torch' in sys.modules)"
-    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "False"
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
+    code = f"import sys; sys.argv = ['fastps', '{option}']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
+    code += "except SystemExit: pass\nprint([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])"
+    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Restarts by the launcher: a lost worker is replaced by the spare, the job goes on, and what was injected is measured."""
+"""Restarts by the launcher: the fork server replaces a lost worker, the job goes on, and what was injected is measured."""
 
 import json
 import os
@@ -15,9 +15,9 @@ import pytest
 import fastps
 from fastps.errors import UsageError
 from fastps.processes.fault_injection import FaultPlan
+from fastps.processes.forkserver import PROGRAM, READY
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
-from fastps.processes.spare import READY
 
 TRAINING = """
 import os, pathlib, signal, sys, time
@@ -41,28 +41,28 @@ while opt.worker.steps < 60:
         while not (folder / "joined").exists():
             time.sleep(0.01)
             opt.worker._membership.look(opt.worker.store.clock.now_ns())
-is_forked = "fastps.processes.spare" in " ".join(sys.orig_argv)
+is_forked = "fastps.processes.forkserver" in pathlib.Path("/proc/self/cmdline").read_text()
 (folder / f"worker-{fastps.rank()}").write_text(f"{joined} {is_forked} {opt.worker.begun_at}")
 opt.close()
 """
 
 
 @pytest.mark.parametrize(("sync", "victim"), [pytest.param("asp", 0, marks=pytest.mark.slow), ("bsp", 1)])
-def test_a_killed_worker_is_replaced_by_the_spare_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
+def test_a_killed_worker_is_replaced_by_the_fork_server_and_the_job_ends_well(tmp_path: Path, sync: str, victim: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(TRAINING.replace("SYNC", sync).replace("VICTIM", str(victim)))
     launcher = Launcher([sys.executable, str(script), str(tmp_path)], 2, options=JobOptions(restarts=1))
 
     def look() -> None:
-        if launcher._spare is not None and launcher._spare.is_ready:
+        if launcher._forkserver is not None and launcher._forkserver.is_ready:
             (tmp_path / "ready").touch()
 
     outcome = launcher.run(on_tick=look)
     assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
     ended = [(worker.rank, worker.restart, worker.exit_code) for worker in outcome.workers]
     assert ended == [(0, 0, -9 if victim == 0 else 0), (1, 0, -9 if victim == 1 else 0), (victim, 1, 0)]
-    generation, from_spare, begun = (tmp_path / f"worker-{victim}").read_text().split()
-    assert (generation, from_spare) == ("1", "True")
+    generation, is_forked, begun = (tmp_path / f"worker-{victim}").read_text().split()
+    assert (generation, is_forked) == ("1", "True")
     assert int(begun) >= 10
 
 
@@ -145,7 +145,7 @@ if os.environ["RANK"] == "0":
     while not (folder / "life-2").exists():
         time.sleep(0.01)
     sys.exit()
-is_forked = "fastps.processes.spare" in " ".join(sys.orig_argv)
+is_forked = "fastps.processes.forkserver" in pathlib.Path("/proc/self/cmdline").read_text()
 (folder / f"life-{restart}").write_text(f"{is_forked} {os.getppid()} {numpy.random.random()} {sys.argv[0]}")
 print("life", restart)
 while restart < 2 and not (folder / f"end-{restart}").exists():
@@ -156,13 +156,13 @@ if restart < 2:
 
 
 def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list[list[str]]:
-    """Worker 1 is lost twice, `before_second` between, once the spare is ready; what each of its three processes wrote."""
+    """Lose worker 1 twice, `before_second` between; returns what each of its three processes wrote."""
     script = folder / "script.py"
     script.write_text(LOSSES)
     launcher = Launcher([sys.executable, str(script), str(folder)], 2, options=JobOptions(restarts=3), imports=["numpy"])
 
     def look() -> None:
-        if launcher._spare is not None and launcher._spare.is_ready and (folder / "life-0").exists():
+        if launcher._forkserver is not None and launcher._forkserver.is_ready and (folder / "life-0").exists():
             (folder / "end-0").touch()
         if (folder / "life-1").exists() and not (folder / "end-1").exists():
             before_second(launcher)
@@ -179,11 +179,11 @@ def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list
     return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
 
 
-def test_one_spare_forks_all_replacements_which_are_processes_like_others(
+def test_one_fork_server_forks_all_workers_and_replacements_which_are_processes_like_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lives = _lose_twice(tmp_path, lambda launcher: None)
-    assert [life[0] for life in lives] == ["False", "True", "True"]
+    assert [life[0] for life in lives] == ["True", "True", "True"]
     assert {life[1] for life in lives} == {str(os.getpid())}, "each is the launcher's own child"
     assert len({life[2] for life in lives}) == 3, "numpy's random numbers are each process' own"
     assert {life[3] for life in lives} == {str(tmp_path / "script.py")}
@@ -193,27 +193,26 @@ def test_one_spare_forks_all_replacements_which_are_processes_like_others(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_without_a_spare_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_without_a_fork_server_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
     def hurt(launcher: Launcher) -> None:
-        assert launcher._spare_worker is not None
-        launcher._spare_worker.send(number)
+        assert launcher._forkserver_worker is not None
+        launcher._forkserver_worker.send(number)
 
-    assert [life[0] for life in _lose_twice(tmp_path, hurt)] == ["False", "True", "False"]
+    assert [life[0] for life in _lose_twice(tmp_path, hurt)] == ["True", "True", "False"]
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["before it is ready", "once it is ready"])
-def test_a_spare_ends_without_a_word_with_a_launcher_that_has_read_nothing(waits: bool) -> None:
+def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing(waits: bool) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, ours:
-        spare = subprocess.Popen(
-            [sys.executable, "-m", "fastps.processes.spare", "json"], stdin=its, stderr=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", PROGRAM, "", str(its.fileno()), "json"]
+        server = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE, text=True)
         its.close()
         if waits:
             assert ours.recv(16, socket.MSG_PEEK) == READY
         ours.close()
-        _, said = spare.communicate(timeout=60)
-    assert (spare.returncode, said) == (0, "")
+        _, said = server.communicate(timeout=60)
+    assert (server.returncode, said) == (0, "")
 
 
 def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_when_all_fail_the_first_failure_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["kill", "kill:x", "maim:3", "kill:-1", "kill:1.5", "stop:1,seconds:0"])
 def test_a_plan_of_faults_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--chaos"):
+    with pytest.raises(UsageError, match="--inject-faults"):
         FaultPlan.parse(text)
 
 
@@ -296,7 +295,7 @@ def test_train_resumes_bit_for_bit_under_bsp_sampler_included(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_under_fire_ends_well_and_tells_what_it_cost(tmp_path: Path) -> None:
-    fire = ["--chaos", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
+    fire = ["--inject-faults", "kill:3,stop:2,seconds:20", "--restarts", "3", "--compute-ms", "20"]
     row = _train(tmp_path, "-n", "3", "--sync", "asp", "--epochs", "40", *fire)
     chaos = row["chaos"]
     assert isinstance(chaos, dict)

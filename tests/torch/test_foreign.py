@@ -388,7 +388,7 @@ def test_worker_that_finds_nobody_says_what_it_looked_for_and_what_is_there() ->
 
 def _errors() -> list[type[fastps.Error]]:
     for module in pkgutil.walk_packages(fastps.__path__, "fastps."):
-        if not module.name.startswith(("fastps.kernels", "fastps.bench")) and not module.name.endswith((".__main__", ".spare")):
+        if not module.name.startswith(("fastps.kernels", "fastps.bench")) and not module.name.endswith(".__main__"):
             importlib.import_module(module.name)
     found, new = {fastps.Error}, [fastps.Error]
     while new:

@@ -1,0 +1,34 @@
+"""The command `fastps disciplines`: every spec of --sync, with its paper, what it does and when to use it."""
+
+import typer
+
+from fastps.cli.options import Json, Wide, console_of
+from fastps.job.disciplines import DISCIPLINES
+from fastps.job.specs import MODIFIERS
+
+commands = typer.Typer()
+
+
+@commands.command(
+    rich_help_panel="Choose a discipline",
+    epilog="Examples:  fastps disciplines   |   fastps disciplines --json -",
+)
+def disciplines(wide: Wide = False, json_file: Json = None) -> None:
+    """Show every synchronization discipline: its spec for --sync, its paper, what it does, and when to use it."""
+    from fastps.cli.tables import Column, Rows, show
+    from fastps.system.json_report import write_json
+
+    rows = [
+        {"kind": "discipline", "spec": row.usage, "paper": row.paper, "does": row.does, "use": row.use}
+        for row in DISCIPLINES.values()
+    ]
+    modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, (usage, _) in MODIFIERS.items()]
+    console = console_of(json_file)
+    columns = [Column("spec"), *(Column(heading, left=True) for heading in ("what it does", "when to use it"))]
+    columns.append(Column("paper", wide=True, left=True))
+    cells = [(row["spec"], row["does"], row["use"], row["paper"]) for row in rows]
+    show(console, Rows("disciplines", columns, cells), wide=wide)
+    options = [(row["option"],) for row in modifiers]
+    show(console, Rows("options of every spec, as in ssp:3,pull=0.75", [Column("option")], options), wide=wide)
+    if json_file is not None:
+        write_json("disciplines", [*rows, *modifiers], json_file)

@@ -1,0 +1,90 @@
+"""Tables on a terminal, and tab-separated rows elsewhere. No header and no value is cut, whatever the width."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_BORDER = 3  # between two columns
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column; `wide` ones are left out where the table does not fit the width, unless all are asked for."""
+
+    heading: str
+    wide: bool = False
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a table shows.
+
+    Attributes:
+        title: the line above the table.
+        columns: the first one names the row.
+        cells: the cells of each row, in the order of the columns.
+        marked: the numbers of the rows in bold.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[str]]
+    marked: Sequence[int] = ()
+
+    def at(self, width: int, wide: bool = False) -> "Table | Text":
+        """The table at a width.
+
+        Where it does not fit it loses its wide columns first, unless `wide` asks for them; a table that is still too wide
+        becomes a block of lines for each row.
+
+        >>> print(Rows("runs", [Column("sync"), Column("staleness")], [["dssp:3,15", "2.00"]]).at(12))
+        runs
+        sync: dssp:3,15
+          staleness: 2.00
+        """
+        chosen = list(range(len(self.columns)))
+        if not wide and self._width_of(chosen) > width:
+            chosen = [index for index in chosen if not self.columns[index].wide]
+        if self._width_of(chosen) > width:
+            return self._blocks(chosen)
+        hidden = len(self.columns) - len(chosen)
+        caption = f"{hidden} more with --wide" if hidden else None
+        table = Table(title=Text(self.title), caption=caption, title_justify="left", caption_justify="left")
+        for index in chosen:
+            column = self.columns[index]
+            is_left = column.left or index == chosen[0]
+            table.add_column(Text(column.heading), justify="left" if is_left else "right", no_wrap=True)
+        for number, row in enumerate(self.cells):
+            table.add_row(*(Text(row[index]) for index in chosen), style="bold" if number in self.marked else None)
+        return table
+
+    def tab_separated(self) -> str:
+        """All columns of all rows, a line each, below the title and the headings."""
+        lines = [[column.heading for column in self.columns], *self.cells]
+        rows = "\n".join("\t".join(" ".join(cell.split("\n")) for cell in line) for line in lines)
+        return f"# {self.title}\n{rows}\n"
+
+    def _width_of(self, chosen: Sequence[int]) -> int:
+        cells = [[self.columns[index].heading, *(row[index] for row in self.cells)] for index in chosen]
+        return 1 + sum(_BORDER + max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells)
+
+    def _blocks(self, chosen: Sequence[int]) -> Text:
+        first, *others = chosen
+        lines = [self.title]
+        for row in self.cells:
+            lines.append(f"{self.columns[first].heading}: {row[first]}")
+            lines += [f"  {self.columns[index].heading}: {row[index]}" for index in others]
+        return Text("\n".join(lines), overflow="fold")
+
+
+def show(console: Console, rows: Rows, *, wide: bool = False) -> None:
+    """Print a table that fits the terminal; tab-separated rows where there is no terminal."""
+    if console.is_terminal:
+        console.print(rows.at(console.width, wide))
+    else:
+        console.file.write(rows.tab_separated())

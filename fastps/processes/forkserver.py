@@ -1,0 +1,173 @@
+"""The fork server of a job: a process that imports what takes long once, and forks the job's workers.
+
+The launcher runs `main` in a new interpreter, with one end of a socket. A worker is the launcher's own child: the fork server
+forks twice, and the launcher adopts the orphan. A forked worker has what `python SCRIPT` has: `__main__`, `sys.argv`,
+`sys.path[0]`, environment, streams, signal handlers, exit code and exit handlers.
+"""
+
+import builtins
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.processes import ask_to_die_with_parent
+
+READY = b"ready"
+MAX_MESSAGE_BYTES = 1 << 17
+# The first entry of sys.path is set before anything is imported, so that no module of the working directory hides another.
+PROGRAM = """\
+import sys
+path = sys.argv.pop(1)
+if not sys.flags.safe_path:
+    sys.path[0] = path
+from fastps.processes.forkserver import main
+main()
+"""
+_ADOPTION_NS = 5_000_000_000
+
+
+def main() -> None:
+    """Serve the launcher whose socket `sys.argv[1]` numbers, after the imports of `sys.argv[2:]`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    if order is None:
+        os._exit(0)  # without the exit handlers of what was imported: nothing of it was used
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    become(order)
+
+
+def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
+    """Import, then fork a worker for each order. Returns the order in the worker, and None at the end."""
+    launcher = os.getppid()
+    for name in imports:
+        with contextlib.suppress(Exception):  # the script meets the same error, and may expect it
+            importlib.import_module(name)
+    if "torch" in sys.modules:
+        _make_an_optimizer()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # in the workers, too: a collection would copy the pages of all imports, and one runs at each exit
+    with contextlib.suppress(ConnectionError):  # the launcher has ended: the next receive reports it
+        control.send(_obstacle().encode() or READY)
+    while True:
+        message, files = _next_order(control)
+        if not message:
+            return None
+        first = os.fork()
+        if first == 0:
+            if os.fork():
+                os._exit(0)
+            _begin_life(control, launcher, files)
+            order: dict[str, Any] = json.loads(message)
+            return order
+        os.waitpid(first, 0)
+        for file in files:
+            os.close(file)
+
+
+def _obstacle() -> str:
+    """Why no worker can be forked from this process; empty where it can."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "an import has initialized CUDA, which does not survive a fork"
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"an import has started a thread ({names}), which does not survive a fork"
+    return ""
+
+
+def _next_order(control: socket.socket) -> tuple[bytes, list[int]]:
+    """The next order and its files; an empty order once the launcher has closed its end."""
+    try:
+        message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 2)
+    except ConnectionError:
+        return b"", []
+    return message, files
+
+
+def _make_an_optimizer() -> None:
+    """Import the modules that torch imports with the first optimizer; they take as long as torch itself."""
+    import torch
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None:
+    """In the worker: become the launcher's child, take the order's standard streams, and answer with the process number."""
+    os.setpgid(0, 0)
+    deadline_ns = SYSTEM_CLOCK.now_ns() + _ADOPTION_NS
+    while os.getppid() != launcher:
+        if SYSTEM_CLOCK.now_ns() >= deadline_ns:
+            os._exit(1)  # the launcher has ended
+        SYSTEM_CLOCK.sleep_ns(500_000)
+    ask_to_die_with_parent(launcher)
+    for target, file in zip((1, 2), files, strict=True):
+        os.dup2(file, target)
+        os.close(file)
+    _seed_generators()
+    control.send(str(os.getpid()).encode())
+    control.close()
+
+
+def _seed_generators() -> None:
+    """Give the worker random numbers of its own, as a new process has them; Python's own generator does so by itself."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+
+
+def become(order: dict[str, Any]) -> None:
+    """Run the program as `python ARGUMENTS` does. An exception's traceback begins at the program's own frames."""
+    os.environ.update(order["environment"])
+    for name in order["without"]:
+        os.environ.pop(name, None)
+    arguments: list[str] = order["arguments"]
+    sys.orig_argv = [sys.executable, *arguments]
+    sys.argv = list(arguments)
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
+    try:
+        if arguments[0] == "-m":
+            del sys.argv[1]  # runpy puts the module's file in place of "-m"
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        else:
+            file = str(Path(arguments[0]).absolute())
+            main_module.__dict__.update(_globals_of(file))
+            with io.open_code(file) as stream:
+                source = stream.read()
+            exec(compile(source, file, "exec"), main_module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        hook, sys.excepthook = sys.excepthook, _already_reported
+        own = error.__traceback__
+        hook(type(error), error, error.with_traceback(own and own.tb_next).__traceback__)
+        raise  # the interpreter ends as after any exception: exit code 1, or SIGINT after KeyboardInterrupt
+
+
+def _globals_of(file: str) -> dict[str, Any]:
+    return {
+        "__cached__": None,
+        "__file__": file,
+        "__loader__": SourceFileLoader("__main__", file),
+        "__package__": None,
+        "__spec__": None,
+    }
+
+
+def _already_reported(*exception: object) -> None:
+    """The program's own hook has reported the exception."""

@@ -1,0 +1,74 @@
+"""The launcher's end of the job's fork server: whether it is ready, and its orders to fork a worker."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, cast
+
+from fastps.processes.forkserver import MAX_MESSAGE_BYTES, PROGRAM, READY
+from fastps.system.processes import AdoptedProcess
+
+_ANSWER_S = 2.0  # a fork takes milliseconds; a stopped fork server never answers
+
+
+class ForkServer:
+    """A fork server that is started by `command` with `environment`; `inherited` is the socket that it is given.
+
+    Attributes:
+        control: the launcher's end of the socket; readable once the fork server has something to say.
+        refusal: why it forks no worker; empty while it does.
+    """
+
+    def __init__(self, environment: Mapping[str, str], path: str, imports: Sequence[str]) -> None:
+        self.control, self.inherited = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.environment = environment
+        self.command = [sys.executable, "-c", PROGRAM, path, str(self.inherited.fileno()), *imports]
+        self.refusal = ""
+        self._is_ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has imported all that it should, and waits for orders."""
+        if not self._is_ready and not self.refusal:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    message = self.control.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    message = b""
+                self._is_ready = message == READY
+                self.refusal = "" if self._is_ready else message.decode() or "it has ended"
+        return self._is_ready
+
+    def fork(self, environment: Mapping[str, str], arguments: Sequence[str]) -> AdoptedProcess | None:
+        """A worker that runs `python ARGUMENTS`; None where the fork server makes none, or not in time."""
+        message = json.dumps(
+            {
+                "environment": {key: value for key, value in environment.items() if self.environment.get(key) != value},
+                "without": [key for key in self.environment if key not in environment],
+                "arguments": list(arguments),
+            }
+        ).encode()
+        if len(message) > MAX_MESSAGE_BYTES:
+            return None
+        stdout, stderr = os.pipe(), os.pipe()
+        readers = stdout[0], stderr[0]
+        try:
+            self.control.settimeout(_ANSWER_S)
+            socket.send_fds(self.control, [message], [stdout[1], stderr[1]])
+            process_id = int(self.control.recv(32))
+        except (OSError, ValueError):  # it has ended, or does not answer
+            for reader in readers:
+                os.close(reader)
+            return None
+        finally:
+            os.close(stdout[1])
+            os.close(stderr[1])
+        streams = [cast("IO[bytes]", os.fdopen(reader, "rb", buffering=0)) for reader in readers]
+        return AdoptedProcess(process_id, *streams)
+
+    def close(self) -> None:
+        """Close the socket: the fork server ends when it reads the end of its orders."""
+        self.control.close()

@@ -1,0 +1,78 @@
+"""The program that a launcher's workers run, as far as its command and its text tell: what kind it is, and what it imports."""
+
+import ast
+import sys
+import zipfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+TORCH_IMPORTS = ("torch", "fastps.torch.optimizer")
+
+
+class Program:
+    """The command of a worker.
+
+    >>> Program([sys.executable, "-m", "package.train", "--epochs", "3"]).arguments
+    ['-m', 'package.train', '--epochs', '3']
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self.arguments = self.command[1:]
+        self._after_flags = list(self.arguments)
+        while self._after_flags and self._after_flags[0].startswith("-") and self._after_flags[0] != "-m":
+            self._after_flags.pop(0)
+        self.is_module = self._after_flags[:1] == ["-m"]
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether this interpreter runs a script's source or a module, without flags: the programs that a fork server runs."""
+        if self.command[0] != sys.executable or self._after_flags != self.arguments:
+            return False
+        if self.is_module:
+            return len(self.arguments) > 1
+        file = Path(*self.arguments[:1])
+        return file.is_file() and file.suffix != ".pyc" and not zipfile.is_zipfile(file)
+
+    @property
+    def path(self) -> str:
+        """What Python puts first into `sys.path`."""
+        return str(Path.cwd() if self.is_module else Path(self.arguments[0]).resolve().parent)
+
+    @cached_property
+    def texts(self) -> list[bytes]:
+        """The program's own source, where it is a script, or a module below the working directory."""
+        if self.is_module:
+            module = Path(*"".join(self._after_flags[1:2]).split("."))
+            candidates = [module.with_suffix(".py"), module / "__main__.py"]
+        else:
+            candidates = [Path(argument) for argument in self._after_flags[:1]]
+        try:
+            return [path.read_bytes() for path in candidates if path.is_file()]
+        except OSError:
+            return []
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What a fork server imports for it: torch, unless the program's source imports the standard library alone."""
+        try:
+            roots = {root for text in self.texts for root in _imported_by(ast.parse(text))}
+        except (SyntaxError, ValueError):
+            return ()  # it runs nothing
+        return () if self.texts and roots <= sys.stdlib_module_names else TORCH_IMPORTS
+
+
+def _imported_by(tree: ast.Module) -> set[str]:
+    """The first part of the name of each module that a program imports; "." stands for a package's own.
+
+    >>> sorted(_imported_by(ast.parse("import os.path, numpy as np\\nfrom torch.nn import Linear")))
+    ['numpy', 'os', 'torch']
+    """
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add("." if node.level else (node.module or "").partition(".")[0])
+    return roots
