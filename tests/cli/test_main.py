@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 import fastps
+from tests.support import commands
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
 
 
-def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FASTPS_JOB")}
+def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in commands.OF_A_JOB}
     return subprocess.run(
-        [sys.executable, *program, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
     )
 
 
@@ -55,7 +56,7 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
-    outcome = _run(*arguments)
+    outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -74,7 +75,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], messa
     ],
 )
 def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
-    outcome = _run(*arguments)
+    outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
     (line,) = outcome.stderr.splitlines()
     assert line.endswith(sentence)
@@ -82,12 +83,12 @@ def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[st
 
 
 def test_debug_shows_the_traceback() -> None:
-    assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
+    assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
 
 @pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench", "simulate"])
 def test_every_commands_help_has_an_example(command: str) -> None:
-    outcome = _run(command, "--help")
+    outcome = commands.fastps(command, "--help")
     assert outcome.returncode == 0
     assert f"fastps {command}" in outcome.stdout
     assert "Example" in outcome.stdout
@@ -96,7 +97,7 @@ def test_every_commands_help_has_an_example(command: str) -> None:
 def test_help_does_not_import_torch() -> None:
     code = "import sys; sys.argv = ['fastps', '--version']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
     code += "except SystemExit: pass\nprint('torch' in sys.modules)"
-    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "False"
+    assert _python("-c", code).stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_help_does_not_import_torch() -> None:
     ],
 )
 def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
-    outcome = _run(program=program)
+    outcome = _python(*program)
     assert outcome.returncode == 0, outcome.stderr
     assert "after 100 updates" in outcome.stdout
 
@@ -116,21 +117,21 @@ def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tup
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    outcome = _run("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
+    outcome = commands.fastps("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
     assert outcome.stdout.strip() == "[0] ['-n', '7', '--sync', 'x', '--help']"
 
 
 def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text("raise RuntimeError('boom')")
-    outcome = _run("run", "-n", "2", str(script))
+    outcome = commands.fastps("run", "-n", "2", str(script))
     assert outcome.returncode == 1
     assert "failed first: exit code 1" in outcome.stderr
     assert "RuntimeError: boom" in outcome.stderr
 
 
 def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
-    outcome = _run("train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", "--json", "-")
+    outcome = commands.fastps("train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", "--json", "-")
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert set(document) == {"command", "version", "machine", "rows"}
@@ -148,7 +149,7 @@ def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
 )
 def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str, push_dtype: str, syncs: list[str]) -> None:
     arguments = ("--data", "digits", "--workers", "2", "--epochs", "2", "--sync", ",".join(syncs), "--json", "-")
-    outcome = _run(command, "--push-dtype", push_dtype, *arguments)
+    outcome = commands.fastps(command, "--push-dtype", push_dtype, *arguments)
     assert outcome.returncode == 0, outcome.stderr
     rows = json.loads(outcome.stdout)["rows"]
     assert [(row["sync"], row["push_dtype"]) for row in rows] == [(sync, push_dtype) for sync in syncs]
@@ -157,7 +158,7 @@ def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str
 
 def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
     picture, rows = tmp_path / "accuracy.png", tmp_path / "rows.json"
-    outcome = _run(
+    outcome = commands.fastps(
         *("compare", "--data", "digits", "--workers", "2", "--epochs", "1", "--sync", "bsp,dssp:1,4"),
         *("--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
     )
@@ -168,5 +169,5 @@ def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
 
 
 def test_the_version_is_printed_without_a_command() -> None:
-    outcome = _run("--version")
+    outcome = _python("-m", "fastps.cli", "--version")
     assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)
