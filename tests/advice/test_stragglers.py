@@ -183,6 +183,7 @@ def test_the_command_prints_tables_draws_and_writes_rows(tmp_path: Path) -> None
     rows = document["rows"]
     assert [row["kind"] for row in rows] == ["run", "arrival", "arrival", "split", "split"]
     assert {"sync", "workers", "seconds", "test_accuracy", "wait_share", "dropped"} <= set(rows[0])
+    assert rows[0]["push_dtype"] == "float32"
     assert [row["k"] for row in rows[1:3]] == [1, 2]
     assert rows[1]["cdf"][-1][1] == 1
     assert {row["iterations"] for row in rows[3:]} == {900, 500}

@@ -105,7 +105,7 @@ def test_help_does_not_import_torch() -> None:
     [
         (EXAMPLE,),
         ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
-        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE),
+        pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE), marks=pytest.mark.slow),
     ],
 )
 def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
@@ -130,19 +130,24 @@ def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in outcome.stderr
 
 
-def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
-    outcome = commands.fastps("train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", "--json", "-")
+@pytest.mark.parametrize("push_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_train_writes_the_promised_keys(push_dtype: str) -> None:
+    pushed = () if push_dtype == "float32" else ("--push-dtype", push_dtype)
+    outcome = commands.fastps(
+        "train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", *pushed, "--json", "-"
+    )
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert set(document) == {"command", "version", "machine", "rows"}
     (row,) = document["rows"]
     promised = {"sync", "workers", "seconds", "steps", "samples_per_s", "test_accuracy", "staleness_mean", "staleness_max"}
     assert promised | {"wait_share", "dropped"} <= set(row)
-    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, "float32")
+    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, push_dtype)
     assert 0.5 < row["test_accuracy"] <= 1
     assert 0 <= row["wait_share"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "push_dtype", "syncs"),
     [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["ssp:2"])],
@@ -160,10 +165,11 @@ def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
     picture, rows = tmp_path / "accuracy.png", tmp_path / "rows.json"
     outcome = commands.fastps(
         *("compare", "--data", "digits", "--workers", "2", "--epochs", "1", "--sync", "bsp,dssp:1,4"),
-        *("--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
+        *("--push-dtype", "float16", "--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
     )
     assert outcome.returncode == 0, outcome.stderr
-    assert [row["sync"] for row in json.loads(rows.read_text())["rows"]] == ["bsp", "dssp:1,4"]
+    found = [(row["sync"], row["push_dtype"]) for row in json.loads(rows.read_text())["rows"]]
+    assert found == [("bsp", "float16"), ("dssp:1,4", "float16")]
     assert picture.stat().st_size > 1000
     assert "dssp:1,4" in outcome.stdout
 

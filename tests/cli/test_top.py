@@ -396,8 +396,9 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
         command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stderr is not None
-            while "pause" not in process.stdout.readline():
-                pass
+            for line in process.stdout:  # ends, too, where the command did
+                if "pause" in line:
+                    break
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
             assert process.stderr.read() == ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_STARTS_PROCESSES = {"subprocess", "multiprocessing", "fork", "Popen", "Launcher", "ForkedCrew", "LaunchedCrew"}
+_STARTS_PROCESSES = {"subprocess", "multiprocessing", "fork", "Popen", "Launcher", "ForkedCrew", "LaunchedCrew", "compare"}
 _PROCESS_MODULES = ("subprocess", "multiprocessing", "tests.support.processes", "tests.support.commands")
 
 
