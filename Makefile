@@ -10,7 +10,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # pip is silent for minutes, and verbose with -v. Show the build's own lines only, and the end of the log if it fails.
 SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
-# Run the tests in two processes. Tests that compare times retry, and other tests do not depend on load.
+# Run the tests in two processes. Tests that compare times (marked timing) have three chances.
 PARALLEL := -n 2 --dist worksteal
 
 # Link the Python files into a build's folder ($1), beside its compiled modules, so that a changed Python file needs no rebuild.
@@ -22,7 +22,7 @@ LINK_PYTHON = find $1/fastps -type l -delete; \
 HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/crash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs clean
+.PHONY: help demo test test-fast test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,8 +42,11 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 	$(BIN)/fastps train --sync bsp --workers 4 --epochs 3
 	$(BIN)/fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --workers 4 --epochs 3 --straggler 0:3
 
-test: $(VENV)/.installed lint test-hooks  ## lint, types and the tests
+test: $(VENV)/.installed hooks lint test-hooks  ## lint, types and the tests (samples of those that are long)
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
+
+test-fast: $(VENV)/.installed  ## unit tests alone: neither processes, nor times, nor full sizes
+	$(BIN)/python -m pytest -q -m unit $(PARALLEL)
 
 # Several hundred MB of other frameworks, which only tests/clients needs.
 $(VENV)/.clients: $(VENV)/.installed

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import fastps
 from fastps.advice import stragglers
 from fastps.advice.stragglers import Arrival, arrivals, cdf, interpolated, mean_s, power_law, quantile_s, splits, width_ns
 from fastps.cli.plots import shown_of
-from tests.support import processes
+from tests.support import commands, processes
 
 MEASURED = [(50, 137.5e3), (100, 76.2e3)]  # Figure 5's two numbers in the text
 
@@ -174,9 +172,9 @@ def test_a_store_counts_what_the_arithmetic_expects() -> None:
 
 def test_the_command_prints_tables_draws_and_writes_rows(tmp_path: Path) -> None:
     picture = tmp_path / "arrivals.png"
-    command = [sys.executable, "-m", "fastps.cli", "stragglers", "--data", "digits", "--workers", "2", "--epochs", "1"]
+    command = ["stragglers", "--data", "digits", "--workers", "2", "--epochs", "1"]
     command += ["--straggler", "0:2", "--iterations", "1:900,2:500", "--plot", str(picture), "--json", "-"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    outcome = commands.fastps(*command)
     assert outcome.returncode == 0, outcome.stderr
     assert "estimated to converge first: wait for" in outcome.stderr
     assert picture.stat().st_size > 1000
@@ -185,6 +183,7 @@ def test_the_command_prints_tables_draws_and_writes_rows(tmp_path: Path) -> None
     rows = document["rows"]
     assert [row["kind"] for row in rows] == ["run", "arrival", "arrival", "split", "split"]
     assert {"sync", "workers", "seconds", "test_accuracy", "wait_share", "dropped"} <= set(rows[0])
+    assert rows[0]["push_dtype"] == "float32"
     assert [row["k"] for row in rows[1:3]] == [1, 2]
     assert rows[1]["cdf"][-1][1] == 1
     assert {row["iterations"] for row in rows[3:]} == {900, 500}

@@ -21,7 +21,7 @@ from fastps.bench.measure import BenchOptions, Spread, WrongResultError, check, 
 from fastps.bench.peers import Job
 from fastps.bench.scheduler import SPECS
 from fastps.errors import UsageError
-from tests.support import processes
+from tests.support import commands, processes
 
 SECONDS = {"seconds_median", "seconds_min", "seconds_max", "repeats"}
 KEYS = {
@@ -34,14 +34,9 @@ KEYS = {
 }
 
 
-def _bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "fastps.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
 def _checked_document(command: str, *arguments: str, target: Path) -> tuple[dict[str, Any], str]:
     """The JSON and the text of a smoke run, after a look at the keys and values of each measured row."""
-    outcome = _bench(command, "--smoke", "--json", str(target), *arguments)
+    outcome = commands.fastps("bench", command, "--smoke", "--json", str(target), *arguments)
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(target.read_text())
     assert (document["command"], set(document)) == (f"bench {command}", {"command", "version", "machine", "rows"})
@@ -98,7 +93,7 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
-    outcome = _bench(*arguments)
+    outcome = commands.fastps("bench", *arguments)
     assert outcome.returncode == 2
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr

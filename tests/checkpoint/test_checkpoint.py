@@ -23,6 +23,7 @@ from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from tests.support import processes
+from tests.support.sizes import sample_and_full
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
 UPDATES: dict[str, Any] = {
@@ -319,14 +320,15 @@ def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path)
         assert optimizer.version == 5
 
 
-def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
+@sample_and_full(1, 2, "workers")
+def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path, workers: int) -> None:
     example = Path(__file__).parents[2] / "examples" / "resume.py"
 
     def run(steps: int, **options: Any) -> list[str]:
         command = [sys.executable, str(example), str(steps)]
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            outcome = Launcher(command, 2, options=JobOptions(**options)).run()
+            outcome = Launcher(command, workers, options=JobOptions(**options)).run()
         assert outcome.exit_code == 0, [list(worker.tail) for worker in outcome.workers]
         return sorted(output.getvalue().splitlines())
 
@@ -335,5 +337,5 @@ def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> Non
     resumed = run(60, resume=str(tmp_path))
     begun = fastps.load(tmp_path).version  # 40, or a little more where the copy began late: a busy machine
     assert 40 <= begun <= 45
-    going_on = [f"[{rank}] worker {rank} goes on at step {begun}, version {begun}" for rank in range(2)]
+    going_on = [f"[{rank}] worker {rank} goes on at step {begun}, version {begun}" for rank in range(workers)]
     assert resumed == sorted([*whole, *going_on])

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 import fastps
+from tests.support import commands
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
 
 
-def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FASTPS_JOB")}
+def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in commands.OF_A_JOB}
     return subprocess.run(
-        [sys.executable, *program, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
     )
 
 
@@ -57,7 +58,7 @@ def _run(*arguments: str, program: tuple[str, ...] = ("-m", "fastps.cli")) -> "s
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
-    outcome = _run(*arguments)
+    outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -76,7 +77,7 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], messa
     ],
 )
 def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[str], sentence: str) -> None:
-    outcome = _run(*arguments)
+    outcome = commands.fastps(*arguments)
     assert outcome.returncode == 2
     (line,) = outcome.stderr.splitlines()
     assert line.endswith(sentence)
@@ -84,12 +85,12 @@ def test_a_policy_that_is_refused_is_one_line_and_exit_code_2(arguments: list[st
 
 
 def test_debug_shows_the_traceback() -> None:
-    assert "Traceback" in _run("--debug", "train", "--sync", "foo").stderr
+    assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
 
 @pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench", "simulate"])
 def test_every_commands_help_has_an_example(command: str) -> None:
-    outcome = _run(command, "--help")
+    outcome = commands.fastps(command, "--help")
     assert outcome.returncode == 0
     assert f"fastps {command}" in outcome.stdout
     assert "Example" in outcome.stdout
@@ -99,7 +100,7 @@ def test_every_commands_help_has_an_example(command: str) -> None:
 def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
     code = f"import sys; sys.argv = ['fastps', '{option}']\ntry:\n    import fastps.cli.main; fastps.cli.main.main()\n"
     code += "except SystemExit: pass\nprint([name for name in ('torch', 'numpy', 'numba') if name in sys.modules])"
-    assert _run(code, program=("-c",)).stdout.splitlines()[-1] == "[]"
+    assert _python("-c", code).stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,11 @@ def test_help_imports_neither_numpy_nor_torch(option: str) -> None:
     [
         (EXAMPLE,),
         ("-m", "fastps.cli", "run", "-n", "2", EXAMPLE),
-        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE),
+        pytest.param(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE), marks=pytest.mark.slow),
     ],
 )
 def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tuple[str, ...]) -> None:
-    outcome = _run(program=program)
+    outcome = _python(*program)
     assert outcome.returncode == 0, outcome.stderr
     assert "after 100 updates" in outcome.stdout
 
@@ -119,39 +120,44 @@ def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(program: tup
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    outcome = _run("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
+    outcome = commands.fastps("run", "-n", "1", str(script), "-n", "7", "--sync", "x", "--help")
     assert outcome.stdout.strip() == "[0] ['-n', '7', '--sync', 'x', '--help']"
 
 
 def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
     script = tmp_path / "fail.py"
     script.write_text("raise RuntimeError('boom')")
-    outcome = _run("run", "-n", "2", str(script))
+    outcome = commands.fastps("run", "-n", "2", str(script))
     assert outcome.returncode == 1
     assert "failed first: exit code 1" in outcome.stderr
     assert "RuntimeError: boom" in outcome.stderr
 
 
-def test_train_writes_the_promised_keys(tmp_path: Path) -> None:
-    outcome = _run("train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", "--json", "-")
+@pytest.mark.parametrize("push_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_train_writes_the_promised_keys(push_dtype: str) -> None:
+    pushed = () if push_dtype == "float32" else ("--push-dtype", push_dtype)
+    outcome = commands.fastps(
+        "train", "--data", "digits", "--workers", "2", "--epochs", "2", "--sync", "ssp:2", *pushed, "--json", "-"
+    )
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert set(document) == {"command", "version", "machine", "rows"}
     (row,) = document["rows"]
     promised = {"sync", "workers", "seconds", "steps", "samples_per_s", "test_accuracy", "staleness_mean", "staleness_max"}
     assert promised | {"wait_share", "dropped"} <= set(row)
-    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, "float32")
+    assert (row["sync"], row["workers"], row["dropped"], row["push_dtype"]) == ("ssp:2", 2, 0, push_dtype)
     assert 0.5 < row["test_accuracy"] <= 1
     assert 0 <= row["wait_share"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "push_dtype", "syncs"),
     [("train", "bfloat16", ["asp,combine=true"]), ("compare", "float16", ["ssp:2"])],
 )
 def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str, push_dtype: str, syncs: list[str]) -> None:
     arguments = ("--data", "digits", "--workers", "2", "--epochs", "2", "--sync", ",".join(syncs), "--json", "-")
-    outcome = _run(command, "--push-dtype", push_dtype, *arguments)
+    outcome = commands.fastps(command, "--push-dtype", push_dtype, *arguments)
     assert outcome.returncode == 0, outcome.stderr
     rows = json.loads(outcome.stdout)["rows"]
     assert [(row["sync"], row["push_dtype"]) for row in rows] == [(sync, push_dtype) for sync in syncs]
@@ -160,16 +166,17 @@ def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str
 
 def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
     picture, rows = tmp_path / "accuracy.png", tmp_path / "rows.json"
-    outcome = _run(
+    outcome = commands.fastps(
         *("compare", "--data", "digits", "--workers", "2", "--epochs", "1", "--sync", "bsp,dssp:1,4"),
-        *("--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
+        *("--push-dtype", "float16", "--straggler", "0:2", "--plot", str(picture), "--json", str(rows)),
     )
     assert outcome.returncode == 0, outcome.stderr
-    assert [row["sync"] for row in json.loads(rows.read_text())["rows"]] == ["bsp", "dssp:1,4"]
+    found = [(row["sync"], row["push_dtype"]) for row in json.loads(rows.read_text())["rows"]]
+    assert found == [("bsp", "float16"), ("dssp:1,4", "float16")]
     assert picture.stat().st_size > 1000
     assert "dssp:1,4" in outcome.stdout
 
 
 def test_the_version_is_printed_without_a_command() -> None:
-    outcome = _run("--version")
+    outcome = _python("-m", "fastps.cli", "--version")
     assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)

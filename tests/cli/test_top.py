@@ -22,7 +22,7 @@ from fastps.cli import top
 from fastps.membership import discovery, rendezvous
 from fastps.store.observer import Look, Observer
 from fastps.system.clock import MonotonicClock
-from tests.support import processes
+from tests.support import commands, processes
 
 
 @dataclass
@@ -107,10 +107,6 @@ def _console() -> Console:
 def _text(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def _cli(*arguments: str, code: str = "from fastps.cli.main import main; main()") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 @contextmanager
@@ -348,7 +344,7 @@ def test_a_job_that_ended_before_the_look_is_named() -> None:
 
 def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
     with _job(_name(request), sync="ssp:3") as job:
-        outcome = _cli("top", job.store.job, "--once", "--interval", "0.05", "--json", "-")
+        outcome = commands.fastps("top", job.store.job, "--once", "--interval", "0.05", "--json", "-")
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["command"] == "top"
@@ -371,7 +367,7 @@ def test_the_command_writes_one_object(request: pytest.FixtureRequest) -> None:
     ],
 )
 def test_errors_are_one_sentence(arguments: list[str], code: int, message: str) -> None:
-    outcome = _cli(*arguments)
+    outcome = commands.fastps(*arguments)
     assert (outcome.returncode, outcome.stdout) == (code, "")
     assert message in outcome.stderr
     assert outcome.stderr.count("\n") == 1
@@ -383,7 +379,7 @@ def test_without_a_name_none_and_several_jobs_have_exit_codes_of_their_own(found
         "from fastps.cli.main import main; from fastps.membership import discovery; "
         f"discovery.running_jobs = lambda clock: {found!r}; main()"
     )
-    outcome = _cli("top", code=program)
+    outcome = commands.fastps("top", code=program)
     assert (outcome.returncode, outcome.stdout) == (code, "")
     assert message in outcome.stderr
 
@@ -400,8 +396,9 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
         command = [sys.executable, "-c", program, "top", job.store.job, "--interval", "50", "--json", str(file)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stderr is not None
-            while "pause" not in process.stdout.readline():
-                pass
+            for line in process.stdout:  # ends, too, where the command did
+                if "pause" in line:
+                    break
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
             assert process.stderr.read() == ""
@@ -411,5 +408,5 @@ def test_ctrl_c_at_the_command_is_a_clean_end(request: pytest.FixtureRequest, tm
 def test_the_launcher_names_the_job(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text("import os; print(os.environ['FASTPS_JOB'])")
-    outcome = _cli("--verbose", "run", "-n", "1", str(script))
+    outcome = commands.fastps("--verbose", "run", "-n", "1", str(script))
     assert f"job {outcome.stdout.split()[-1]}" in outcome.stderr

@@ -1,25 +1,22 @@
 """`fastps chaos` from the build that people train with: it finds the build with test hooks, or says how to make it."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fastps.diagnostics import chaos
 from fastps.errors import UsageError
+from tests.support import commands
 
 
-def _chaos(*arguments: str, hooks_path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **({"FASTPS_HOOKS_PATH": str(hooks_path)} if hooks_path else {})}
-    command = [sys.executable, "-m", "fastps.cli", "chaos", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+def _chaos(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return commands.fastps("chaos", *arguments, **variables)
 
 
 def test_without_the_build_the_command_says_how_to_make_it(tmp_path: Path) -> None:
-    ended = _chaos("--seeds", "1", hooks_path=tmp_path)
+    ended = _chaos("--seeds", "1", FASTPS_HOOKS_PATH=str(tmp_path))
     assert ended.returncode == 2
     assert "make hooks" in ended.stderr and str(tmp_path) in ended.stderr
 

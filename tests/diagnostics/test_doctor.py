@@ -2,10 +2,6 @@
 
 import json
 import os
-import resource
-import subprocess
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +11,9 @@ import pytest
 from fastps import SGD, Adam, Store
 from fastps.diagnostics.doctor import OPTIMIZERS, Need, examine, need_findings, need_of
 from fastps.errors import PolicyError, UsageError
+from tests.support import commands
 
 PARAMETERS = 100_000
-
-
-def _doctor(*arguments: str, before: Callable[[], None] | None = None) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "fastps.cli", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, preexec_fn=before)
 
 
 @pytest.mark.parametrize("sync", ["bsp", "dssp:3,15", "psp:2,0.5", "adv*:1", "ssp:3,ema=0.9"])
@@ -67,7 +59,7 @@ def test_this_machine_passes_every_check() -> None:
 
 
 def test_rows_and_table_of_a_model() -> None:
-    outcome = _doctor("--model-size", "1e5", "--workers", "2", "--optimizer", "adam", "--json", "-")
+    outcome = commands.fastps("doctor", "--model-size", "1e5", "--workers", "2", "--optimizer", "adam", "--json", "-")
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["command"] == "doctor"
@@ -81,7 +73,9 @@ def test_rows_and_table_of_a_model() -> None:
 
 
 def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
-    outcome = _doctor(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)))
+    code = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+    code += "runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"
+    outcome = commands.fastps("doctor", code=code)
     assert outcome.returncode == 1
     failing = [line.split("│")[2].strip() for line in outcome.stdout.splitlines() if "!!" in line]
     assert failing == ["memfd", "arena and workers"]
@@ -89,7 +83,7 @@ def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
 
 
 def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
-    outcome = _doctor("--model-size", "1e11")
+    outcome = commands.fastps("doctor", "--model-size", "1e11")
     assert outcome.returncode == 1
     assert "no: use fewer workers or a smaller model" in outcome.stdout
 
@@ -117,7 +111,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> 
     [("many", "--model-size: expected whole numbers"), ("1,2", "--model-size: expected one whole number, found '1,2'")],
 )
 def test_wrong_usage_is_one_sentence(size: str, message: str) -> None:
-    outcome = _doctor("--model-size", size)
+    outcome = commands.fastps("doctor", "--model-size", size)
     assert outcome.returncode == 2, outcome.stderr
     assert message in outcome.stderr
     assert "Traceback" not in outcome.stderr

@@ -365,6 +365,7 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
         found = rendezvous.connect(store.job, 0, abi=ABI, layout_hash=store.layout.digest(), layout=b"", timeout_s=10)
         for descriptor in (found.memfd, found.pidfd):
             os.close(descriptor)
+        assert (store.version, _weights(store)) == (1, [0.0] * 12)
 
 
 @pytest.mark.parametrize(("kind", "slot"), [(turn.KIND_PUSH, 1 << 30), (99, 0)])

@@ -225,9 +225,10 @@ def test_an_observer_needs_no_layout(job: str, memory: int) -> None:
 
 
 def test_equal_hashes_are_answered_however_long_the_text_is(job: str, memory: int) -> None:
-    with _listener(job, memory):
+    with _listener(job, memory) as listener:
         for _ in range(20):
             _ask_and_close(job, layout=b"x" * 2_000_000)
+        assert listener.foreign_layout() is None
 
 
 def test_another_abi_is_told_which_one_is_here(job: str, memory: int) -> None:

@@ -66,14 +66,14 @@ def test_sigterm_ends_everything_as_ctrl_c_does(tmp_path: Path) -> None:
     text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
     outcome = Launcher(_script(tmp_path, text), 1).run()
     assert (outcome.exit_code, outcome.workers[0].exit_code) == (130, -signal.SIGINT)
-    assert outcome.seconds < 10
+    assert outcome.seconds < 30
 
 
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('the disk is full')\ntime.sleep(60)"
     began = time.monotonic()
     outcome = Launcher(_script(tmp_path, text), 3).run()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert outcome.exit_code == 1
     assert outcome.first_failure is not None
     assert (outcome.first_failure.rank, outcome.first_failure.exit_code) == (1, 1)
@@ -102,7 +102,7 @@ def _start_cli(arguments: list[str]) -> "subprocess.Popen[str]":
 
 
 def _wait_for_children(parent: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         children = psutil.Process(parent).children(recursive=True)
         if len(children) >= count:
@@ -111,6 +111,7 @@ def _wait_for_children(parent: int, count: int) -> list[psutil.Process]:
     raise AssertionError(f"expected {count} workers to start")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bool) -> None:
     ready = tmp_path / "ready"
@@ -124,7 +125,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
         time.sleep(0.02)
     began = time.monotonic()
     os.kill(job.pid, signal.SIGINT)
-    job.communicate(timeout=10)
+    job.communicate(timeout=60)
     assert time.monotonic() - began < 5
     assert job.returncode == 130
     assert not any(child.is_running() for child in children)
@@ -134,8 +135,8 @@ def test_killing_the_launcher_kills_its_workers(tmp_path: Path) -> None:
     job = _start_cli(["run", "-n", "2", _script(tmp_path, "import time; time.sleep(60)")[1]])
     children = _wait_for_children(job.pid, 2)
     job.kill()
-    job.communicate(timeout=10)
-    _, alive = psutil.wait_procs(children, timeout=3)
+    job.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
 
 
@@ -164,7 +165,7 @@ with store, store.attach(fastps.rank()) as worker:
     ("mishap", "ending"),
     [("os.kill(os.getpid(), 9)", -9), ("raise RuntimeError('boom')", 1), ("os._exit(7)", 7)],
 )
-@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("sync", ["bsp", pytest.param("asp", marks=pytest.mark.slow)])
 def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(
     tmp_path: Path, sync: str, mishap: str, ending: int
 ) -> None:

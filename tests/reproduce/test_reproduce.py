@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from fastps.errors import UsageError
 from fastps.reproduce import ROWS, Effort, Row, Verdict, choose, reproduce
 from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.show import markdown
+from tests.support import commands
 
 KEYS = ["id", "paper", "claim", "expected", "measured", "tolerance", "ok", "note"]
 # Rows that are known not to hold; docs/reproduction.md says of each why. Who makes one hold takes it out of here.
@@ -26,12 +25,6 @@ NOT_HELD = {
     "r2sp/worst-staleness-of-ssp",
     "r2sp/figure-12-best",
 }
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fastps.cli", "reproduce", *arguments], capture_output=True, text=True, timeout=100
-    )
 
 
 def test_the_five_papers_have_rows_of_their_own_ids() -> None:
@@ -100,7 +93,8 @@ def test_the_reason_is_shown_only_where_a_row_does_not_hold() -> None:
 def test_json_has_its_keys_and_the_table_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     document = tmp_path / "rows.md"
-    found = command(
+    found = commands.fastps(
+        "reproduce",
         "dssp/figure-2",
         "r2sp/figure-4a",
         "dssp/table-1-as-printed",
@@ -126,9 +120,9 @@ def test_an_unknown_id_is_refused_and_the_list_measures_nothing() -> None:
     with pytest.raises(UsageError, match="found 'dssp/none'"):
         choose(["dssp/none"])
     assert [row.paper for row in choose(["rudra"])] == ["rudra"] * len(choose(["rudra"]))
-    refused = command("nobody")
+    refused = commands.fastps("reproduce", "nobody")
     assert refused.returncode == 2 and "--list" in refused.stderr
-    listed = command("--list")
+    listed = commands.fastps("reproduce", "--list")
     assert listed.returncode == 0 and f"{len(ROWS)} rows" in listed.stdout
 
 

@@ -33,6 +33,7 @@ from tests.oracles.softsync import SoftSync
 from tests.oracles.ssp import Ssp
 from tests.oracles.staggered import StaggeredSoftSync
 from tests.oracles.tree import Tree
+from tests.support import commands
 
 VARIED = parse_compute("lognormal:10ms,0.4")
 
@@ -480,7 +481,7 @@ def _command(*arguments: str) -> list[str]:
 def test_the_command_writes_rows_trace_and_table(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npy"
     arguments = ["--sync", "ssp:3", "--steps", "50", "--straggler", "0:3", "--seed", "4", "--trace", str(trace), "--json", "-"]
-    outcome = subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=60, check=False)
+    outcome = commands.fastps("simulate", *arguments)
     assert outcome.returncode == 0, outcome.stderr
     found = json.loads(outcome.stdout)
     assert found["command"] == "simulate" and found["rows"][0]["steps"] == 200

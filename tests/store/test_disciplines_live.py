@@ -16,7 +16,6 @@ import fastps
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.tracing.file import read
 from tests.support import processes
-from tests.support.quiet import in_one_of_three_runs
 
 AMOUNT = np.float32(1.0 / 1024)
 
@@ -198,7 +197,7 @@ def test_the_staleness_of_synchronous_schemes_is_always_zero(sync: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_n(n: int) -> None:
     """Rudra, section 5.1: <sigma> = n, and sigma <= 2n but for a share of 1e-4. With lambda workers it is n (1 - 1/lambda)."""
     found = run(f"softsync:{n}", 8, step_s=0.02, seconds=3.0)
@@ -208,7 +207,7 @@ def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_n(
     assert beyond <= 0.01 * counted.total()
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_r2sp_has_a_staleness_of_workers_less_one_and_hardly_a_gap_of_zero() -> None:
     """R2SP, section III-C: each misses N - 1 updates; Figure 8: hardly a zero gap, where bsp has (N - 1) / N of them."""
     workers, step_s = 4, 0.02
@@ -227,7 +226,7 @@ def _zero_gaps(found: Run, workers: int) -> float:
     return float(sum(count for gap_ns, count in gaps if gap_ns < limit_ns) / sum(count for _, count in gaps))
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
     """R2SP, section IV, under a straggler of factor 3: at least four fifths of the waiting of the fast."""
     plain = run("r2sp:0.8", 4, step_s=0.005, seconds=2.5, factors={0: 3.0}, per_sample=True)
@@ -242,7 +241,7 @@ def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
     assert all(row["samples"] > 1.5 * tuned.counters[0]["samples"] for row in tuned.counters[1:])
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() -> None:
     factors = {2: 4.0}
     bsp, backup = (run(sync, 4, step_s=0.005, seconds=1.5, factors=factors) for sync in ("bsp", "backup:1"))
@@ -250,7 +249,7 @@ def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() ->
     assert backup.dropped > 0
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pull() -> None:
     """PSP-SGD, section 4: few responses come very late."""
     delay = (0.02, 0.15)
@@ -263,7 +262,7 @@ def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pu
     assert sum(row["stale_blocks"] for row in partial.counters) > 0
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() -> None:
     """Rudra, Table 1: 11.52 % in base, 56.75 % in adv, 99.56 % in adv*, of compute / (compute + communication)."""
 
@@ -278,7 +277,7 @@ def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() ->
     assert background >= 0.95
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_psps_timeout_waits_for_more_pushes_but_not_for_the_straggler() -> None:
     factors = {3: 20.0}
     found = run("psp:2,1,push_timeout=0.004", 4, step_s=0.004, seconds=1.5, factors=factors)

@@ -16,6 +16,7 @@ from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.system.shared_memory import available_bytes
 from tests.fuzz.places import header_of
 from tests.support import processes
+from tests.support.sizes import sample_and_full
 
 AMOUNT = np.float32(1.0 / 1024)
 
@@ -125,14 +126,15 @@ def _kill_one(sync: str, seed: int, after_s: float) -> None:
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,4"])
-def test_survivors_of_a_kill_end_with_an_error_that_names_the_dead(sync: str) -> None:
-    for seed in range(5):
+@sample_and_full(2, 5, "kills")
+def test_survivors_of_a_kill_end_with_an_error_that_names_the_dead(sync: str, kills: int) -> None:
+    for seed in range(kills):
         _kill_one(sync, seed, after_s=0.03)
 
 
-@pytest.mark.timeout(300)
-def test_180_kills_at_random_moments_never_hang_and_leave_nothing() -> None:
-    for seed in range(180):
+@sample_and_full(16, 180, "kills")
+def test_kills_at_random_moments_never_hang_and_leave_nothing(kills: int) -> None:
+    for seed in range(kills):
         _kill_one(["bsp", "asp", "ssp:1", "dssp:1,4"][seed % 4], 1000 + seed, after_s=0.05)
 
 

@@ -163,7 +163,7 @@ def _exit_codes(loops: str, repeats: int) -> dict[str, list[int]]:
     return codes
 
 
-@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("loops", ["auto", pytest.param("attributes", marks=pytest.mark.slow)])
 def test_process_ends_with_the_exit_code_of_plain_torch(loops: str) -> None:
     assert _exit_codes(loops, 1) == {name: [code] for name, (code, _) in CASES.items()}
 

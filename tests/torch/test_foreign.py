@@ -204,15 +204,17 @@ def test_spawn_names_a_worker_that_was_killed() -> None:
     assert caught.value.worker == 1
 
 
-def spawned_loader(rank: int) -> None:
+def spawned_loader(rank: int, model: torch.nn.Module) -> None:
     data = torch.utils.data.TensorDataset(torch.ones(4, 4))
-    with _wrap(model := _model()) as optimizer:
+    with _wrap(model) as optimizer:
         for (inputs,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
             _train_on(model, optimizer, inputs)
 
 
 def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> None:
-    fastps.spawn(spawned_loader, workers=2, start_method="fork")
+    before = (model := _model()).weight.clone()
+    fastps.spawn(spawned_loader, (model,), workers=2, model=model, start_method="fork")
+    assert not torch.equal(model.weight, before), "the loaders' batches were trained on"
 
 
 def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:

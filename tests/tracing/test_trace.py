@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from fastps.tracing import summary as trace_summary
 from fastps.tracing.check import check, is_complete
 from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Trace, TraceError, read, write
 from fastps.tracing.parts import CHUNK_LINES, Part, folder_of, folders_of, load, merge
-from tests.support import processes
+from tests.support import commands, processes
 
 SPECS = [
     "bsp",
@@ -336,12 +335,6 @@ with store, store.attach(rank) as worker:
 """
 
 
-def _fastps(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FASTPS_JOB")}
-    command = [sys.executable, "-m", "fastps.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
-
-
 def _rows(outcome: "subprocess.CompletedProcess[str]", kind: str) -> list[Any]:
     return [row for row in json.loads(outcome.stdout)["rows"] if row["kind"] == kind]
 
@@ -349,16 +342,18 @@ def _rows(outcome: "subprocess.CompletedProcess[str]", kind: str) -> list[Any]:
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    outcome = _fastps("run", "-n", "2", "--trace", str(file), str(script))
+    outcome = commands.fastps("run", "-n", "2", "--trace", str(file), str(script))
     assert outcome.returncode == 0, outcome.stderr
-    checked = _fastps("trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-")
+    checked = commands.fastps(
+        "trace", str(file), "--check", "--summary", "--perfetto", str(tmp_path / "out.json"), "--json", "-"
+    )
     assert checked.returncode == 0, checked.stderr
     (verdict,) = _rows(checked, "check")
     assert (verdict["ok"], verdict["pushes"], verdict["folded"], verdict["complete"]) == (True, 60, 60, True)
     assert _rows(checked, "run")[0]["sync"] == "ssp:2"
     assert [row["steps"] for row in _rows(checked, "worker")] == [30, 30]
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
-    advised = _fastps("advise", str(file), "--json", "-")
+    advised = commands.fastps("advise", str(file), "--json", "-")
     assert advised.returncode == 0, advised.stderr
     rows = _rows(advised, "prediction")
     assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
@@ -369,7 +364,7 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
 
     trace = read(file)
     write(replace(trace, pushes=np.append(trace.pushes, trace.pushes[5])), file)
-    wrong = _fastps("trace", str(file), "--check")
+    wrong = commands.fastps("trace", str(file), "--check")
     assert wrong.returncode == 1
     assert "is in the push log twice" in wrong.stdout
 
@@ -377,7 +372,7 @@ def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
 def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     script, file = tmp_path / "script.py", tmp_path / "run.trace"
     script.write_text(SCRIPT)
-    assert _fastps("run", "-n", "2", "--trace", str(file), str(script), "die").returncode == 1
+    assert commands.fastps("run", "-n", "2", "--trace", str(file), str(script), "die").returncode == 1
     trace = read(file)
     assert trace.header["unfinished"] == [1]
     assert check(trace) == []
@@ -387,9 +382,9 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["trace", "advise"])
 def test_help_has_examples_and_what_is_no_trace_is_one_sentence(command: str, tmp_path: Path) -> None:
-    outcome = _fastps(command, "--help")
+    outcome = commands.fastps(command, "--help")
     assert "Examples" in outcome.stdout and f"fastps {command}" in outcome.stdout
     (tmp_path / "none").write_text("nothing")
-    refused = _fastps(command, str(tmp_path / "none"))
+    refused = commands.fastps(command, str(tmp_path / "none"))
     assert refused.returncode == 1
     assert "expected a trace that --trace wrote" in refused.stderr and "Traceback" not in refused.stderr

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from fastps.training.prefetch import Prefetch
-from tests.support.quiet import in_one_of_three_runs
 
 
 def test_items_come_in_order_and_no_more_than_the_depth_ahead() -> None:
@@ -38,7 +37,7 @@ def test_an_error_comes_when_its_item_is_due_and_again_after() -> None:
                 next(ahead)
 
 
-@in_one_of_three_runs
+@pytest.mark.timing
 def test_making_overlaps_with_using() -> None:
     def items() -> Iterator[int]:
         for index in range(20):

@@ -1,8 +1,6 @@
 """Real gradients in virtual time: the weights are those that a plain loop would have, and that each worker would have read."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from fastps.training.models import accuracy, model_for
 from fastps.training.options import TrainingOptions
 from fastps.training.virtual import VirtualTraining, _Replay, train_virtually
 from fastps.training.worker_main import Batches
+from tests.support import commands
 
 VARIED = parse_compute("lognormal:10ms,0.4")
 
@@ -171,8 +170,8 @@ def test_a_shard_keeps_no_version_that_nobody_will_read(digits: Dataset) -> None
 
 def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "fastps.cli", "simulate", "--train", "--sync", "bsp,asp", "-n", "3", "--steps", "30"]
-    found = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=100)
+    arguments = ["--train", "--sync", "bsp,asp", "-n", "3", "--steps", "30"]
+    found = commands.fastps("simulate", *arguments, "--json", str(file))
     assert found.returncode == 0 and "accuracy" in found.stdout, found.stderr
     for row in json.loads(file.read_text())["rows"]:
         assert row["accuracy_over_time"][-1][1] == row["test_accuracy"] > 0.5

@@ -24,6 +24,7 @@ from tests.oracles.bsp import Bsp
 from tests.oracles.combined import Combined
 from tests.oracles.dssp import Dssp, synchronization_controller
 from tests.oracles.ssp import Ssp
+from tests.support.sizes import sample_and_full
 
 WORKER_COUNTS = (1, 2, 3, 4, 7, 16, 33, 64)
 
@@ -211,12 +212,13 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
 
 
 @every_discipline
-def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Discipline) -> None:
-    total = 0
+@sample_and_full(0.1, 1.0)
+def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Discipline, size: float) -> None:
+    total, events = 0, size * discipline.events
     for workers in WORKER_COUNTS:
         # More events for more workers, so that the clocks of 64 come apart as well.
         weight = (16 + workers) / sum(16 + count for count in WORKER_COUNTS)
-        share = math.ceil(discipline.events * weight / len(SPEED_MODELS))
+        share = math.ceil(events * weight / len(SPEED_MODELS))
         for speed in SPEED_MODELS:
             done = trials = 0
             while done < share:
@@ -224,7 +226,7 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: 
                 done += run_trial(Trial(discipline, workers, seed), random.Random(seed), speed, share - done)
                 trials += 1
             total += done
-    assert total >= discipline.events
+    assert total >= events
 
 
 def test_every_push_is_folded_once_under_bsp_whoever_leaves() -> None:
@@ -281,11 +283,12 @@ def short_sequences(draw: st.DrawFn) -> tuple[Discipline, int, list[tuple[bool, 
     return discipline, workers, draw(st.lists(event, max_size=60))
 
 
-@settings(max_examples=2_000, deadline=None, derandomize=True)
-@given(short_sequences())
-def test_compiled_scheduler_decides_as_the_oracle_on_short_sequences(
-    sequence: tuple[Discipline, int, list[tuple[bool, int, int]]],
-) -> None:
+@sample_and_full(250, 2_000)
+def test_compiled_scheduler_decides_as_the_oracle_on_short_sequences(size: int) -> None:
+    settings(max_examples=size, deadline=None, derandomize=True)(given(short_sequences())(_decides_as_the_oracle))()
+
+
+def _decides_as_the_oracle(sequence: tuple[Discipline, int, list[tuple[bool, int, int]]]) -> None:
     discipline, workers, events = sequence
     trial, now_ns = Trial(discipline, workers), 0
     for leaves, choice, later_ns in events:

@@ -8,6 +8,7 @@ import pytest
 
 from fastps.job.specs import parse_policy
 from fastps.kernels.scheduling.scheduler import Scheduler
+from tests.support.sizes import sample_and_full
 
 POLICIES: dict[str, dict[str, Any]] = {
     "bsp": {"fold": "all", "grant": "next-version", "scale": "mean"},
@@ -22,9 +23,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("alternate", [False, True])
-def test_pushes_leaves_and_joins_in_any_order_never_stop_the_job(name: str, alternate: bool) -> None:
+@sample_and_full(3, 12, "seeds")
+def test_pushes_leaves_and_joins_in_any_order_never_stop_the_job(name: str, alternate: bool, seeds: int) -> None:
     """Whatever came before: a round in which everyone who may push does so makes progress."""
-    for seed in range(12):
+    for seed in range(seeds):
         generator = random.Random(seed)
         workers = 5
         scheduler = Scheduler(workers, alternate=alternate, **POLICIES[name])
@@ -96,12 +98,13 @@ def test_who_lives_or_has_a_push_waiting_may_not_join() -> None:
 @pytest.mark.parametrize(
     "spec", ["bsp", "asp", "ssp:2", "dssp:1,3", "backup:1", "softsync:2", "hardsync:64", "adv:2", "r2sp:0.8", "r2sp:0"]
 )
-def test_once_workers_leave_and_join_no_more_everyone_goes_on(spec: str) -> None:
+@sample_and_full(30, 150, "seeds")
+def test_once_workers_leave_and_join_no_more_everyone_goes_on(spec: str, seeds: int) -> None:
     """Leaves and joins at any moment, then none: as long as anyone waits, somebody may push or a timer is due.
 
     Under r2sp the order of folds and that of grants must not come to wait for each other.
     """
-    for seed in range(150):
+    for seed in range(seeds):
         rng = random.Random(f"{spec} {seed}")
         workers = rng.choice((2, 3, 4))
         scheduler = Scheduler(workers, **parse_policy(spec).values(workers))

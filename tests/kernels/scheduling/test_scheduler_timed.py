@@ -27,6 +27,7 @@ from tests.oracles.softsync import SoftSync, average_staleness
 from tests.oracles.ssp import Ssp
 from tests.oracles.staggered import StaggeredSoftSync
 from tests.oracles.tree import Tree
+from tests.support.sizes import sample_and_full
 
 EVENTS = 104_000
 
@@ -276,12 +277,13 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
 
 
 @every_row
-def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Row) -> None:
+@sample_and_full(EVENTS // 10, EVENTS)
+def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Row, size: int) -> None:
     total = 0
     for workers in WORKER_COUNTS:
         # More events for more workers, so that the clocks of 64 come apart as well.
         weight = (16 + workers) / sum(16 + count for count in WORKER_COUNTS)
-        share = math.ceil(EVENTS * weight / len(SPEED_MODELS))
+        share = math.ceil(size * weight / len(SPEED_MODELS))
         for speed in SPEED_MODELS:
             done = trials = 0
             while done < share:
@@ -289,7 +291,7 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(row: Row) ->
                 done += run_trial(Trial(row, workers, seed), random.Random(seed), speed, share - done)
                 trials += 1
             total += done
-    assert total >= EVENTS
+    assert total >= size
 
 
 @every_row

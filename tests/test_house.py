@@ -1,0 +1,131 @@
+"""Each module has a test that is found by its name: fastps/ROOM/NAME.py has tests/ROOM/test_NAME.py, and so have kernels/.
+
+Where the behaviour of a module shows only through another, the tables say where: a room as a whole, or a single module.
+"""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Rooms whose modules are parts of one thing that is tested as a whole.
+ROOMS = {
+    "fastps/reproduce": "tests/reproduce/test_reproduce.py",  # tables of the papers' rows, and what runs them
+    "fastps/tracing": "tests/tracing/test_trace.py",  # what one part writes, another reads
+    "kernels/scheduling": "tests/kernels/scheduling/test_scheduler.py",  # parts of one scheduler, compared with its oracles
+    "kernels/chaos": "tests/crash/test_chaos.py",  # in the failpoint build alone
+}
+# Modules that are tested through another, which is named.
+MODULES = {
+    "fastps/version": "tests/cli/test_main.py",
+    "fastps/checkpoint/format": "tests/checkpoint/test_checkpoint.py",
+    "fastps/checkpoint/periodic": "tests/checkpoint/test_checkpoint.py",
+    "fastps/cli/chaos": "tests/diagnostics/test_chaos.py",
+    "fastps/cli/machine": "tests/diagnostics/test_doctor.py",
+    "fastps/cli/options": "tests/cli/test_main.py",
+    "fastps/cli/plots": "tests/advice/test_stragglers.py",
+    "fastps/cli/report": "tests/cli/test_main.py",
+    "fastps/cli/simulation": "tests/simulation/test_simulate.py",
+    "fastps/cli/simulation_report": "tests/simulation/test_simulate.py",
+    "fastps/cli/trace": "tests/tracing/test_trace.py",
+    "fastps/cli/trace_report": "tests/tracing/test_trace.py",
+    "fastps/cli/training": "tests/cli/test_main.py",
+    "fastps/device/cuda": "tests/bench/test_gpu_check.py",  # needs a GPU
+    "fastps/device/host": "tests/device/test_device.py",
+    "fastps/device/interface": "tests/device/test_device.py",
+    "fastps/device/memory": "tests/device/test_device.py",
+    "fastps/device/store": "tests/device/test_device.py",
+    "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
+    "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
+    "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
+    "fastps/job/disciplines": "tests/job/test_policy.py",
+    "fastps/job/fault_policy": "tests/membership/test_membership.py",
+    "fastps/job/layout": "tests/job/test_limits.py",
+    "fastps/job/specs": "tests/job/test_policy.py",
+    "fastps/job/update_rules": "tests/torch/test_optimizer.py",
+    "fastps/membership/discovery": "tests/cli/test_top.py",
+    "fastps/membership/peers": "tests/membership/test_membership.py",
+    "fastps/processes/absent_workers": "tests/faults/test_restarts.py",
+    "fastps/processes/fault_injection": "tests/faults/test_restarts.py",
+    "fastps/processes/options": "tests/processes/test_launcher.py",
+    "fastps/processes/progress_lines": "tests/processes/test_output.py",
+    "fastps/processes/spare": "tests/faults/test_restarts.py",
+    "fastps/processes/spare_process": "tests/faults/test_restarts.py",
+    "fastps/processes/spawn": "tests/torch/test_foreign.py",
+    "fastps/processes/worker_environment": "tests/torch/test_foreign.py",
+    "fastps/processes/worker_output": "tests/processes/test_output.py",
+    "fastps/simulation/compute_models": "tests/simulation/test_simulate.py",
+    "fastps/simulation/options": "tests/simulation/test_simulate.py",
+    "fastps/store/background": "tests/store/test_disciplines_live.py",
+    "fastps/store/instances": "tests/torch/test_foreign.py",
+    "fastps/store/late_responses": "tests/store/test_disciplines_live.py",
+    "fastps/store/observer": "tests/cli/test_top.py",
+    "fastps/store/served_worker": "tests/processes/test_server.py",
+    "fastps/store/server_process": "tests/processes/test_server.py",
+    "fastps/store/transfers": "tests/store/test_disciplines_live.py",
+    "fastps/store/waiting": "tests/store/test_store.py",
+    "fastps/store/worker": "tests/store/test_store.py",
+    "fastps/system/extras": "tests/test_docs.py",
+    "fastps/system/machine": "tests/bench/test_bench.py",
+    "fastps/system/shared_memory": "tests/store/test_store.py",
+    "fastps/torch/checkpoint": "tests/checkpoint/test_checkpoint.py",
+    "fastps/torch/evaluation": "tests/torch/test_optimizer.py",
+    "fastps/torch/gradients": "tests/torch/test_optimizer.py",
+    "fastps/torch/join": "tests/torch/test_foreign.py",
+    "fastps/torch/model_buffers": "tests/torch/test_optimizer.py",
+    "fastps/torch/rule_optimizer": "tests/job/test_user_rules.py",
+    "fastps/torch/sampler": "tests/torch/test_options.py",
+    "fastps/torch/schedules": "tests/torch/test_optimizer.py",
+    "fastps/torch/state": "tests/torch/test_optimizer.py",
+    "fastps/torch/update_rules": "tests/torch/test_optimizer.py",
+    "fastps/torch/weights": "tests/torch/test_optimizer.py",
+    "fastps/training/models": "tests/training/test_training.py",
+    "fastps/training/options": "tests/training/test_training.py",
+    "fastps/training/runs": "tests/training/test_training.py",
+    "fastps/training/worker_main": "tests/training/test_training.py",
+    "kernels/baseline/scheduler_load": "tests/kernels/baseline/test_roofline.py",
+    "kernels/cuda/launch_args": "tests/kernels/cuda/test_host_fold.py",
+    "kernels/cuda/runtime": "tests/bench/test_gpu_check.py",  # needs a GPU
+    "kernels/protocol/batch": "tests/kernels/protocol/test_lane.py",
+    "kernels/protocol/combiner": "tests/kernels/protocol/test_lane.py",
+    "kernels/protocol/commit": "tests/kernels/protocol/test_lane.py",
+    "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
+    "kernels/shm/arena": "tests/kernels/shm/test_damage.py",
+    "kernels/shm/format": "tests/kernels/shm/test_damage.py",
+    "kernels/shm/mapping": "tests/kernels/shm/test_damage.py",
+    "kernels/shm/numa": "tests/system/test_numa.py",
+    "kernels/shm/plan": "tests/kernels/shm/test_damage.py",
+    "kernels/shm/view": "tests/kernels/shm/test_damage.py",
+    "kernels/simulation/cpu": "tests/simulation/test_simulate.py",
+    "kernels/simulation/network": "tests/kernels/simulation/test_simulator.py",
+    "kernels/simulation/records": "tests/kernels/simulation/test_simulator.py",
+    "kernels/simulation/shards": "tests/simulation/test_simulate.py",
+    "kernels/simulation/totals": "tests/kernels/simulation/test_simulator.py",
+    "kernels/tensors/torch_tensors": "tests/torch/test_tensor_loops.py",
+    "kernels/update/jit": "tests/job/test_user_rules.py",
+    "kernels/update/reference": "tests/kernels/update/test_fold.py",
+}
+
+
+def _modules() -> list[str]:
+    files = [file for top in ("fastps", "kernels") for file in (ROOT / top).rglob("*") if file.suffix in (".py", ".pyx")]
+    names = {file.relative_to(ROOT).with_suffix("").as_posix() for file in files if not file.stem.startswith("__")}
+    return sorted(name for name in names if not name.startswith(("fastps/kernels/", "fastps/bench/")))
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="tests run without the source tree")
+def test_every_module_has_a_test_of_its_name_or_a_place_in_the_tables() -> None:
+    missing, superfluous, places = [], [], {*ROOMS.values(), *MODULES.values()}
+    for name in _modules():
+        folder, _, stem = name.removeprefix("fastps/").rpartition("/")
+        has_own = (ROOT / "tests" / folder / f"test_{stem}.py").exists()
+        has_place = name in MODULES or name.rpartition("/")[0] in ROOMS
+        if not has_own and not has_place:
+            missing.append(name)
+        if has_own and name in MODULES:
+            superfluous.append(name)
+    assert missing == [], "modules without a test of their name: add tests/ROOM/test_NAME.py, or a row to MODULES"
+    assert superfluous == [], "modules that have a test of their name by now: take the row away"
+    assert sorted(set(MODULES) - set(_modules())) == [], "rows of modules that are no more"
+    assert [place for place in places if not (ROOT / place).exists()] == []
