@@ -101,7 +101,7 @@ def test_glossary_defines_each_word_once() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    named = set(re.findall(r"^ +- (?:[^:#]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^ +- (?:[^:#\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert pages - named == set(), "not in mkdocs.yml"
     assert named - pages == set(), "in mkdocs.yml and not in docs/"
