@@ -1,7 +1,7 @@
-"""The disciplines of the five papers: rows of one table, each a few values of a Policy, and the specs that name them.
+"""The disciplines of the five papers: a table of rows, each a few values of a Policy, and the specs that name them.
 
-Where a paper leaves room, the docstring says what was chosen and why; docs/disciplines.md has a paragraph a row. Refuses to
-decide anything, and to have a class per discipline.
+Where a paper leaves a choice open, the docstring names the choice and its reason. docs/disciplines.md has a paragraph for each
+row. A discipline is data, not a class.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, Policy
 
 
 def BSP() -> Policy:  # noqa: N802 - the papers' names
-    """Bulk synchronous parallel: all workers of a version, their mean, then all go on (DSSP paper, section I.A.1).
+    """Bulk synchronous parallel: fold the mean of all workers' pushes of a version, then grant to all (DSSP paper, I.A.1).
 
     >>> BSP().spec
     'bsp'
@@ -21,14 +21,14 @@ def BSP() -> Policy:  # noqa: N802 - the papers' names
 
 
 def ASP() -> Policy:  # noqa: N802
-    """Asynchronous parallel: every push is folded when it arrives, nobody waits (DSSP paper, section I.A.2)."""
+    """Asynchronous parallel: every push is folded when it arrives, and no worker waits (DSSP paper, section I.A.2)."""
     return Policy(spec="asp", fold="each", grant="at-once")
 
 
 def SSP(s: int) -> Policy:  # noqa: N802
-    """Stale synchronous parallel: a worker goes on while it is not more than `s` pushes ahead of the slowest.
+    """Stale synchronous parallel: a worker goes on while it is at most `s` pushes ahead of the slowest worker.
 
-    The bound is on grants, as line 8 of DSSP's Algorithm 1 tests it: the gap just after the next push may be s + 1.
+    The bound applies to grants, as line 8 of DSSP's Algorithm 1 tests it: the gap right after the next push may be s + 1.
     Raises PolicyError unless 0 <= s <= 1,000,000.
 
     >>> SSP(3).spec
@@ -39,15 +39,15 @@ def SSP(s: int) -> Policy:  # noqa: N802
 
 
 def DSSP(lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = False) -> Policy:  # noqa: N802
-    """Dynamic SSP: beyond `lo` the fastest worker gets as many extra steps, up to `hi - lo`, as the controller predicts.
+    """Dynamic SSP: beyond `lo` the fastest worker gets extra steps, as many as the controller predicts, up to `hi - lo`.
 
-    Algorithm 1's line 17 has two readings. As "printed", a worker without credit waits until it is within `lo` again.
-    With "next-push" it is released at the slowest worker's next push, the instant whose wait the controller minimizes; this
-    is the default, for it alone always gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). With two workers of
-    speeds 3.1 : 1 and dssp:3,15 (tests/kernels/scheduling/test_scheduler.py), next-push does ASP's 1.32 steps per unit; printed
-    does anything from SSP's 0.65 to ASP's 1.32, depending on range, phase and jitter. In neither reading is the gap bounded by
-    `hi`; `hard_bound=True` caps the credit so that no worker is granted a step while more than `hi` ahead, which Theorem 2
-    needs, and costs the speed (0.65). As printed (line 14), r* = 3 lets a worker begin four steps; this is kept.
+    Line 17 of Algorithm 1 has two readings. With "printed", a worker without credit waits until it is within `lo` again.
+    With "next-push", the slowest worker's next push releases it: the instant whose wait the controller minimizes. This is the
+    default, because only this reading always gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). With two
+    workers of speeds 3.1 : 1 and dssp:3,15, next-push makes ASP's 1.32 steps per unit of time; printed makes between SSP's 0.65
+    and ASP's 1.32, depending on range, phase and jitter. Neither reading bounds the gap by `hi`. `hard_bound=True` caps the
+    credit so that no worker is granted a step while it is more than `hi` ahead, which Theorem 2 needs; this costs the speed
+    (0.65). As printed (line 14), r* = 3 lets a worker begin four steps; fastps keeps this.
 
     Raises PolicyError unless 0 <= lo <= hi and release is one of the two.
 
@@ -67,8 +67,7 @@ def DSSP(lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = Fal
 
 
 def Auto(steps: int = 32) -> Policy:  # noqa: N802
-    """bsp for so many steps, then what `fastps advise` recommends for them (fastps/advice/auto_sync.py). For
-    DistributedOptimizer.
+    """Run bsp for `steps` steps, then the discipline that `fastps advise` recommends from them. For DistributedOptimizer only.
 
     Raises PolicyError unless 8 <= steps <= 10,000.
 
@@ -80,10 +79,10 @@ def Auto(steps: int = 32) -> Policy:  # noqa: N802
 
 
 def BackupWorkers(b: int) -> Policy:  # noqa: N802
-    """Synchronous SGD with b backup workers: the first N - b gradients of a version, their mean (Chen et al., Algorithm 4).
+    """Synchronous SGD with b backup workers: fold the mean of a version's first N - b gradients (Chen et al., Algorithm 4).
 
-    A gradient of an older version is dropped and counted (line 6), and its worker goes on with the newest weights at once.
-    N counts all workers here; in the paper it is those that are waited for, so that N + b are started.
+    A gradient of an older version is dropped and counted (line 6), and its worker continues at once with the newest weights.
+    Here N counts all workers. In the paper N counts only the workers that are waited for, so N + b are started.
 
     >>> BackupWorkers(1).spec
     'backup:1'
@@ -103,12 +102,12 @@ def PSP(  # noqa: N802
 ) -> Policy:
     """PSP-SGD: partial push and partial pull, per shard (Partially Synchronous Parallelism SGD, ICLR 2018, Algorithm 1).
 
-    A shard folds `push` gradients (c) of its version and those that come within `push_timeout` seconds (tau1) after, with the
-    learning rate times their number (line 13); later ones are dropped. A worker computes when a fraction `pull` (b%) of the
-    shards is fresh, or up to `pull_timeout` seconds (tau2) later, with old blocks for the rest (line 4). Both timeouts are
-    0 in the paper's experiments. As printed a worker's own iteration number is its timestamp for ever, so that one that falls
-    behind is dropped for ever; here it is the newest version that it has pulled. This is not probabilistic synchronous
-    parallel, which is called PSP, too.
+    A shard folds `push` gradients (c) of its version and those that arrive within `push_timeout` seconds (tau1) after them. The
+    learning rate is multiplied by their number (line 13); later gradients are dropped. A worker computes when a fraction `pull`
+    (b%) of the shards is fresh, or up to `pull_timeout` seconds (tau2) later, with old blocks for the rest (line 4). Both
+    timeouts are 0 in the paper's experiments. In the printed algorithm the timestamp of a worker is always its own iteration
+    number, so the gradients of a worker that falls behind are always dropped. Here the timestamp is the newest version that the
+    worker has pulled. Probabilistic synchronous parallel is a different scheme of the same abbreviation.
 
     >>> PSP(3, 0.75).spec
     'psp:3,0.75'
@@ -132,9 +131,9 @@ def PSP(  # noqa: N802
 
 
 def HardSync(reference_batch: int) -> Policy:  # noqa: N802
-    """Rudra's hardsync: bsp with the learning rate times sqrt(lambda mu / B) (section 3.2), B the reference model's batch.
+    """Rudra's hardsync: bsp with the learning rate times sqrt(lambda mu / B) (section 3.2); B is the reference model's batch.
 
-    lambda mu is the samples of all pushes of a version, so every push must tell its batch.
+    lambda mu is the number of samples in all pushes of a version, so every push must report its batch size.
 
     >>> HardSync(128).spec
     'hardsync:128'
@@ -146,11 +145,11 @@ def HardSync(reference_batch: int) -> Policy:  # noqa: N802
 
 
 def SoftSync(n: int, *, scale: str = "divisor") -> Policy:  # noqa: N802
-    """Rudra's n-softsync: floor(lambda / n) gradients of any version, their mean (equation 5); nobody waits.
+    """Rudra's n-softsync: fold the mean of floor(lambda / n) gradients of any version (equation 5); no worker waits.
 
-    The learning rate is divided by n (equation 6), or with scale="staleness" each gradient by its own staleness (footnote 3).
-    Up to MOST_SLOTS - 1 pushes of one worker may wait to be folded; a worker with more in hand waits for a slot, as Rudra's
-    blocking sends would make it.
+    The learning rate is divided by n (equation 6). With scale="staleness" each gradient is divided by its own staleness instead
+    (footnote 3). Up to MOST_SLOTS - 1 pushes of one worker may wait to be folded. A worker with more waits for a slot, as it
+    would with Rudra's blocking sends.
 
     >>> SoftSync(2).spec
     'softsync:2'
@@ -166,10 +165,10 @@ def SoftSync(n: int, *, scale: str = "divisor") -> Policy:  # noqa: N802
 
 
 def RudraAdv(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
-    """Rudra-adv: n-softsync through a tree (section 3.3): a leaf passes its workers' gradients on together.
+    """Rudra-adv: n-softsync through a tree (section 3.3); a leaf passes on the gradients of its workers together.
 
-    A leaf has passed on when it holds one gradient for each of its live workers, of whichever of them; the root counts
-    gradients, not messages. On one node the leaf's sum is made in the root's one pass over memory.
+    A leaf passes on its gradients when it holds as many as it has live workers, whichever workers they come from. The root
+    counts gradients, not messages. On one node the root computes the leaves' sums in its single pass over memory.
 
     >>> RudraAdv(1).spec
     'adv:1'
@@ -180,10 +179,10 @@ def RudraAdv(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
 
 
 def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
-    """Rudra-adv*: Rudra-adv with push and pull in threads of their own (section 3.3).
+    """Rudra-adv*: Rudra-adv with push and pull in separate threads (section 3.3).
 
-    The next gradient is never sent before the last was delivered; the newest weights wait in a communication buffer and are
-    taken by a pointer swap.
+    A gradient is sent only after the one before was delivered. The newest weights wait in a communication buffer, and the
+    worker takes them by a pointer swap.
 
     >>> RudraAdvStar(1).spec
     'adv*:1'
@@ -194,12 +193,12 @@ def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
 
 
 def R2SP(relax: float = 0.8, *, tune: bool = False) -> Policy:  # noqa: N802
-    """Round-robin synchronous parallel (Chen, Wang and Li): updates and permissions in a fixed order, evenly spaced.
+    """Round-robin synchronous parallel (Chen, Wang and Li): updates and grants in a fixed order, evenly spaced.
 
-    A push is folded when all before it in the order are; its worker may go on in its turn, at the earliest relax x T / N
-    after the last permission, with T the slowest worker's mean iteration time (section III-B, V). With `tune=True` the
-    permission carries a batch with which a fast worker takes as long as the slowest (section IV), and each push's learning rate
-    is scaled by its batch / its worker's first (Algorithm 1, worker, line 5).
+    A push is folded when all pushes before it in the order are folded. Its worker is granted the next step in the same order,
+    at the earliest relax x T / N after the last grant, where T is the slowest worker's mean iteration time (sections III-B, V).
+    With `tune=True` the grant carries a batch size with which a fast worker takes as long as the slowest (section IV), and the
+    learning rate of each push is multiplied by its batch / the first batch of its worker (Algorithm 1, worker, line 5).
 
     >>> R2SP(0.8, tune=True).spec
     'r2sp:0.8,tune=true'
@@ -214,7 +213,7 @@ def _check(name: str, what: str, value: object, least: int) -> None:
 
 
 def _number(value: object) -> str:
-    """The shortest text that reads as the same number: 0.8, 1, 0.1234567."""
+    """The shortest text that parses to the same number: 0.8, 1, 0.1234567."""
     if not isinstance(value, float | int):
         return str(value)
     short = f"{value:g}"
@@ -223,7 +222,7 @@ def _number(value: object) -> str:
 
 @dataclass(frozen=True)
 class Discipline:
-    """A row of the table: how the spec is written, what makes the policy of its arguments, and what a user should know."""
+    """A row of the table: the usage of the spec, the function that builds the policy, and what a user should know."""
 
     usage: str
     build: Callable[..., Policy]
@@ -231,7 +230,7 @@ class Discipline:
     does: str
     use: str
     numbers: tuple[type, ...] = ()
-    defaults: int = 0  # how many of the numbers may be left out, from the end
+    defaults: int = 0  # how many trailing numbers may be omitted
     options: tuple[str, ...] = ()
 
 

@@ -1,7 +1,7 @@
-"""Which worker this process is, and which job it belongs to: said by the script, else read from what a launcher set.
+"""The identity of this process: its rank, the number of workers and its job, from the script or the launcher's variables.
 
-Understands fastps' own launcher, torchrun, and whatever sets torchrun's variables; without any, this process is alone. Changes
-nothing of the environment.
+The module reads the variables of fastps' own launcher, of torchrun, and of launchers that set torchrun's. Without any, this
+process is alone. The environment is never changed.
 """
 
 import hashlib
@@ -15,15 +15,16 @@ from typing import Any
 from fastps.errors import UsageError
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
-# The first that is set counts. Lightning gives its processes LOCAL_RANK alone, which on one machine is the rank.
+# The first variable that is set counts. Lightning sets only LOCAL_RANK, which on one machine is the rank.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
 _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each other"
 
 
 def rank() -> int:
-    """This worker's number, from 0; 0 when alone. Raises UsageError where the environment says how many there are, and no rank.
+    """This worker's number, from 0; 0 when alone.
 
-    Of a process that no variable numbers, its number in torch's process group, if it is in one.
+    If no variable has the rank, this is the rank in torch's process group, if there is one. Raises UsageError if the
+    environment has a number of workers above 1 and no rank.
     """
     if not any(name in os.environ for name in _RANKS):
         group = _process_group()
@@ -38,13 +39,13 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of workers of the job; 1 when alone."""
+    """The number of workers of the job; 1 when alone."""
     group = None if any(name in os.environ for name in _WORKERS) else _process_group()
     return _number(_WORKERS, 1) if group is None else int(group.get_world_size())
 
 
 def _process_group() -> Any:
-    """torch.distributed, where this process has imported it and begun a process group."""
+    """torch.distributed, if this process has imported it and initialized a process group; else None."""
     distributed = sys.modules.get("torch.distributed")
     return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
@@ -54,12 +55,12 @@ _rank = rank  # `identity` has an argument of that name
 
 @dataclass(frozen=True)
 class Identity:
-    """Which worker of which job a process is.
+    """The job and the rank of a process.
 
     Attributes:
-        job: the job's name, or what the names of a launch's jobs begin with; see `name`.
-        rank, workers: its number, from 0, and how many there are.
-        instance: counts the optimizers of a script that names none of its jobs, from 0.
+        job: the job's name, or the common prefix of the names of a launch's jobs; see `name`.
+        rank, workers: the worker's number, from 0, and the number of workers.
+        instance: the number, from 0, of this optimizer in a script that names none of its jobs.
     """
 
     job: str
@@ -69,7 +70,7 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """The job's name: a script's first optimizer has the launch's own, the next JOB.1."""
+        """The job's name: JOB for a script's first optimizer, JOB.1 for the next."""
         return self.job if self.instance == 0 else f"{self.job}.{self.instance}"
 
     def of_instance(self, instance: int) -> "Identity":
@@ -78,10 +79,10 @@ class Identity:
 
 
 def identity(job: str | None = None, rank: int | None = None, workers: int | None = None, *, instance: int = 0) -> Identity:
-    """What the script says (`job`, `rank`, `workers`), and of the rest what the environment says.
+    """The identity from the script's arguments (`job`, `rank`, `workers`), and from the environment where they are None.
 
-    `instance` counts the optimizers of a script that names no job. Raises UsageError for numbers that no worker can have, and
-    in a child of multiprocessing where neither the script nor a launcher says which worker it is.
+    `instance` is the number of the optimizer in a script that names no job. Raises UsageError for a rank or a number of workers
+    out of range, and in a child of multiprocessing that gets its rank neither from the script nor from a launcher.
 
     >>> identity("mnist", 1, 4).name
     'mnist'
@@ -109,7 +110,7 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
 
 
 def check_main_guard() -> None:
-    """Raises UsageError in a child of multiprocessing that is only about to begin, and runs its parent's script to that end."""
+    """Raise UsageError in a child of multiprocessing that is still starting, and runs its parent's script for that."""
     if getattr(process.current_process(), "_inheriting", False):
         raise UsageError(
             "a child of multiprocessing (a DataLoader's worker, say) runs this script from its first line, and came to fastps:"
@@ -119,9 +120,9 @@ def check_main_guard() -> None:
 
 
 def _job_of_launch() -> str:
-    """The name that all workers of this launch derive, and no other launch does.
+    """The job name that all workers of this launch derive, and no other launch does.
 
-    From FASTPS_JOB, else from torchrun's run id, address and restart count; random when alone.
+    It comes from FASTPS_JOB, else from torchrun's run id, address and restart count. It is random when this process is alone.
     """
     own = os.environ.get("FASTPS_JOB")
     if own is None:
@@ -140,17 +141,17 @@ def _job_of_launch() -> str:
 
 
 def job_name(instance: int) -> str:
-    """The name that all workers of this launch derive for their `instance`-th optimizer, and no other launch does."""
+    """The name of the launch's job number `instance`. All workers of this launch derive the same, and no other launch does."""
     return Identity(_job_of_launch(), 0, 1, instance).name
 
 
 def joins() -> bool:
-    """Whether this worker was started in the place of one that was lost, while others of its job are there to be joined."""
+    """Whether the launcher started this worker to replace a lost one, in a job whose other workers still run."""
     return _number(("FASTPS_JOINS",), 0) > 0
 
 
 def _number(names: tuple[str, ...], default: int) -> int:
-    """The first of these variables that is set."""
+    """The number in the first of these variables that is set, else the default."""
     name = next((name for name in names if name in os.environ), None)
     if name is None:
         return default

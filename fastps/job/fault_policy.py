@@ -1,6 +1,6 @@
-"""What a job does about faults, as data: a lost worker, a gradient that is not finite, workers that join later.
+"""The fault policy of a job, as data: what happens on a lost worker, a non-finite gradient and a late joiner.
 
-All workers of a job agree on these values, so they are part of its layout. Refuses to do any of it: membership.py does.
+All workers of a job agree on these values, so they are part of its layout.
 """
 
 import os
@@ -14,14 +14,14 @@ NONFINITE_CHOICES = ("reject", "raise", "allow")
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What a job does about faults.
+    """The fault policy of a job.
 
     Attributes:
         on_worker_loss: when a worker dies or fails, the others "stop" with an error that names it, or "continue" without it:
-            nobody waits for it, quorums shrink, and another process may join in its place.
-        nonfinite: a push that is not finite, or would make the weights so, is not folded: "reject" it and go on, or "raise" in
-            every worker; "allow" folds it without a look.
-        max_workers: lanes of the arena: so many workers may be attached at a time; 0: as many as at the start.
+            no worker waits for it, quorums shrink, and another process may join in its place.
+        nonfinite: a push that is non-finite, or would make the weights non-finite, is not folded: "reject" drops it and goes
+            on, "raise" raises an error in every worker. "allow" folds without a check.
+        max_workers: lanes of the arena, and so the most workers attached at a time; 0: as many as at the start.
 
     Raises UsageError for a value that is not one of these.
 
@@ -42,7 +42,7 @@ class FaultPolicy:
 
     @staticmethod
     def of(on_worker_loss: str | None = None, nonfinite: str | None = None, max_workers: int | None = None) -> "FaultPolicy":
-        """What is given, else the environment's FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS."""
+        """The arguments, or FASTPS_ON_WORKER_LOSS, FASTPS_NONFINITE and FASTPS_MAX_WORKERS where they are None."""
         text = os.environ.get("FASTPS_MAX_WORKERS", "0")
         if max_workers is None and not text.isdecimal():
             raise UsageError(f"expected FASTPS_MAX_WORKERS to be a whole number, found {text!r}")
@@ -53,7 +53,7 @@ class FaultPolicy:
         )
 
     def lanes(self, workers: int) -> int:
-        """Lanes of a job that starts with so many workers. Raises UsageError when the stated maximum is less."""
+        """The lanes of a job that starts with `workers` workers. Raises UsageError if `max_workers` is less."""
         if self.max_workers and self.max_workers < workers:
             raise UsageError(f"expected max_workers of at least the {workers} workers of the start, found {self.max_workers}")
         return self.max_workers or workers

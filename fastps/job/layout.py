@@ -1,6 +1,7 @@
 """The layout: where each parameter lies in a buffer, and what all workers of a job must agree on before they share memory.
 
-Refuses to touch memory: it is a description, compared by hash and, when the hashes differ, parameter by parameter.
+A layout is a description and touches no memory. Workers compare layouts by hash and, if the hashes differ, parameter by
+parameter.
 """
 
 import hashlib
@@ -20,9 +21,9 @@ from fastps.kernels.update import fold
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: float32, `length` floats from `offset` floats into a buffer, strides in floats as the tensor had them.
+    """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
 
-    It belongs to the shard of number `shard`, which versions it.
+    Shard number `shard` holds and versions it.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Parameter:
 
     @property
     def length(self) -> int:
-        """Number of floats."""
+        """The number of floats."""
         return math.prod(self.shape)
 
 
@@ -44,11 +45,12 @@ GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16":
 
 @dataclass(frozen=True)
 class Layout:
-    """What a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and in which
-    precision gradients are pushed; they are summed and applied in single precision in any case.
+    """Everything that a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and more.
 
-    `homes`: for each shard the lane on whose device its floats lie (device_arena.py); () where all are in the arena itself.
-    `server`: who takes the turns, "workers" that wait or a "process" of its own (server.py).
+    Attributes:
+        gradient_type: the precision in which gradients are pushed. They are always summed and applied in single precision.
+        homes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
+        server: which processes combine: the waiting "workers", or a server "process".
     """
 
     parameters: tuple[Parameter, ...]
@@ -64,17 +66,17 @@ class Layout:
 
     @property
     def lanes(self) -> int:
-        """Lanes of the arena: so many workers at a time."""
+        """Lanes of the arena: the most workers at a time."""
         return self.faults.lanes(self.workers)
 
     @property
     def has_server(self) -> bool:
-        """Whether a process of its own takes the turns, on a lane behind the workers', number `lanes`."""
+        """Whether a server process combines. Its lane is number `lanes`, behind the workers' lanes."""
         return self.server == "process"
 
     @property
     def planes(self) -> int:
-        """Planes of state: the rule's, and the moving average of the weights as the last."""
+        """Optimizer-state tensors: the rule's, then the moving average of the weights if there is one."""
         return len(self.rule.planes) + (self.policy.ema > 0)
 
     @property
@@ -84,14 +86,15 @@ class Layout:
 
     @property
     def buffers(self) -> int:
-        """Weights buffers: one a worker, or two where the next is fetched in the background; and the published one, a free one,
-        and one for who copies a whole version.
+        """Weights buffers: one per worker, or two if the next version is fetched in the background, and three more.
+
+        The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied.
         """
         return self.lanes * (2 if self.policy.overlap else 1) + 3
 
     @property
     def shards(self) -> list[tuple[int, int]]:
-        """The floats [first, last) of each shard of a buffer."""
+        """The range of floats [first, last) of each shard in a buffer."""
         count = self.parameters[-1].shard + 1 if self.parameters else 1
         begins = [next(p.offset for p in self.parameters if p.shard == shard) for shard in range(count)]
         return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
@@ -106,16 +109,16 @@ class Layout:
 
     @property
     def host_floats(self) -> int:
-        """Floats of a weights buffer in the arena itself: none where they are on devices."""
+        """Floats of a weights buffer in the arena: 0 if the weights are on devices."""
         return 0 if self.homes else self.buffer_floats
 
     @property
     def host_shards(self) -> list[tuple[int, int]]:
-        """The floats of each shard of a buffer in the arena itself."""
+        """The range of floats of each shard in a buffer in the arena: empty ranges if the weights are on devices."""
         return [(0, 0) for _ in self.shards] if self.homes else self.shards
 
     def text(self) -> str:
-        """The description as JSON: what is hashed, and what is sent to a peer whose hash differs."""
+        """The description as JSON. It is hashed, and sent to a peer whose hash differs."""
         description = {
             "abi": arena.ABI,
             "byte_order": sys.byteorder,
@@ -143,9 +146,9 @@ class Layout:
 
 
 def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:
-    """Lay parameters (name, shape, stride, group) out one after the other, each on a cache line of its own.
+    """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
-    They are cut into at most `shards` runs of about equal length, at borders of parameters.
+    The parameters are split into at most `shards` runs of about equal length; no parameter is split.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
@@ -160,7 +163,7 @@ def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter]:
-    """Each parameter goes to the shard in whose share of the floats it begins; no shard stays empty."""
+    """Assign each parameter to the shard in whose share of the floats it begins. No shard stays empty."""
     numbered: list[Parameter] = []
     shard = 0
     for index, parameter in enumerate(placed):
@@ -172,7 +175,7 @@ def _sharded(placed: list[Parameter], shards: int, total: int) -> list[Parameter
 
 
 def first_difference(mine: str, theirs: str) -> str:
-    """One sentence that names the first thing in which two layouts differ, from the first one's point of view."""
+    """One sentence that names the first difference between two layouts; `mine` is "here"."""
     own = json.loads(mine)
     try:
         other = json.loads(theirs)
@@ -201,6 +204,6 @@ def _shown(value: object) -> str:
 
 
 def _aligned(length: int) -> int:
-    """Zero-size parameters get a line too, so that no two share an offset."""
+    """Round a length up to whole cache lines. An empty parameter gets a line too, so no two parameters share an offset."""
     lines = max(1, -(-length // arena.LINE_FLOATS))
     return lines * arena.LINE_FLOATS

@@ -1,6 +1,6 @@
 """The limits and defaults of fastps, and the relations between them, asserted at import.
 
-What a user may change comes from the environment, read when it is asked for. Refuses to hold a job's own settings.
+Limits that a user may change come from the environment and are read at each call. The settings of a job are not here.
 """
 
 import os
@@ -13,24 +13,23 @@ from fastps.kernels.shm import arena
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
 
-RING_SIZE = 8  # descriptors of a lane's ring
-SLICE_NS = 20_000_000  # no wait is longer without a look at the peers (protocol A.8: 50 ms), so a death is told within 100 ms
-OVERDUE_NS = 200_000  # a wait for a timer that is overdue: whoever holds the turn will fire it
-LIVENESS_NS = 50_000_000  # a worker that never waits looks at its peers this often
-SPINS = 4_000  # looks before a worker goes to sleep: about the cost of one sleeping wake-up (anchors: 500 spins = 48 us)
-# Where workers outnumber the cores, who waits lets others run before it sleeps, if its last wait was shorter than this: to
-# sleep and be woken takes long beside the steps of small models, and nothing beside those of large ones
-# (docs/experiments).
+RING_SIZE = 8  # descriptors in a lane's ring
+SLICE_NS = 20_000_000  # a wait checks its peers at least this often (protocol A.8: 50 ms), so a death is reported within 100 ms
+OVERDUE_NS = 200_000  # the longest sleep while a timer is overdue: the combiner is about to fire it
+LIVENESS_NS = 50_000_000  # a worker that never waits checks its peers this often
+SPINS = 4_000  # polls before a worker sleeps: about the cost of one sleep and wake-up (measured: 500 spins = 48 us)
+# If workers outnumber the cores and a worker's last wait was shorter than this, the worker yields before it sleeps. A sleep and
+# a wake-up take long beside the steps of small models, and nothing beside those of large ones (docs/experiments/yielding.md).
 SHORT_WAIT_NS = 1_000_000
-POLLS_AWAKE = 4  # between two looks at the clock
-ROUNDS_AWAKE = 10  # of so many looks, at most
-STREAMED_BYTES = (
-    28 << 20
-)  # read and written by a fold: from here stores past the caches pay (docs/experiments/non-temporal-stores.md)
-STAGED_BYTES = 128 << 20  # written by a fold of a rule whose results go through a stage: the same, where two cores share it
+POLLS_AWAKE = 4  # polls in a round: between two readings of the clock
+ROUNDS_AWAKE = 10  # the most rounds before the worker sleeps
+# Bytes that a fold reads and writes. From here on non-temporal stores pay (docs/experiments/non-temporal-stores.md).
+STREAMED_BYTES = 28 << 20
+# The same for a rule whose results go through a staging buffer: bytes that a fold writes, if two or more cores share the fold.
+STAGED_BYTES = 128 << 20
 DEFAULT_TIMEOUT_S = 300.0
 
-# A ring that held more pushes than slots would let a push name a slot that another push still needs; null pushes and the last
+# A ring holds at most as many pushes as the lane has slots, or two pushes would name one slot. Null pushes and the last
 # descriptor, LEAVE, need places of their own.
 assert RING_SIZE > MOST_SLOTS + 1
 assert SLICE_NS <= 50_000_000
@@ -38,7 +37,7 @@ assert arena.MAX_LANES + 1 < 1 << 16
 
 
 def timeout_s(given: float | None = None) -> float:
-    """The one timeout of all waits, in seconds: the argument, else FASTPS_TIMEOUT, else 300.
+    """The timeout of all waits, in seconds: the argument, else FASTPS_TIMEOUT, else 300.
 
     Raises UsageError for a value that is not a positive number.
     """
@@ -55,9 +54,9 @@ def timeout_s(given: float | None = None) -> float:
 
 
 def streams(layout: "Layout", helpers: int) -> bool:
-    """Whether a job's folds store past the caches, where so many help with one: not when the results fit there.
+    """Whether the folds of a job use non-temporal stores, with `helpers` helpers a fold. They do not if the caches hold a fold.
 
-    The loops of SGD and Adam do so by themselves; what other rules write goes through a stage, which pays late.
+    The loops of SGD and Adam store directly. Other rules write through a staging buffer, which pays only for larger models.
     """
     written_bytes = 4 * layout.buffer_floats * (1 + layout.planes)
     if layout.rule.name in ("sgd", "adam") and not layout.policy.ema:

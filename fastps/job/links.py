@@ -1,10 +1,10 @@
-"""The links that a discipline's transfers share: one server's, one of each leaf of a tree, or each worker's own."""
+"""The links that a discipline's transfers share: one for the server, one per leaf of a tree, or one per worker."""
 
 from fastps.job.policy import Policy
 
 
 def link_of(policy: Policy, rank: int, workers: int) -> int:
-    """Which link a worker's transfers go over.
+    """The number of the link that carries a worker's transfers.
 
     >>> from fastps.job.disciplines import BSP, RudraAdv, RudraAdvStar
     >>> [[link_of(policy, rank, 4) for rank in range(4)] for policy in (BSP(), RudraAdv(1), RudraAdvStar(1))]

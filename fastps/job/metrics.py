@@ -1,4 +1,4 @@
-"""Metrics of a run, live or simulated: one row a run, with the same keys everywhere."""
+"""Metrics of a run, live or simulated: one row per run, with the same keys everywhere."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def staleness_row(histogram: Sequence[tuple[int, int]]) -> Row:
-    """Min, mean, median, max, deviation and count of a shard's staleness, as Chen et al. 2017, Table 1 has them by layer.
+    """Min, mean, median, max, deviation and count of a shard's staleness, as in Table 1 of Chen et al. 2017 for each layer.
 
     >>> staleness_row([(1, 2), (4, 2)])
     {'min': 1, 'mean': 2.5, 'median': 2.5, 'max': 4, 'deviation': 1.5, 'count': 4}

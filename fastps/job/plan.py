@@ -1,4 +1,4 @@
-"""The arena that a layout needs: its header and its size."""
+"""The arena plan of a layout: the arena's header and size."""
 
 from fastps.errors import UsageError
 from fastps.job import limits
@@ -7,7 +7,7 @@ from fastps.kernels.shm import plan as arena_plan
 
 
 def plan(layout: Layout) -> tuple[bytes, int]:
-    """The header of a layout's arena, and the bytes that it takes in all. Raises UsageError for a layout without parameters."""
+    """The header of a layout's arena, and the arena's size in bytes. Raises UsageError for a layout without parameters."""
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
     return arena_plan.plan(

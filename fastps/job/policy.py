@@ -1,7 +1,7 @@
 """Policies: when gradients are folded, when a worker may go on, what a pull waits for, how a step is scaled.
 
-A policy is data: four small values and the numbers they need. The named disciplines are rows of a table (disciplines.py); the
-store and the simulator read the values and know no names. Refuses to decide anything: kernels/scheduling/scheduler.pyx does.
+A policy is data: four small values and the numbers that they need. The named disciplines are rows of a table. The store and the
+simulator read the values and know no names. The scheduler makes the decisions.
 """
 
 import math
@@ -14,10 +14,10 @@ from fastps.errors import PolicyError
 from fastps.kernels.scheduling.policy import reason_against
 from fastps.kernels.shm.arena import MAX_SHARDS
 
-MAX_BOUND = 1_000_000  # larger bounds than anyone needs; keeps the controller's range (high - low) finite
+MAX_BOUND = 1_000_000  # above any useful bound; keeps the controller's range (high - low) finite
 DEFAULT_SHARDS = 4
 MOST_SLOTS = 4
-LEAST_WARM_UP = 8  # fewer steps say little, and the first of them is left out
+LEAST_WARM_UP = 8  # fewer steps say little, and the advice leaves out the first
 MOST_WARM_UP = 10_000
 
 _ALLOWED = {
@@ -51,35 +51,35 @@ class Policy:
     """One synchronization scheme, as values. Any fold, grant, pull and scale that make sense together may be combined.
 
     Attributes:
-        spec: the canonical text, as `fastps.parse_policy` reads it; made from the values when not given.
-        fold: "each" push when it arrives; "all" live workers' pushes of one version; the first of this version ("quorum",
+        spec: the canonical text, in the syntax of `fastps.parse_policy`; derived from the values if it is not given.
+        fold: "each" push when it arrives; "all" live workers' pushes of one version; the first pushes of a version ("quorum";
             later ones are dropped); a "count" of pushes of any version; one at a time "in-order" of the workers.
         combine: with fold "each": the pushes that one drain finds are folded as one sum, not divided by their number, with
-            their mean learning rate and one version, rather than one after the other with a version each.
+            their mean learning rate and one version, instead of one after the other with a version each.
         grant: a worker goes on "at-once", with the "next-version", while "bounded" ahead of the slowest, or "round-robin".
-        scale: "one"; the "mean" of pushes folded together, or with the learning rate times their number ("linear"), times
-            sqrt(samples / reference) ("square-root"), divided by the divisor ("divisor"); each push divided by its
-            "staleness"; or with the learning rate times its batch / its worker's first ("batch").
+        scale: "one": unchanged; the "mean" of pushes folded together, or the mean with the learning rate times their number
+            ("linear"), times sqrt(samples / reference) ("square-root") or divided by the divisor ("divisor"); each push divided
+            by its "staleness"; or with the learning rate times its batch / its worker's first batch ("batch").
         low, high: the bound in steps (s of SSP: low == high; s_L and s_U of DSSP).
-        release: how a waiting worker is released (DSSP, Algorithm 1, line 17): "next-push" or "printed".
+        release: when a waiting worker is released (DSSP, Algorithm 1, line 17): "next-push" or "printed".
         hard_bound: never grant a step to a worker that is more than `high` ahead (DSSP, Theorem 2).
         count: pushes of a quorum (c of PSP-SGD); 0: the workers less `backups`.
         backups: b of backup workers.
         push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
-        divisor: n of n-softsync: a sum is complete with floor(workers / n) pushes.
-        groups: leaves of Rudra's tree; a leaf passes on its workers' pushes together. 0: no tree.
-        relax: r of R2SP, 0 to 1: the share of T / N that lies between two grants.
+        divisor: n of n-softsync: a fold takes floor(workers / n) pushes.
+        groups: leaves of Rudra's tree; a leaf passes on the pushes of its workers together. 0: no tree.
+        relax: r of R2SP, 0 to 1: the fraction of T / N between two grants.
         tune: R2SP's batch tuning: the grant carries a batch with which the worker takes as long as the slowest.
         reference: B of hardsync's sqrt(lambda mu / B), in samples.
         pull: fraction of the shards that a step waits for (b% of PSP-SGD); 1: all.
         pull_timeout: seconds that a step waits for more shards after those (tau2 of PSP-SGD).
-        shards: parts of the model with versions of their own; parameters are not split.
-        overlap: push and pull in threads of their own while the next gradient is computed (Rudra-adv*).
-        warm_up: steps after which DistributedOptimizer takes a recorded run's advice for the rest (`auto`); 0: never.
+        shards: parts of the model that are versioned separately; parameters are not split.
+        overlap: push and pull in separate threads while the next gradient is computed (Rudra-adv*).
+        warm_up: recorded steps after which DistributedOptimizer changes to the advised discipline (`auto`); 0: never.
         ema: decay of the moving average of the weights that the fold keeps; 0: none.
-        clip: global norm to which each push is clipped; 0: not.
+        clip: global norm to which each push is clipped; 0: no clipping.
 
-    Raises PolicyError for values out of range or that make no sense together, saying why.
+    Raises PolicyError, with the reason, for values that are out of range or make no sense together.
 
     >>> Policy(fold="each", grant="bounded", low=3, high=3, pull=0.75, shards=4).spec
     'policy:fold=each,grant=bounded,low=3,high=3,pull=0.75,shards=4'
@@ -147,7 +147,7 @@ class Policy:
         self._check_pull()
 
     def _check_kinds(self) -> None:
-        """Every value is of the kind of its default: text read from a spec may be of any."""
+        """Check that each value has the type of its default; a value parsed from a spec may have any type."""
         for name, field in self.__dataclass_fields__.items():
             kind = type(field.default) if name not in ("fold", "grant") else str
             value = getattr(self, name)
@@ -156,7 +156,7 @@ class Policy:
                 raise PolicyError(f"{self.spec}: expected {name} to be {_KINDS[kind][1]}{allowed}, found {value!r}")
 
     def _check_use(self) -> None:
-        """A value that nothing would read is a mistake."""
+        """Raise PolicyError for a value that this policy never reads, because it is a mistake."""
         uses = {
             "grant 'bounded'": (self.grant == "bounded", ("low", "high", "hard_bound")),
             "fold 'each'": (self.fold == "each", ("combine",)),
@@ -200,7 +200,7 @@ class Policy:
             )
 
     def check_workers(self, workers: int) -> None:
-        """Raise PolicyError for numbers that do not fit this many workers."""
+        """Raise PolicyError for numbers that are out of range for `workers` workers."""
         checks = {
             "b": (self.backups < workers, f"0 to {workers - 1}, fewer than the workers", self.backups),
             "c": (self.count <= workers, f"1 to {workers}, the number of workers", self.count),
@@ -212,7 +212,7 @@ class Policy:
                 raise PolicyError(f"{self.spec}: expected {name} of {allowed}, found {found}")
 
     def values(self, workers: int) -> Mapping[str, Any]:
-        """The scheduler's values for this many workers. Raises PolicyError as `check_workers` does."""
+        """The scheduler's values for `workers` workers. Raises PolicyError as `check_workers` does."""
         self.check_workers(workers)
         return {
             "fold": self.fold,
@@ -234,9 +234,10 @@ class Policy:
         }
 
     def slots(self, workers: int) -> int:
-        """Gradient slots of a lane: one that is folded while the next is filled, and none where a worker waits for that.
+        """Gradient slots of a lane.
 
-        More where several pushes of one worker wait to be folded.
+        One slot is enough for a worker that waits for the fold of its push. Otherwise the worker fills one slot while another
+        is folded. Up to MOST_SLOTS serve policies under which several pushes of one worker wait to be folded.
         """
         if self.waits_for_fold and self.pull == 1:
             return 1
@@ -246,17 +247,17 @@ class Policy:
 
     @property
     def waits_for_fold(self) -> bool:
-        """Whether a worker goes on only when its own push is folded, or dropped."""
+        """Whether a worker goes on only after its own push is folded or dropped."""
         return self.grant == "next-version" or self.fold == "in-order"
 
     @property
     def is_sum(self) -> bool:
-        """Whether a version is the sum, or the mean, of all pushes that are folded with it, and not of one push."""
+        """Whether a version folds the sum or the mean of several pushes, not a single push."""
         return self.combine or self.is_mean
 
     @property
     def is_mean(self) -> bool:
-        """Whether pushes that are folded together are divided by their number; those that are combined are not."""
+        """Whether pushes that are folded together are divided by their number. Combined pushes are not."""
         return self.fold not in ("each", "in-order")
 
     @property
@@ -266,21 +267,21 @@ class Policy:
 
     @property
     def at_once(self) -> bool:
-        """Whether a worker goes on without waiting for anything."""
+        """Whether a worker goes on without any wait."""
         return self.grant == "at-once"
 
     @property
     def needs_samples(self) -> bool:
-        """Whether the scheme counts samples, so that every push must tell its batch."""
+        """Whether the scheme counts samples, so that every push must report its batch size."""
         return self.scale in ("square-root", "batch") or self.tune
 
     def with_options(self, text: str, **options: Any) -> "Policy":
-        """This policy with other values, whose spec has `text` added."""
+        """A copy of this policy with other values, and with `text` appended to the spec."""
         return replace(self, spec=f"{self.spec},{text}", **options)
 
 
 def _spec_of(policy: Policy) -> str:
-    """A spec that names every value which is not the default."""
+    """A spec that names every value that differs from its default."""
     plain = {"scale": "one" if policy.fold in ("each", "in-order") else "mean"}
     parts = []
     for name, field in Policy.__dataclass_fields__.items():

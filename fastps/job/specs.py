@@ -1,7 +1,6 @@
 """Specs: the text form of policies, such as "dssp:3,15" or "ssp:3,pull=0.75,shards=4".
 
-A spec is a discipline's name, its numbers, its options, and then modifiers that any discipline may have. Refuses to know what
-a discipline is: disciplines.py has the table.
+A spec is a discipline's name, its numbers and its options, followed by modifiers that any discipline accepts.
 """
 
 import re
@@ -30,7 +29,7 @@ def _stagger(policy: Policy, value: str) -> dict[str, Any]:
     return {"grant": "round-robin", "relax": float(value)}
 
 
-# What may follow any discipline: the usage, and the values that it changes.
+# Modifiers that any discipline accepts: the usage, and the function that returns the values that the modifier changes.
 MODIFIERS: dict[str, tuple[str, Callable[[Policy, str], dict[str, Any]]]] = {
     "scale": ("1/sigma|1/n|mean|linear|one: how a step is scaled", _scale),
     "pull": ("f: a step waits for a fraction f of the shards", _pull),
@@ -44,7 +43,7 @@ MODIFIERS: dict[str, tuple[str, Callable[[Policy, str], dict[str, Any]]]] = {
 
 
 def parse_policy(spec: "str | Policy") -> Policy:
-    """Read one spec, such as "ssp:3"; a Policy is returned as it is. Raises PolicyError with what was expected.
+    """Parse one spec, such as "ssp:3". A Policy is returned unchanged. Raises PolicyError that says what was expected.
 
     >>> parse_policy("dssp:3,15").high
     15
@@ -75,7 +74,7 @@ def parse_policy(spec: "str | Policy") -> Policy:
     policy = _build(spec, discipline, _numbers(spec, numbers, discipline), own)
     if not options:
         return policy
-    # All together, for one may make sense only with another; what is written as shards= stands, whatever its place.
+    # All modifiers apply together, because some are valid only with another. shards= is read last, so it overrides a default.
     values: dict[str, Any] = {}
     for key, text in sorted(options.items(), key=lambda pair: pair[0] == "shards"):
         values |= _read(spec, key, text, partial(MODIFIERS[key][1], policy))
@@ -83,7 +82,7 @@ def parse_policy(spec: "str | Policy") -> Policy:
 
 
 def parse_policies(specs: str) -> list[Policy]:
-    """Read a list of specs; a comma begins a new spec only where the name of a discipline follows it.
+    """Parse a list of specs. A comma begins a new spec only if the name of a discipline follows it.
 
     >>> [policy.spec for policy in parse_policies("bsp,asp,ssp:3,dssp:3,15,adv*:1,psp:3,0.75")]
     ['bsp', 'asp', 'ssp:3', 'dssp:3,15', 'adv*:1', 'psp:3,0.75']

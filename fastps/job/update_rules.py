@@ -1,7 +1,4 @@
-"""Update rules as data: which arithmetic the fold runs, how much state it keeps, and a param_group's hyper-parameters.
-
-Refuses to compute: kernels/update/fold.pyx does, and kernels/update/reference.py is its oracle.
-"""
+"""Update rules as data: the arithmetic that the fold runs, its optimizer state, and the hyper-parameters of a param_group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ from fastps.kernels.update import fold
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of one param_group, as they travel with a push. Names as in torch.optim."""
+    """The hyper-parameters of one param_group, sent with each push. Names as in torch.optim."""
 
     learning_rate: float
     momentum: float = 0.0
@@ -29,13 +26,13 @@ class Hyper(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """The arithmetic of a fold: its number in the compiled core, and the planes of state that it keeps.
+    """The arithmetic of a fold: its number in the compiled core, and its optimizer-state tensors.
 
     Attributes:
-        planes: their names, as torch has them.
-        initial: what each plane is full of before the first step; () where that is 0 for all.
-        digest: of the code of a rule of the user's own (user_rules.py); "" for the fold's.
-        address: where that code is in this process, or 0.
+        planes: the names of the optimizer-state tensors, as in torch.
+        initial: the value that fills each of them before the first step; () if all begin at 0.
+        digest: the digest of a user rule's code; "" for a built-in rule.
+        address: the address of that code in this process, or 0.
     """
 
     name: str
@@ -46,7 +43,7 @@ class Rule:
     address: int = field(default=0, compare=False)
 
     def initial_value(self, plane: int) -> float:
-        """What a plane is full of before the first step."""
+        """The value that fills an optimizer-state tensor before the first step."""
         return self.initial[plane] if self.initial else 0.0
 
 
@@ -56,18 +53,21 @@ ADAM_RULE = Rule("adam", fold.RULE_ADAM, ("exp_avg", "exp_avg_sq"))
 
 
 def adagrad_rule(initial_accumulator_value: float = 0.0) -> Rule:
-    """The rule of Adagrad, whose sum of squares may begin above 0."""
+    """The rule of Adagrad. Its sum of squares may begin above 0."""
     return Rule("adagrad", fold.RULE_ADAGRAD, ("sum",), (float(initial_accumulator_value),))
 
 
 def rmsprop_rule(momentum: bool, centered: bool) -> Rule:
-    """The rule of RMSprop, with the planes that any param_group needs; `centered` keeps the momentum's plane anyway."""
+    """The rule of RMSprop, with the state that any param_group needs. `centered` always includes the momentum buffer."""
     planes = ("square_avg", "momentum_buffer", "grad_avg")
     return Rule("rmsprop", fold.RULE_RMSPROP, planes[: 3 if centered else 1 + momentum])
 
 
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:
-    """Fill planes that do not begin at 0, as fresh memory does; `plane_views` gives a plane's views."""
+    """Fill the optimizer-state tensors that do not begin at 0, the value of fresh memory.
+
+    `plane_views` returns one view per parameter of an optimizer-state tensor.
+    """
     for plane in range(len(rule.planes)):
         if rule.initial_value(plane):
             for view in plane_views(plane):
@@ -76,7 +76,7 @@ def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArra
 
 @dataclass(frozen=True)
 class Update:
-    """A rule with its hyper-parameters, for a store without torch: one param_group."""
+    """A rule with the hyper-parameters of one param_group, for a store without torch."""
 
     rule: Rule
     hyper: Hyper
@@ -142,7 +142,7 @@ def RMSProp(  # noqa: N802
     centered: bool = False,
     maximize: bool = False,
 ) -> Update:
-    """RMSprop as torch.optim.RMSprop defines it; its alpha travels as beta2.
+    """RMSprop as torch.optim.RMSprop defines it; `alpha` is sent as beta2.
 
     >>> RMSProp(centered=True).rule.planes
     ('square_avg', 'momentum_buffer', 'grad_avg')

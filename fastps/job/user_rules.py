@@ -1,6 +1,6 @@
-"""Update rules of the user's own: an elementwise function becomes a rule that the fold runs as fast as one of its own.
+"""User rules: an elementwise Python function becomes an update rule that the fold runs as fast as a built-in one.
 
-Refuses to compile: kernels/update/jit.py does, and is imported when the first rule is made, for Numba takes its time.
+The compiler is imported when the first rule is made, because importing Numba is slow.
 """
 
 import inspect
@@ -15,12 +15,12 @@ import numpy.typing as npt
 from fastps.job.update_rules import Hyper, Rule, Update
 from fastps.kernels.update import fold
 
-_MAX_HYPERS = len(Hyper._fields) - 1  # the flags are no number of the user's
+_MAX_HYPERS = len(Hyper._fields) - 1  # the flags are not available to a user rule
 
 
 @dataclass(frozen=True)
 class UserRule(Rule):
-    """A rule made of the user's function; call it with hyper-parameters to get an Update for `Store.create`."""
+    """A rule made from a user's function. Call it with hyper-parameters to get an Update for `Store.create`."""
 
     hyper_names: tuple[str, ...] = ()
     takes_step: bool = False
@@ -28,13 +28,13 @@ class UserRule(Rule):
     machine_code: object = field(default=None, compare=False, repr=False)
 
     def __call__(self, **hyper: float) -> Update:
-        """The rule with its hyper-parameters, all of them by name."""
+        """The rule with its hyper-parameters, given by name. Raises TypeError unless all are given and no others."""
         if set(hyper) != set(self.hyper_names):
             raise TypeError(
                 f"rule {self.name!r}: expected the hyper-parameters {', '.join(self.hyper_names)}, found"
                 f" {', '.join(hyper) or 'none'}"
             )
-        places = Hyper._fields[: len(self.hyper_names)]  # the rule's own names take the fold's places, in order
+        places = Hyper._fields[: len(self.hyper_names)]  # the rule's names map to the fold's fields, in order
         return Update(self, Hyper(**{place: float(hyper[name]) for place, name in zip(places, self.hyper_names, strict=True)}))  # type: ignore[arg-type]
 
     def reference(
@@ -46,9 +46,7 @@ class UserRule(Rule):
         learning_rate: float,
         steps: int,
     ) -> tuple[npt.NDArray[np.float32], list[npt.NDArray[np.float32]]]:
-        """Apply the function in Python, element by element: what the compiled rule is tested against
-        (kernels/update/reference.py).
-        """
+        """Apply the function in Python, element by element. Tests compare the compiled rule with this."""
         numbers = [np.float32(learning_rate), *(np.float32(value) for value in hyper[1 : len(self.hyper_names)])]
         if self.takes_step:
             numbers.append(np.float32(steps + 1))
@@ -61,11 +59,12 @@ class UserRule(Rule):
 def rule(
     *, state: Sequence[str] = (), hyper: Sequence[str] = ("learning_rate",), initial: Sequence[float] = ()
 ) -> Callable[[Callable[..., Any]], UserRule]:
-    """Make an update rule of a function of one element: `(weight, gradient, *state, *hyper) -> (weight, *state)`.
+    """Make an update rule from a function of one element: `(weight, gradient, *state, *hyper) -> (weight, *state)`.
 
-    The function takes and returns float32 numbers, uses arithmetic, `if` and the functions of `math`, and is compiled at once.
-    Numbers that it uses from outside are part of it. The gradient is summed and scaled; `learning_rate` too, for disciplines
-    that scale it. A last hyper-parameter named `step` is how often the rule was applied to the parameter, from 1.
+    The function takes and returns float32 numbers, and may use arithmetic, `if` and the functions of `math`. It is compiled at
+    once; numbers that it uses from outside are compiled in. The gradient arrives summed and scaled, and `learning_rate` scaled
+    if the discipline scales it. If the last hyper-parameter is named `step`, it is the number of times that the rule was
+    applied to the parameter, from 1.
 
     >>> @rule(hyper=("learning_rate", "decay"))
     ... def shrinking(weight, gradient, learning_rate, decay):
@@ -74,11 +73,11 @@ def rule(
     0.1
 
     Args:
-        state: names of the floats that are kept for each weight; at most 8.
-        hyper: names of the hyper-parameters, `learning_rate` first; at most 8, without `step`.
-        initial: what each state begins as; zeros if left out.
+        state: names of the state floats of each weight; at most 8.
+        hyper: names of the hyper-parameters, `learning_rate` first; at most 8, not counting `step`.
+        initial: the initial value of each state; zeros if omitted.
 
-    Raises ValueError, in one sentence, for a function that cannot be a rule.
+    Raises ValueError for a function that cannot be a rule.
     """
 
     def decorate(function: Callable[..., Any]) -> UserRule:

@@ -1,6 +1,6 @@
-"""The one clock: everything below the command line that needs the time takes a Clock, or a time that came from one.
+"""The clock of a job. All code below the command line takes a Clock, or a time that was read from one.
 
-Refuses to know the wall clock's date: a job measures durations, and a stepped wall clock must not disturb it.
+The clock is monotonic: a job measures durations, and a step of the wall clock must not disturb it.
 """
 
 import os
@@ -13,35 +13,35 @@ import psutil
 
 
 class Clock(Protocol):
-    """What a store, a worker or a launcher asks for the time."""
+    """The interface through which a store, a worker or a launcher reads the time."""
 
     def now_ns(self) -> int:
-        """Nanoseconds on a clock that never goes back, the same for all processes of this machine."""
+        """Nanoseconds on a monotonic clock that all processes of this machine share."""
         ...
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """Let `duration_ns` nanoseconds pass."""
+        """Sleep for `duration_ns` nanoseconds."""
         ...
 
     def thread_cpu_ns(self) -> int:
-        """Nanoseconds that the calling thread has spent on a core."""
+        """CPU time of the calling thread, in nanoseconds."""
         ...
 
     def thread_queue_ns(self) -> int:
-        """Nanoseconds that the calling thread could have run but had no core; -1 where the machine does not tell."""
+        """Nanoseconds that the calling thread was runnable but had no core; -1 if the machine does not report it."""
         ...
 
     def process_cpu_ns(self) -> int:
-        """Nanoseconds that all threads of this process have spent on cores."""
+        """CPU time of all threads of this process, in nanoseconds."""
         ...
 
     def machine_cpu_ns(self) -> int:
-        """Nanoseconds that everybody on this machine has spent on cores, in steps of some ms."""
+        """CPU time of all processes of this machine, in nanoseconds, with a resolution of some ms."""
         ...
 
 
 class MonotonicClock:
-    """CLOCK_MONOTONIC: shared by every process of the machine, so that times in descriptors can be compared.
+    """CLOCK_MONOTONIC. All processes of the machine share it, so times in descriptors can be compared.
 
     >>> clock = MonotonicClock()
     >>> clock.now_ns() <= clock.now_ns()
@@ -51,16 +51,19 @@ class MonotonicClock:
     now_ns = staticmethod(time.monotonic_ns)  # since an arbitrary moment of this boot; a step reads it several times
 
     def sleep_ns(self, duration_ns: int) -> None:
-        """Sleep; a duration of zero or less returns at once."""
+        """Sleep. Return at once if the duration is zero or less."""
         if duration_ns > 0:
             time.sleep(duration_ns / 1e9)
 
     def thread_cpu_ns(self) -> int:
-        """Processor time of the calling thread."""
+        """CPU time of the calling thread."""
         return time.thread_time_ns()
 
     def thread_queue_ns(self) -> int:
-        """What Linux counts for every task (proc_pid_schedstat(5)): the second number of /proc/thread-self/schedstat."""
+        """The run-queue wait that Linux counts for each task: the second number of /proc/thread-self/schedstat.
+
+        See proc_pid_schedstat(5).
+        """
         file = getattr(_local, "schedstat", None)
         if file is None:
             try:
@@ -70,18 +73,18 @@ class MonotonicClock:
         return int(os.pread(file.fileno(), 64, 0).split()[1])
 
     def process_cpu_ns(self) -> int:
-        """Processor time of this process."""
+        """CPU time of this process."""
         return time.process_time_ns()
 
     def machine_cpu_ns(self) -> int:
-        """All but idle time of all cores; what a hypervisor took away counts as spent."""
+        """The time of all cores except idle time. Time that a hypervisor stole counts as spent."""
         times = psutil.cpu_times()._asdict()
-        # guest times are part of user and nice already.
+        # The user and nice times already include the guest times.
         return int(1e9 * sum(value for name, value in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")))
 
 
 def _forget_schedstat() -> None:
-    """A forked child's own file is another."""
+    """Drop the inherited file in a forked child: it belongs to the parent's thread."""
     _local.__dict__.pop("schedstat", None)
 
 

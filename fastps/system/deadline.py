@@ -1,14 +1,14 @@
-"""How long a wait may last: its timeout, in which only the time counts that the process could have waited.
+"""A suspend-aware deadline: the timeout of a wait counts only time in which the process could run.
 
-A job that is suspended as a whole (a container that is paused, a laptop's lid, Ctrl-Z) goes on where it was. Refuses to read a
+A job that is suspended as a whole (a paused container, a closed laptop, Ctrl-Z) continues where it was. This module reads no
 clock: times are arguments.
 """
 
-AWAY_NS = 1_000_000_000  # between two looks of one wait, which are some ms apart: for so long the process did not run
+AWAY_NS = 1_000_000_000  # polls of a wait are some ms apart; a longer gap than this means that the process did not run
 
 
 class Patience:
-    """A wait that began at `began_ns` and may last `timeout_ns`; ask it at every look.
+    """The deadline of a wait that began at `began_ns` and may last `timeout_ns`. Call `is_over` at every poll.
 
     >>> patience = Patience(0, 3_000_000_000)
     >>> [patience.is_over(seconds * 1_000_000_000) for seconds in (1, 100, 101)]  # stopped for 99 s
@@ -22,7 +22,7 @@ class Patience:
         self._looked_ns = began_ns
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether the wait has lasted for the timeout, without what this process was away for since the last look."""
+        """Whether the wait has reached its timeout, not counting time in which this process was suspended."""
         away_ns, self._looked_ns = now_ns - self._looked_ns, now_ns
         if away_ns > AWAY_NS:
             self._over_ns += away_ns

@@ -1,7 +1,7 @@
-"""How a process ends: workers that were not closed leave at exit, in good order or with the exception that ended the program.
+"""Exit handlers: at exit, open workers leave normally, or with the exception that ended the program.
 
-A program that raises would otherwise look like one that finished, for both run the exit handlers. A child that multiprocessing
-made runs none of atexit's, but its own. Refuses to handle signals.
+Python runs the exit handlers whether a program finishes or raises, so the exception has to be recorded separately. A child of
+multiprocessing does not run atexit's handlers, but multiprocessing's own finalizers. Signals are not handled here.
 """
 
 import atexit
@@ -20,9 +20,9 @@ _finalized_in: list[int] = []
 
 
 def register(owner: object, close: Callable[[str | None], None], finish: Callable[[], None] | None = None) -> None:
-    """Call `close(failure)` at exit unless `forget(owner)` came first; failure is one line, or None.
+    """Call `close(failure)` at exit unless `forget(owner)` is called first. `failure` is one line, or None.
 
-    `finish` waits for the other workers and takes their last results; see `close_all`.
+    `finish` waits for the other workers and pulls their last results; see `close_all`.
     """
     if not _installed:
         _installed.append(sys.excepthook)
@@ -37,7 +37,7 @@ def register(owner: object, close: Callable[[str | None], None], finish: Callabl
 
 
 def forget(owner: object) -> None:
-    """The owner was closed."""
+    """Remove the handlers of an owner that was closed."""
     _closers.pop(id(owner), None)
     _finishers.pop(id(owner), None)
 
@@ -48,7 +48,7 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def close_all(failure: str | None = None, *, finish: bool = False) -> None:
-    """Close what is open before the process ends; with `finish` what every other worker did is taken first."""
+    """Close all registered owners before the process ends. With `finish`, call their `finish` functions first."""
     if finish:
         for wait in list(_finishers.values()):
             wait()
@@ -61,7 +61,7 @@ def _close_all() -> None:
 
 
 def _failure_on_its_way() -> str | None:
-    """Of a child that multiprocessing made: it ends within the exception's own way out."""
+    """The exception in flight, for a child of multiprocessing: its finalizers run while the exception still propagates."""
     error = sys.exc_info()[1]
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return None

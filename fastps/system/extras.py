@@ -1,8 +1,8 @@
-"""How to install the packages that only some commands need: in the words of a checkout, since no registry has fastps."""
+"""How to install the packages that only some commands need. The hint names a source checkout: no package index has fastps."""
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml, and where to give it.
+    """The command that installs an extra of pyproject.toml, and the folder to run it in.
 
     >>> how_to_install("demo")
     "pip install '.[demo]' in the folder of fastps' source"

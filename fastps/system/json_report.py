@@ -1,4 +1,4 @@
-"""The JSON that every command writes: the command, the version, the machine, and its rows."""
+"""The JSON report of every command: the command, the version, the machine, and the rows."""
 
 import json
 import sys

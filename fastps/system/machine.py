@@ -1,4 +1,4 @@
-"""What machine this is, for whatever is measured on it. Refuses to measure anything itself."""
+"""A description of this machine, to record with measurements."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ import psutil
 
 
 def machine() -> dict[str, Any]:
-    """The machine that figures were measured on."""
+    """The CPU, architecture, usable cores, memory in bytes, kernel and Python version of this machine."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,7 +1,7 @@
-"""Let the C library keep the memory that a backward frees for the next one's gradients.
+"""Make malloc keep the memory that one backward pass frees, for the gradients of the next.
 
-A gradient of 32 MiB or more is otherwise mapped, faulted in page by page and unmapped at every step, which can take as long as
-computing it. Refuses to touch an allocator that the user has configured, or that is not glibc's.
+Otherwise a gradient of 32 MiB or more is mapped, faulted in page by page and unmapped at every step, which can take as long as
+computing it. An allocator that the user has configured, or that is not glibc's, stays untouched.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ _MOST = (1 << 31) - 1  # mallopt takes an int
 
 
 def keep_freed_memory(model_bytes: int) -> bool:
-    """Tell malloc to keep what is freed, up to 2 GiB, if the model is large enough for it to matter; whether it was told.
+    """Set malloc to keep freed memory, up to 2 GiB, if the model has 4 MiB or more. Return whether that was done.
 
-    `FASTPS_KEEP_MEMORY=0` forbids it, and so does any setting of malloc's own in the environment.
+    `FASTPS_KEEP_MEMORY=0` disables this, and so does any malloc setting in the environment.
 
     >>> keep_freed_memory(1000)
     False

@@ -1,7 +1,7 @@
-"""Where an arena's pages lie on a machine with several memory nodes (NUMA).
+"""Placement of an arena's pages on a machine with several NUMA nodes.
 
-Everyone reads the weights, so they are spread over all nodes; a gradient slot is written by one worker, so it lies on that
-worker's node where the worker is bound to one. Refuses to bind workers to cores: that is `numactl`'s and the scheduler's.
+All workers read the weights, so the pages of the weights are spread over all nodes. One worker writes a gradient slot, so the
+slot lies on that worker's node if the worker is bound to one. Binding workers to cores is left to `numactl` and the OS.
 """
 
 import logging
@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastps.kernels.shm import numa as memory_nodes
+from fastps.kernels.shm import numa
 from fastps.kernels.shm.mapping import SharedMapping
 
 logger = logging.getLogger("fastps.memory_nodes")
@@ -18,7 +18,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def cpus_of(text: str) -> set[int]:
-    """The numbers in a list as the kernel writes it.
+    """The numbers in a list in the kernel's format.
 
     >>> sorted(cpus_of("0-2,5\\n"))
     [0, 1, 2, 5]
@@ -32,7 +32,7 @@ def cpus_of(text: str) -> set[int]:
 
 
 def nodes_of(cores: set[int], folder: Path = _NODES) -> list[int]:
-    """The memory nodes to which any of the cores belongs, in order; an empty list where the machine does not say."""
+    """The NUMA nodes of these cores, in order. Empty if the machine does not report nodes."""
     found = []
     for node in folder.glob("node[0-9]*"):
         try:
@@ -44,9 +44,9 @@ def nodes_of(cores: set[int], folder: Path = _NODES) -> list[int]:
 
 
 def spread(descriptor: int, size: int, nodes: Sequence[int] | None = None) -> bool:
-    """Spread the pages of a memfd that are not allocated yet over `nodes`, page by page; True if that was done.
+    """Interleave the unallocated pages of a memfd over `nodes`. Return whether that was done.
 
-    Default: the nodes of all cores of the machine that a job started here may use; nothing is done for a single one.
+    The default is the nodes of all cores of the machine. A machine with a single node is left as it is.
     """
     if nodes is None:
         nodes = nodes_of(set(range(os.cpu_count() or 1)))
@@ -54,8 +54,8 @@ def spread(descriptor: int, size: int, nodes: Sequence[int] | None = None) -> bo
             return False
     with mmap.mmap(descriptor, size, mmap.MAP_SHARED) as memory:
         try:
-            memory_nodes.interleave(memory, nodes)
-        except OSError as error:  # a container may forbid it; the arena then lies where the kernel puts it
+            numa.interleave(memory, nodes)
+        except OSError as error:  # a container may forbid the call; the kernel then places the pages
             logger.warning("the arena is not spread over the memory nodes %s: %s", nodes, error)
             return False
     logger.info("the arena is spread over the memory nodes %s", nodes)
@@ -63,12 +63,12 @@ def spread(descriptor: int, size: int, nodes: Sequence[int] | None = None) -> bo
 
 
 def bring_slots(memory: SharedMapping, offset: int, length: int) -> bool:
-    """Move a worker's slots to its node, if it is bound to one of several; True if that was done. Called by the worker."""
+    """Move the calling worker's slots to its node if it is bound to one of several. Return whether that was done."""
     own = nodes_of(os.sched_getaffinity(0))
     if len(own) != 1 or own == nodes_of(set(range(os.cpu_count() or 1))):
         return False
     try:
-        memory_nodes.bring(memory, offset, length)
+        numa.bring(memory, offset, length)
     except OSError as error:
         logger.warning("this worker's slots stay where they are: %s", error)
         return False

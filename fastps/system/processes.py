@@ -1,7 +1,4 @@
-"""What Linux does for processes that belong together: die with one's parent, be the parent of orphans, be started by fork.
-
-Refuses to know what the processes are for.
-"""
+"""Process control on Linux: children that die with their parent, adopted orphans, and children that another process forked."""
 
 import contextlib
 import ctypes
@@ -19,20 +16,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def ask_to_die_with_parent(parent: int) -> None:
-    """Be killed when the parent dies; ends this process at once where that has happened already."""
+    """Ask the kernel to kill this process when its parent dies. Exit at once if the parent is already dead."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """What a new process does first (`preexec_fn`): ask to be killed with its parent."""
+    """A `preexec_fn` that asks the kernel to kill the new process when its parent dies."""
     return lambda: ask_to_die_with_parent(parent)
 
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Descendants whose parents end become this process's children meanwhile. Raises Error where Linux refuses."""
+    """Within this context, descendants whose parents end become children of this process. Raises Error if Linux refuses."""
     before = ctypes.c_int()
     _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1):
@@ -44,9 +41,9 @@ def adopting_orphans() -> Iterator[None]:
 
 
 class AdoptedProcess:
-    """A child that another process has forked, with what `subprocess.Popen` offers for one of its own.
+    """A child that another process forked, with the methods that `subprocess.Popen` has for its own children.
 
-    Until `wait` has returned its number is not used again, so signals reach nobody else.
+    The kernel does not reuse the process id until `wait` has returned, so a signal cannot reach another process.
     """
 
     stdin: IO[bytes] | None = None
@@ -58,16 +55,16 @@ class AdoptedProcess:
         self.returncode: int | None = None
 
     def wait(self) -> int:
-        """Wait for its end; its exit code, or -N where signal N ended it."""
+        """Wait until the process ends. Return its exit code, or -N if signal N ended it."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it was waited for."""
+        """Send a signal, unless `wait` has returned."""
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it, unless it was waited for."""
+        """Kill the process, unless `wait` has returned."""
         self.send_signal(signal.SIGKILL)

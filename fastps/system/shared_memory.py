@@ -1,7 +1,6 @@
-"""The arena's memory: one sealed memfd of fully allocated pages, made by one process and mapped by all.
+"""The arena's memory: one sealed memfd of fully allocated pages, which one process creates and all processes map.
 
-Refuses to use names in any file system: the memory lives as long as somebody holds it, and is gone with the last, however they
-ended.
+The memory has no name in any file system. The kernel frees it with the last process that holds it, however that process ends.
 """
 
 import errno
@@ -13,17 +12,17 @@ import psutil
 
 from fastps.errors import ArenaError
 from fastps.kernels.shm.mapping import SharedMapping
-from fastps.system import numa as memory_nodes
+from fastps.system import numa
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def create(size: int, what: str) -> int:
-    """Make a memfd of `size` bytes with every page allocated, sealed against resizing; returns its descriptor.
+    """Create a memfd of `size` bytes with every page allocated, sealed against resizing. Return its descriptor.
 
-    Allocating first turns a lack of memory into an error here, instead of SIGBUS at a first touch later. `what` describes the
-    contents in the error. Raises ArenaError.
+    Allocating every page now turns a lack of memory into an error here, instead of SIGBUS at a later access. `what` describes
+    the contents in the error. Raises ArenaError.
     """
     free, limit = available_bytes()
     if size > free:
@@ -34,7 +33,7 @@ def create(size: int, what: str) -> int:
     descriptor = os.memfd_create("fastps-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        memory_nodes.spread(descriptor, size)
+        numa.spread(descriptor, size)
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
@@ -45,7 +44,7 @@ def create(size: int, what: str) -> int:
 
 
 def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:
-    """Map a whole arena after checking that nobody can shrink it. Raises ArenaError."""
+    """Map a whole arena after checking that no process can shrink it. Raises ArenaError."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -57,13 +56,13 @@ def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:
         memory = SharedMapping(descriptor, writable)
     except (OSError, ValueError) as error:
         raise ArenaError(f"the arena of {_shown(size)} cannot be mapped: {error}") from error
-    # A process that crashes is known to have ended only once its core is written: not with all of the arena in it.
+    # The death of a process becomes visible only when its core dump is written, so the arena is left out of dumps.
     memory.leave_out_of_dumps()
     return memory
 
 
 def available_bytes() -> tuple[int, str]:
-    """Bytes that may still be allocated, and which limit says so: the machine's free memory or the control group's."""
+    """Bytes that may still be allocated, and the limit that applies: the machine's free memory or a control group's maximum."""
     free = int(psutil.virtual_memory().available)
     limit = "free memory of the machine"
     for folder in _own_cgroups():
@@ -78,12 +77,12 @@ def available_bytes() -> tuple[int, str]:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory in this process's control groups; 0 where it is not told."""
+    """Processes of this process's control group that the OOM killer has killed; 0 if the kernel does not report it."""
     return sum(_oom_kills_of(folder) for folder in _own_cgroups()[:1])
 
 
 def _oom_kills_of(folder: Path) -> int:
-    """The counter in a control group's memory.events, which counts the groups below it, too."""
+    """The oom_kill counter in a control group's memory.events, which includes the groups below."""
     try:
         events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
         return int(events.get("oom_kill", 0))
@@ -92,7 +91,7 @@ def _oom_kills_of(folder: Path) -> int:
 
 
 def _own_cgroups() -> list[Path]:
-    """This process's control group and all above it (version 2); an empty list where there is none."""
+    """This process's control group and its ancestors (cgroup version 2); empty if there is none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
