@@ -398,7 +398,7 @@ class Launcher:
             self._open_pipes -= 1
         for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
             self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
-        if not data:
+        if not data and worker is not self._forkserver_worker:  # which writes under the number of a worker that goes on
             self._output.end(worker.rank, sink)
 
     def _on_interrupt(self, number: int, frame: object) -> None:

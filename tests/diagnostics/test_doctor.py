@@ -77,7 +77,7 @@ def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
     code += "runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"
     outcome = commands.fastps("doctor", code=code)
     assert outcome.returncode == 1
-    failing = [line.split("│")[2].strip() for line in outcome.stdout.splitlines() if "!!" in line]
+    failing = [line.split("\t")[1] for line in outcome.stdout.splitlines() if "!!" in line]
     assert failing == ["memfd", "arena and workers"]
     assert "does not work: the arena needs" in outcome.stdout
 

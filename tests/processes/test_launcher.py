@@ -65,7 +65,9 @@ def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
 def test_sigterm_ends_everything_as_ctrl_c_does(tmp_path: Path) -> None:
     text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)"
     outcome = Launcher(_script(tmp_path, text), 1).run()
-    assert (outcome.exit_code, outcome.workers[0].exit_code) == (130, -signal.SIGINT)
+    assert outcome.exit_code == 130
+    # SIGTERM follows after two seconds, within which a worker on busy cores may not have ended.
+    assert outcome.workers[0].exit_code in (-signal.SIGINT, -signal.SIGTERM)
     assert outcome.seconds < 30
 
 

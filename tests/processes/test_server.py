@@ -434,4 +434,4 @@ def test_a_death_on_a_device_is_named_within_two_seconds_and_the_others_end(vict
         else:
             os.kill(_server_of(store), signal.SIGKILL)
             processes.finish_after_a_death(children, "the server (process")
-            assert any("memory on devices was its own and is gone" in child.outcome[1] for child in children)
+            assert any("the memory on devices is gone with it" in child.outcome[1] for child in children)

@@ -83,7 +83,7 @@ def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> 
     _, inner = _fresh(MAKERS["momentum"])
     with fastps.DistributedOptimizer(inner) as optimizer:
         lane: Lane = optimizer.worker.lane
-        with pytest.raises(IndexError, match="expected group 0 to 0 and slot 0 to 0"):
+        with pytest.raises(IndexError, match="expected a (group|slot) of 0 to 0"):
             lane.set_hyper(slot, group, *optimizer.worker.store.hypers[0])
 
 
