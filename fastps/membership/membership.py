@@ -121,7 +121,8 @@ class Membership:
         error = self._peers.error(server)
         if self._store.layout.homes:
             raise WorkerDiedError(
-                f"{error}; the memory on devices is gone with it: start the job again, from its last checkpoint with --resume",
+                f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume"
+                " from its last checkpoint)",
                 server[0],
             )
         self._worker.take_over()
