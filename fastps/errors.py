@@ -1,14 +1,13 @@
-"""Every error of fastps, and the one place where outcomes of the compiled core become exceptions.
+"""The errors of fastps, and the translation of the compiled core's outcomes into exceptions.
 
-Each message is one sentence: what was expected, what was found, what to do. Refuses to hold policy: who raises what, and when,
-is decided where it happens.
+Each message is one sentence: what was expected, what was found, what to do.
 """
 
 from typing import Any
 
 
 class Error(Exception):
-    """Base of all named errors of fastps; its text is meant for people. Survives pickle and copy, with its attributes.
+    """Base of all named errors of fastps. The text is meant for people. Pickle and copy keep the attributes.
 
     >>> import copy, pickle
     >>> pickle.loads(pickle.dumps(WorkerDiedError("worker 3 died", 3))).worker
@@ -20,7 +19,7 @@ class Error(Exception):
 
 
 def _restored(kind: type[Error], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
-    """An error without its constructor, which may take more than its arguments."""
+    """Restore an error without calling its constructor, which may take other parameters than `args`."""
     error = kind.__new__(kind)
     error.args = arguments
     error.__dict__.update(attributes)
@@ -40,7 +39,7 @@ class UnsupportedError(Error, TypeError):
 
 
 class ArenaError(Error):
-    """The arena cannot be made or mapped: too little memory, or memory that is not ours."""
+    """The arena cannot be created or mapped: too little memory, or memory that is not from fastps."""
 
 
 class AttachError(Error):
@@ -52,11 +51,11 @@ class UsageError(Error, RuntimeError):
 
 
 class ParameterChangedError(Error, RuntimeError):
-    """Somebody wrote to a parameter outside of step()."""
+    """The script wrote to a parameter outside of step()."""
 
 
 class WorkerDiedError(Error):
-    """Another worker of the job ended without leaving in good order."""
+    """Another worker of the job failed, or died without leaving. The attribute `worker` is its lane."""
 
     def __init__(self, message: str, worker: int) -> None:
         super().__init__(message)
@@ -64,7 +63,10 @@ class WorkerDiedError(Error):
 
 
 class NonFiniteGradientError(Error, ArithmeticError):
-    """A worker pushed a gradient that is not finite, or made the weights so; it was not folded."""
+    """A push had a non-finite gradient, or would have made the weights non-finite; it was not folded.
+
+    The attribute `worker` is the rank of the worker that pushed.
+    """
 
     def __init__(self, message: str, worker: int) -> None:
         super().__init__(message)
@@ -72,43 +74,42 @@ class NonFiniteGradientError(Error, ArithmeticError):
 
 
 class CheckpointError(Error, ValueError):
-    """A checkpoint that cannot be read, is damaged, or is of another job."""
+    """A checkpoint cannot be read or written, is damaged, or belongs to another model or rule."""
 
 
 class TimeoutExceededError(Error, TimeoutError):
-    """A wait took longer than the job's one timeout."""
+    """A wait took longer than the job's timeout."""
 
 
 class ProtocolError(Error):
-    """Shared memory holds what no worker of ours can have written; the job cannot go on."""
+    """Shared memory holds a value that no worker can have written. The job cannot go on."""
 
 
 def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
-    """Raise what a negative or lost outcome of a turn means; return for the others."""
-    from fastps.kernels.protocol import lane as turn  # not above: it needs numpy, and `import fastps` does not
+    """Raise the error for an outcome of try_combine that is negative or FENCED. Return for DONE and BUSY."""
+    from fastps.kernels.protocol import lane  # here because it imports numpy, which `import fastps` must not need
 
-    if outcome in (turn.DONE, turn.BUSY):
+    if outcome in (lane.DONE, lane.BUSY):
         return
-    if outcome == turn.FENCED:
+    if outcome == lane.FENCED:
         raise UsageError(
-            "this worker was taken for dead and its turn was broken: expected it to keep running, found that it was stopped"
-            " for too long; restart it"
+            "this worker was fenced: the others took it for dead; expected it to keep running, found that it was stopped for"
+            " too long; restart it"
         )
-    if outcome == turn.BAD_DESCRIPTOR:
+    if outcome == lane.BAD_DESCRIPTOR:
         raise ProtocolError(
             f"worker {bad_lane} posted a push that it had no right to post: its memory is damaged or it does not follow the"
             " protocol; restart the job"
         )
-    if outcome == turn.NO_BUFFER:
-        raise ProtocolError(f"all {buffers} weights buffers are in use: more readers than workers hold pins; restart the job")
-    if outcome == turn.BAD_STATE:
+    if outcome == lane.NO_BUFFER:
+        raise ProtocolError(f"all {buffers} weights buffers are pinned: more readers than workers hold pins; restart the job")
+    if outcome == lane.BAD_STATE:
         raise damaged("the committed state of a shard")
-    raise ProtocolError(f"the fold refused its job (outcome {outcome}); this is an error of fastps, please report it")
+    raise ProtocolError(f"the fold failed with outcome {outcome}; this is an error of fastps, please report it")
 
 
 def damaged(what: str) -> ProtocolError:
-    """The error for shared memory that something has written over."""
+    """The error for shared memory that was overwritten."""
     return ProtocolError(
-        f"{what}: expected what fastps writes, found that something else wrote over it: a process of the job stores where it"
-        " must not; restart the job"
+        f"{what}: expected what fastps writes, found that a process of the job has overwritten it; restart the job"
     )

@@ -1,9 +1,9 @@
-"""The files of a checkpoint: what they hold, reading them, and refusing damaged ones by name.
+"""The file format of a checkpoint: its contents, reading, and the errors for damaged files.
 
-A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, the rule's state, model buffers) and
-`checkpoint.json` (everything else, and a checksum of every tensor). It is written beside its name, flushed to the disk, then
-renamed, so that what has the name is whole; when the disk is full the earlier ones stay as they are. Nothing is pickled.
-fastps.checkpoint.snapshot writes them.
+A checkpoint is a folder `checkpoint-NUMBER` with `tensors.safetensors` (weights, optimizer state, model buffers) and
+`checkpoint.json` (everything else, and a checksum of every tensor). The folder is written under a temporary name, flushed to
+the disk, then renamed, so a folder with the final name is complete. If the disk is full, the earlier checkpoints stay as they
+are. Nothing is pickled.
 """
 
 import json
@@ -46,11 +46,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read, checked against its own description.
+    """A checkpoint that was read, and checked against its own description.
 
     Attributes:
-        folder: where it lies.
-        description: the contents of its JSON file.
+        folder: the checkpoint's folder.
+        description: the contents of the JSON file.
         tensors: name to array: `weights/NAME`, `state/PLANE/NAME`, `average/NAME`, `buffers/NAME`.
     """
 
@@ -60,40 +60,40 @@ class Checkpoint:
 
     @property
     def version(self) -> int:
-        """Updates that are in it: of the shard that had the fewest."""
+        """The number of updates in the checkpoint: the lowest version of its shards."""
         return int(self.description["version"])
 
     @property
     def drawn(self) -> int:
-        """Samples that had been drawn from the order that all workers share."""
+        """The number of samples that were drawn from the order that all workers share."""
         return int(self.description["drawn"])
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What the caller of `save` added: seeds, say."""
+        """The values that the caller of `save` added, such as seeds."""
         extra: Mapping[str, Any] = self.description["extra"]
         return extra
 
     @property
     def has_average(self) -> bool:
-        """Whether it holds the moving average of the weights."""
+        """Whether the checkpoint has the moving average of the weights."""
         return any(name.startswith("average/") for name in self.tensors)
 
     def weights(self) -> dict[str, Array]:
-        """Name to array of every parameter."""
+        """Name to array of each parameter."""
         return self._named("weights/")
 
     def buffers(self) -> dict[str, Array]:
-        """Name to array of the model's buffers, as the saving worker had them."""
+        """Name to array of the model's buffers, from the worker that saved."""
         return self._named("buffers/")
 
     def _named(self, prefix: str) -> dict[str, Array]:
         return {name.removeprefix(prefix): array for name, array in self.tensors.items() if name.startswith(prefix)}
 
-    # -- what a store that resumes asks ------------------------------------------------------------
+    # -- the interface for a store that resumes ----------------------------------------------------
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise CheckpointError naming the first thing in which the checkpoint is not of this model and rule."""
+        """Raise CheckpointError that names the first difference from this model or rule."""
         saved = self.description["parameters"]
         for index in range(max(len(saved), len(layout.parameters))):
             expected = described(layout.parameters[index]) if index < len(layout.parameters) else None
@@ -109,9 +109,9 @@ class Checkpoint:
                 raise self._refused(f"rule's {key}", f"{value!r} as in this optimizer", repr(rule.get(key)))
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
-        """Where a job goes on: versions of the shards, clocks of its workers, samples drawn.
+        """The versions of the shards, the clocks of the workers, and the samples drawn, from which a job resumes.
 
-        Another number of workers, or of shards, begins level, at the slowest clock and the lowest version.
+        If the number of workers or of shards differs, all begin at the slowest clock, or at the lowest version.
         """
         saved: list[int] = self.description["clocks"]
         slowest = min((clock for clock in saved if clock >= 0), default=0)
@@ -124,7 +124,7 @@ class Checkpoint:
         return {"versions": versions, "clocks": clocks, "drawn": self.drawn}
 
     def write_into(self, store: JobMemory) -> None:
-        """Write weights and the rule's state into the first buffers of a store that nobody has joined yet."""
+        """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""
         layout = store.layout
         planes = [("weights/", store.weight_views(0))]
         planes += [(f"state/{name}/", store.plane_views(0, index)) for index, name in enumerate(layout.rule.planes)]
@@ -146,12 +146,12 @@ def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointErr
 
 
 def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[np.float32]:
-    """The parameter's own shape over a flat view of its memory."""
+    """A view with the parameter's shape and strides over a flat view of its memory."""
     return np.lib.stride_tricks.as_strided(view, parameter.shape, [4 * step for step in parameter.stride])
 
 
 def whole(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, the newest last."""
+    """The complete checkpoints of a directory, the newest last."""
     return sorted((folder for folder in directory.glob(PREFIX + "*") if number_of(folder)), key=number_of)
 
 
@@ -165,9 +165,9 @@ def number_of(folder: Path) -> int:
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of them.
+    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of checkpoints.
 
-    Raises CheckpointError saying which field or tensor is missing, damaged or foreign, what was expected and what was found.
+    Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
     """
     folder = Path(path)
     if not (folder / JSON_FILE).is_file():
@@ -176,7 +176,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
         folder = found[-1]
     description = _read_description(folder)
-    if not (folder / TENSORS_FILE).is_file():  # a pipe, say, would be waited for
+    if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
     try:
         tensors = load_file(folder / TENSORS_FILE)
@@ -213,7 +213,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[str, Array]) -> None:
-    """Every parameter has its weights and its planes, of its shape; every tensor is what was written."""
+    """Check that each parameter has its weights and state tensors in its shape, and that every tensor has its checksum."""
     planes = description["rule"].get("planes")
     if not isinstance(planes, list) or not all(isinstance(plane, str) for plane in planes):
         raise refused(folder, "field 'rule'", "the names of its planes", repr(planes)[:80])
@@ -250,12 +250,12 @@ def checksum_of(array: Array) -> int:
 
 
 def described(parameter: Parameter) -> dict[str, Any]:
-    """A parameter as the JSON file holds it."""
+    """A parameter's description in the JSON file, without its steps."""
     return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group}
 
 
 def described_rule(layout: Layout) -> dict[str, Any]:
-    """The update rule as the JSON file holds it."""
+    """The update rule's description in the JSON file."""
     rule = layout.rule
     return {"name": rule.name, "planes": list(rule.planes), "code": rule.digest}
 

@@ -1,9 +1,8 @@
-"""Checkpoints every so many updates, written by a thread while the workers go on.
+"""Periodic checkpoints: a thread writes one every so many updates while the workers go on.
 
-The lowest worker that is there pins the version between two of its steps and hands it to the thread; when the one before is not
-written yet, by this worker or another, this one is left out. A checkpoint that cannot be written (a full disk) is told and
-counted, and training goes on.
-Refuses to know the files: checkpoint.py does.
+The live worker of the lowest rank pins a version between two of its steps and hands it to the thread. If an earlier checkpoint
+is still being written, by this worker or another, the next one is delayed until a later step. If a checkpoint cannot be written
+(a full disk), the error is logged and counted, and training goes on.
 """
 
 import logging
@@ -25,11 +24,11 @@ DEFAULT_EVERY = 1000
 
 
 class Checkpointing:
-    """What `DistributedOptimizer(checkpoint=DIR, every=N)` does after each step.
+    """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
     Attributes:
-        written: checkpoints that this worker has written.
-        failures: those that it could not write.
+        written: the number of checkpoints that this worker has written.
+        failures: the number of checkpoints that it could not write.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Checkpointing:
 
     @staticmethod
     def wanted(directory: str | os.PathLike[str] | None, every: int | None) -> tuple[Path, int] | None:
-        """What is given, else the environment's FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY; None for no checkpoints."""
+        """The arguments, or FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY where they are None; None for no checkpoints."""
         given = directory if directory is not None else os.environ.get("FASTPS_CHECKPOINT")
         if not given:
             return None
@@ -64,7 +63,7 @@ class Checkpointing:
         return Path(given), int(text) if every is None else every
 
     def after_step(self) -> None:
-        """Begin a checkpoint if one is due and this worker is the one that writes it; while one is written, the next waits."""
+        """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits."""
         version = self._worker.version
         if version < self._next:
             return
@@ -94,7 +93,7 @@ class Checkpointing:
             logger.warning("%s; training goes on", str(error))  # not its traceback, which holds the arena
 
     def close(self, failed: bool = False) -> None:
-        """Wait until what is due is written; after a failure, only until nothing is being written."""
+        """Wait for the checkpoint in progress; unless the worker failed, then write the one that is due, if any."""
         self._join()
         if not failed:
             self.after_step()
@@ -107,7 +106,7 @@ class Checkpointing:
 
 
 def buffers_of(model: Any) -> dict[str, Array]:
-    """Name to array of a torch module's buffers; none where there is no module."""
+    """Name to array of a torch module's buffers; empty without a module."""
     if model is None:
         return {}
     return {name: buffer.detach().cpu().numpy() for name, buffer in model.named_buffers()}

@@ -1,7 +1,7 @@
-"""A consistent copy of a running job: one published version is pinned, copied and written, while the workers go on.
+"""A consistent copy of a running job: a worker pins a published version, copies and writes it while the other workers go on.
 
-A checkpoint is written beside its name, flushed to the disk, then renamed: a folder that has the name is whole, and a full disk
-leaves the earlier ones as they are.
+A checkpoint is written under a temporary name, flushed to the disk, then renamed: a folder with the final name is complete, and
+a full disk leaves the earlier checkpoints as they are.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ from fastps.errors import CheckpointError, ProtocolError
 from fastps.store.worker import Worker
 from fastps.version import __version__
 
-KEPT = 2  # the newest checkpoints; older ones are removed when another is whole
+KEPT = 2  # newest checkpoints to keep; older ones are removed when a new one is complete
 _UNFINISHED = ".unfinished-"
 
 
 class VersionInUseError(Exception):
-    """Another worker copies a version just now."""
+    """Another worker has pinned a version to copy it."""
 
 
 class PinnedVersion:
-    """A whole version of a job, kept as it is while it is copied; the workers go on. Close it soon.
+    """A whole version of a job, pinned while it is copied. The workers go on. Close it soon.
 
-    Made by a worker between two steps. One worker at a time has one: with `waits` this one waits for the other, else
-    VersionInUseError is raised. Under schemes where all are level the shards have one version; elsewhere each has its
-    own, as it has for who pulls.
+    A worker creates it between two steps. Only one worker at a time has one: with `waits` this worker waits for the other, else
+    VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
+    under others each shard has its own, as in a pull.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PinnedVersion:
         }
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """Each tensor's name and its array, which lies in the arena: valid until `close`."""
+        """The name and the array of each tensor. The arrays lie in the arena and are valid until `close`."""
         layout = self._store.layout
         planes = [("weights/", self._store.weight_views(self._weights))]
         planes += [(f"state/{name}/", self._store.plane_views(self._state, i)) for i, name in enumerate(layout.rule.planes)]
@@ -98,7 +98,7 @@ class PinnedVersion:
                 yield prefix + parameter.name, shaped(view, parameter)
 
     def close(self) -> None:
-        """Let the buffers be used again. May be called twice."""
+        """Unpin the buffers. May be called twice."""
         while self._shards:
             self._shards -= 1
             rank, generation = self._owner
@@ -112,7 +112,7 @@ class PinnedVersion:
 
 
 def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
-    """Keep a shard's published weights and rule state: (version, weights buffer, state buffer, clocks)."""
+    """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
 
     def pinned() -> tuple[int, int, int, list[int]] | None:
         try:
@@ -122,7 +122,7 @@ def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[i
 
     worker.check_usable()
     if waits:
-        text = f"worker {worker.rank} waited to copy version {worker.version}, for another copies it"
+        text = f"worker {worker.rank} waited to copy version {worker.version}, because another worker still copies one"
         return worker.wait_until(pinned, 1_000_000, lambda: text)
     found = pinned()
     if found is None:
@@ -131,17 +131,17 @@ def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[i
 
 
 class Source(Protocol):
-    """What `save` asks of an optimizer."""
+    """The interface that `save` needs of an optimizer."""
 
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
-        """Keep the published version, with the optimizer's own description of it."""
+        """Pin the published version, with the optimizer's own description of it."""
 
     def model_buffers(self) -> Mapping[str, Array]:
         """Name to array of the model's buffers."""
 
 
 def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
-    """Keep the published version of a worker's job while it is copied. A worker alone knows its rule's hyper-parameters."""
+    """Pin the published version of a job. For a plain Worker the param_groups are its store's hyper-parameters."""
     if not isinstance(source, Worker):
         return source.pin_whole_version(extra, waits=waits)
     groups = [dict(hyper._asdict()) for hyper in source.store.hypers]
@@ -151,13 +151,13 @@ def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True
 def save(
     source: Source | Worker, directory: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, keep: int = KEPT
 ) -> Path:
-    """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps; returns its folder.
+    """Write a checkpoint of the job of `source`, a DistributedOptimizer or a Worker between two steps. Return its folder.
 
-    The other workers go on meanwhile; this one waits. `extra` is kept with it: anything that JSON holds. The newest `keep`
-    checkpoints of the directory stay.
+    This worker waits until the checkpoint is written; the others go on. `extra` is saved with it and may hold anything that
+    JSON can. The newest `keep` checkpoints of the directory stay.
 
-    Raises CheckpointError when it cannot be written (a full disk, say), and then leaves the earlier ones as they were;
-    UsageError after close or in a forked child.
+    Raises CheckpointError if the checkpoint cannot be written (a full disk, for example), and then leaves the earlier ones as
+    they were; UsageError after close or in a forked child.
 
     >>> import tempfile
     >>> import fastps
@@ -177,12 +177,12 @@ def save(
 
 
 def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
-    """Write a pinned version as the newest checkpoint of a directory, and let it go. Raises CheckpointError."""
+    """Write a pinned version as the newest checkpoint of a directory, and unpin it. Raises CheckpointError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory) as descriptor:
             for left in directory.glob(_UNFINISHED + "*"):
-                shutil.rmtree(left, ignore_errors=True)  # of a process that died: who holds the lock is the only writer
+                shutil.rmtree(left, ignore_errors=True)  # from a process that died: only the lock's holder writes
             number = 1 + max((number_of(folder) for folder in whole(directory)), default=0)
             unfinished, folder = directory / f"{_UNFINISHED}{number}", directory / f"{PREFIX}{number:06d}"
             try:
@@ -198,7 +198,7 @@ def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, 
             return folder
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(
-            f"checkpoint in {directory}: expected to write it, found that it cannot be ({error}); earlier ones are as they were"
+            f"checkpoint in {directory}: cannot be written ({error}); the earlier checkpoints are unchanged"
         ) from error
     finally:
         pinned.close()
@@ -223,7 +223,7 @@ def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Arra
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[int]:
-    """The directory's descriptor, with its lock, which ends with its process."""
+    """Lock the directory and yield its descriptor. The kernel releases the lock if the process dies."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

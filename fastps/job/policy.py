@@ -12,7 +12,7 @@ from typing import Any
 
 from fastps.errors import PolicyError
 from fastps.kernels.scheduling.policy import reason_against
-from fastps.kernels.shm.arena import MAX_SHARDS
+from fastps.kernels.shm.counts import MAX_SHARDS
 
 MAX_BOUND = 1_000_000  # above any useful bound; keeps the controller's range (high - low) finite
 DEFAULT_SHARDS = 4

@@ -1,6 +1,6 @@
-"""Which jobs run on this machine: read from the kernel's own list of listening sockets, and asked whether they are ours.
+"""Discovery of the jobs that run on this machine, from the kernel's list of listening sockets.
 
-Refuses to keep a list, or a file for one: a job is running while somebody answers at one of its names, and not a moment longer.
+fastps keeps no list and no file of jobs: a job runs exactly as long as a process listens at one of its names.
 """
 
 import os
@@ -14,12 +14,12 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _TABLE = Path("/proc/net/unix")
 _LISTENS = 0x10000  # __SO_ACCEPTCON, in the column of flags
-_PREFIX = b"@fastps/"  # as the table shows rendezvous.place_name: its zero byte is an @
+_PREFIX = b"@fastps/"  # the table shows the zero byte of an abstract name as @
 _ASK_TIMEOUT_S = 0.2
 
 
 def listening() -> dict[str, set[rendezvous.Place]]:
-    """Every job at whose names somebody listens, of any user, and the places that are taken. Raises AttachError."""
+    """The running jobs of all users, each with the places at which a process listens. Raises AttachError."""
     try:
         table = _TABLE.read_bytes()
     except OSError as error:
@@ -28,12 +28,12 @@ def listening() -> dict[str, set[rendezvous.Place]]:
 
 
 def arenas_of(job: str) -> list[str]:
-    """The names of a launched job's arenas that are there: its script's first optimizer has the job's name, the next JOB.1."""
+    """The names of a launched job's arenas that exist: JOB for the script's first optimizer, JOB.1 for the next."""
     return [job if instance == 0 else f"{job}.{instance}" for instance in instances_of(job)]
 
 
 def instances_of(job: str) -> list[int]:
-    """The numbers of a launched job's arenas that are there, 0 for JOB, 1 for JOB.1."""
+    """The numbers of a launched job's arenas that exist: 0 for JOB, 1 for JOB.1."""
     found = []
     for name in listening():
         first, _, number = name.rpartition(".")
@@ -45,7 +45,7 @@ def instances_of(job: str) -> list[int]:
 
 
 def places_in(table: bytes) -> dict[str, set[rendezvous.Place]]:
-    """The jobs and places in a text of the form of /proc/net/unix; lines that are not of ours are passed over.
+    """The jobs and places in a table in the format of /proc/net/unix. Sockets that are not from fastps are skipped.
 
     >>> lines = b"0: 2 0 00010000 0001 01 7 @fastps/mnist/host\\n0: 2 0 00010000 0001 01 8 @fastps/mnist/0\\n"
     >>> sorted(places_in(lines)["mnist"], key=str)
@@ -64,12 +64,12 @@ def places_in(table: bytes) -> dict[str, set[rendezvous.Place]]:
 
 
 def running_jobs(clock: Clock = SYSTEM_CLOCK) -> list[str]:
-    """The names of this user's running jobs, in order. Raises AttachError when the kernel's list cannot be read."""
+    """The names of this user's running jobs, in order. Raises AttachError if the kernel's list cannot be read."""
     return sorted(job for job, places in listening().items() if _is_ours(job, places, clock))
 
 
 def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
-    """Whether a process of this user answers for the job; one that is stopped, and so silent, counts."""
+    """Whether a process of this user answers for the job. A process that listens but does not answer, as if stopped, counts."""
     silent = False
     for place in sorted(places, key=str):
         try:
@@ -84,7 +84,7 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
         except rendezvous.OtherUser:
             return False
         except rendezvous.AbiDiffers:
-            return True  # ours, though of another fastps: attaching says what to do
+            return True  # this user's, from another version of fastps; attaching reports that
         os.close(answer.memfd)
         os.close(answer.pidfd)
         return True
@@ -92,7 +92,11 @@ def _is_ours(job: str, places: set[rendezvous.Place], clock: Clock) -> bool:
 
 
 def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> rendezvous.Offer:
-    """Ask everyone who may answer for `job`; without a layout as an observer. Raises AttachError or LayoutError."""
+    """Connect to each place of `job` until one answers; without a layout, as an observer.
+
+    Raises LayoutError if the layouts differ, and AttachError if no place answers within the timeout, or if the listener belongs
+    to another user or another version of fastps.
+    """
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
     places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else MAX_LANES)]
     text = layout.text() if layout else ""

@@ -1,7 +1,4 @@
-"""A job's arena as one process maps it: typed views of weights, gradients and rule state, and answers to joiners.
-
-`fastps.store.store` makes, finds and joins it; everything else that a worker does is built on this.
-"""
+"""A job's arena, mapped into one process: typed views of weights, gradients and optimizer state, and listeners for joiners."""
 
 import contextlib
 import os
@@ -15,7 +12,7 @@ import numpy.typing as npt
 from fastps.errors import ProtocolError
 from fastps.job.layout import Layout, Parameter
 from fastps.job.update_rules import Hyper
-from fastps.kernels.shm import arena as words
+from fastps.kernels.shm import arena
 from fastps.kernels.shm.mapping import SharedMapping
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
@@ -28,9 +25,9 @@ class JobMemory:
     """The arena of one job, mapped into this process.
 
     Attributes:
-        layout: what lies where.
+        layout: the job's layout.
         job: the job's name.
-        timeout_s: the longest wait.
+        timeout_s: the timeout of all waits, in seconds.
         hypers: hyper-parameters of each parameter group.
         memory: the mapping.
         arena: typed access to the header and the lanes.
@@ -52,21 +49,21 @@ class JobMemory:
         self.clock = clock
         self.hypers = hypers
         self.memory = memory
-        self.arena = words.Arena(memory)
+        self.arena = arena.Arena(memory)
         self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
         self._listeners: list[rendezvous.Listener] = []
 
-    # -- answering ---------------------------------------------------------------------------------
+    # -- listeners ---------------------------------------------------------------------------------
 
     def answer_at(self, place_of: rendezvous.Place) -> rendezvous.Listener:
-        """Begin to answer at a place ("host" or a lane): joiners get the memory, peers this process's pidfd."""
+        """Start a listener at a place ("host" or a lane). Joiners get the memory from it, and peers this process's pidfd."""
         listener = rendezvous.Listener(
             rendezvous.place_name(self.job, place_of),
             memfd=self._descriptor,
             pidfd=self._pidfd,
-            abi=words.ABI,
+            abi=arena.ABI,
             layout_hash=self.layout.digest(),
             layout=self.layout.text().encode(),
             place=place_of if isinstance(place_of, int) else -1,
@@ -75,29 +72,29 @@ class JobMemory:
         return listener
 
     def stop_answering(self, listener: rendezvous.Listener) -> None:
-        """End one place's answers."""
+        """Close a listener."""
         listener.close()
         self._listeners.remove(listener)
 
     def foreign_layout(self) -> str | None:
-        """The description that a refused joiner sent to this process, or None."""
+        """The layout text of a joiner that a listener of this process refused, or None."""
         return next((text for listener in self._listeners if (text := listener.foreign_layout()) is not None), None)
 
     # -- views -------------------------------------------------------------------------------------
 
     def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
-        """A flat view of one parameter's floats in the buffer, slot or plane that begins at `byte_offset`."""
+        """A flat view of one parameter's floats in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
         return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """A flat view of each parameter in a weights buffer, or in each shard's own."""
+        """A flat view of each parameter in one weights buffer, or in one buffer per shard."""
         return [
             self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
             for parameter in self.layout.parameters
         ]
 
     def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
-        """A flat view of each parameter's gradient in a slot of a lane, of the layout's type; bfloat16 as its bits, uint16."""
+        """A flat view of each parameter's gradient in a slot of a lane, in the layout's dtype; bfloat16 is viewed as uint16."""
         dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
         offset = self.arena.gradient_offset(lane, slot)
         return [
@@ -106,21 +103,27 @@ class JobMemory:
         ]
 
     def plane_views(self, buffers: int | Sequence[int], plane: int) -> Views:
-        """A flat view of each parameter in a plane of a state buffer, or of each shard's own. Only for who holds the turns."""
+        """A flat view of each parameter in an optimizer-state tensor, of one state buffer or of one per shard.
+
+        The caller must hold the shard locks.
+        """
         return [
             self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
             for parameter in self.layout.parameters
         ]
 
     def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
-        """How often the rule was applied to each parameter: int64[1] each. Only for who holds the turns."""
+        """How often the rule was applied to each parameter: int64[1] each. The caller must hold the shard locks."""
         return [
             np.frombuffer(self.memory, np.int64, 1, self.arena.steps_offset(_buffer_of(buffers, parameter)) + 8 * index)
             for index, parameter in enumerate(self.layout.parameters)
         ]
 
     def committed(self) -> tuple[list[int], list[int]]:
-        """Each shard's published (weights buffers, state buffers). Only for who holds the turns."""
+        """The published weights buffer of each shard, and the published state buffer of each.
+
+        The caller must hold the shard locks. Raises ProtocolError if the arena is damaged.
+        """
         try:
             found = [self.arena.committed(shard) for shard in range(self.arena.shards)]
         except ValueError as error:
@@ -128,18 +131,18 @@ class JobMemory:
         return [weights for _, weights, _ in found], [state for _, _, state in found]
 
     def extra_view(self, lane: int) -> npt.NDArray[np.uint8]:
-        """A lane's room for model buffers. Only who holds the turn may use it."""
+        """A lane's room for model buffers. The caller must hold the shard lock."""
         return np.frombuffer(self.memory, np.uint8, self.layout.extra_bytes, self.arena.extra_offset(lane))
 
     @property
     def version(self) -> int:
-        """Updates so far."""
+        """The number of updates so far."""
         return self.arena.version
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Answer nobody any more and let go of the memory; views that still live keep it mapped. May be called twice."""
+        """Close the listeners and release the memory. Views that still exist keep it mapped. May be called twice."""
         if self._process_id != os.getpid() or self._descriptor < 0:
             return
         for listener in list(self._listeners):

@@ -1,8 +1,8 @@
-"""Who belongs to a job, as one worker acts on it: a lost peer is marked_dead or named, a joiner waits until it is counted.
+"""Membership of a job, as one worker maintains it: lost peers are marked dead or raised as errors, and joiners are counted.
 
-A lost worker's turn is broken first, so that no lock is left; then its lane is marked dead, and whoever holds a shard's turn
-next counts it no more (kernels/protocol/combiner.pyx). All of this may be done twice, and by a process that dies in the middle
-of it. Refuses to decide what a scheme does with fewer or more workers: the scheduler does.
+A worker first recovers the shard locks of a lost peer, so that no lock stays taken, and then marks its lane dead. From then on
+the next combiner of each shard no longer counts that lane. Every step is idempotent, and safe if the process that takes it dies
+halfway. The scheduler decides what a discipline does with fewer or more workers.
 """
 
 import logging
@@ -24,30 +24,30 @@ _Found = TypeVar("_Found")
 
 
 class Participant(Protocol):
-    """What membership asks of an attached worker, or of the server."""
+    """The interface that membership needs of an attached worker or of the server."""
 
     rank: int
     store: JobMemory
     lane: WorkerLane
 
     def try_combine(self) -> None:
-        """Run every shard's turn that is free."""
+        """Combine on every shard whose lock is free."""
 
     def take_over(self) -> None:
-        """Take turns from now on: the server is gone."""
+        """Combine from now on, because the server is gone."""
 
     def recover_lock(self, owner: Owner, now_ns: int) -> None:
-        """Take the turns of an owner whose process has ended."""
+        """Recover the shard locks of an owner whose process has ended."""
 
     def recover_stale_locks(self, now_ns: int) -> None:
-        """Take the turns of owners that were replaced already."""
+        """Recover the shard locks of owners that have already been replaced."""
 
     def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
-        """Wait, and watch the peers meanwhile."""
+        """Poll `reached` until it is true, and check the peers meanwhile."""
 
 
 class Membership:
-    """The membership of one worker: its generation, its peers, and what it has told of rejected pushes."""
+    """The membership of one worker: its generation, its peers, and the rejected pushes that it has reported."""
 
     def __init__(self, worker: Participant, generation: int) -> None:
         self.generation = generation
@@ -61,7 +61,7 @@ class Membership:
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
 
     def join(self) -> None:
-        """Wait until every shard counts this worker. Raises TimeoutExceededError, saying what the lane waits for."""
+        """Wait until every shard counts this worker. Raises TimeoutExceededError that says what the lane waits for."""
         worker, arena = self._worker, self._store.arena
         worker.lane.recover_lock(worker.rank, self._store.clock.now_ns(), self.generation - 1)
         worker.wait_until(self._has_joined, 500_000, self._not_joined_text)
@@ -76,29 +76,29 @@ class Membership:
         worker, arena = self._worker, self._store.arena
         counters = arena.counters(worker.rank)
         return (
-            f"worker {worker.rank} waited {self._store.timeout_s:g} s to join (generation {self.generation}): of its lane"
-            f" {counters['posted'] - counters['done']} pushes of an earlier worker are not folded, at version"
+            f"worker {worker.rank} waited {self._store.timeout_s:g} s to join (generation {self.generation}):"
+            f" {counters['posted'] - counters['done']} pushes of the lane's earlier worker are not folded yet, at version"
             f" {arena.version}; raise FASTPS_TIMEOUT if the others are only slow"
         )
 
     def waited_for(self) -> list[str]:
-        """Who this worker may be waiting for: those expected or present that are behind it, and how far they are.
+        """The workers that this worker may be waiting for: expected or present workers behind it, each with its step.
 
-        Last what was refused meanwhile, which may have meant to be one of those that have not attached.
+        The last item names a joiner that was refused meanwhile: it may be one of the workers that have not attached.
         """
         layout, arena, worker = self._store.layout, self._store.arena, self._worker
         found = []
         for lane, state in enumerate(arena.lane_states()[: layout.lanes]):
             if lane == worker.rank or (lane >= layout.workers and state == LANE_FREE):
-                continue  # nobody is expected in a lane beyond those of the workers
+                continue  # no worker is expected in a lane beyond the initial workers' lanes
             if state in _WAITED_FOR and (arena.clock(lane) < worker.lane.steps or state == LANE_FREE):
                 found.append(f"worker {lane} (at step {arena.clock(lane)}{_WAITED_FOR[state]})")
         return [*found, self._refused] if found and self._refused else found
 
     def look(self, now_ns: int) -> None:
-        """Act on every worker that died or failed, and tell of a process that described another model.
+        """Handle every worker that died or failed, and log a process whose layout was refused.
 
-        Raises WorkerDiedError under on_worker_loss="stop"; what `report_rejections` raises.
+        Raises WorkerDiedError under on_worker_loss="stop", and the errors of `report_rejections`.
         """
         self._worker.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
@@ -117,18 +117,18 @@ class Membership:
         self.report_rejections()
 
     def _lose_server(self, server: Owner, now_ns: int) -> None:
-        """Go on without the server, whatever the job does about lost workers; on devices its memory is gone with it."""
+        """Go on without the server under any fault policy. Raises WorkerDiedError if it owned the memory on devices."""
         error = self._peers.error(server)
         if self._store.layout.homes:
             raise WorkerDiedError(
-                f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume from"
-                " its last checkpoint)",
+                f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume"
+                " from its last checkpoint)",
                 server[0],
             )
         self._worker.take_over()
         self._worker.recover_lock(server, now_ns)
         if self._store.arena.mark_dead(*server):
-            logger.warning("%s; the workers take the turns from now on, and nothing is lost", error)
+            logger.warning("%s; the workers combine from now on, and nothing is lost", error)
         self._peers.forget(server)
         self._worker.try_combine()
 
@@ -145,7 +145,10 @@ class Membership:
         )
 
     def report_rejections(self) -> None:
-        """Tell of pushes that were rejected since the last call: this worker's own as a warning, under "raise" as an error."""
+        """Report the pushes that were rejected since the last call.
+
+        Log this worker's own as a warning. Under nonfinite="raise", raise NonFiniteGradientError for those of any worker.
+        """
         arena = self._store.arena
         if arena.rejections == self._rejections:
             return
@@ -157,7 +160,7 @@ class Membership:
             raise NonFiniteGradientError(self._rejected_text(lane), lane)
         count, _ = arena.rejected(self._worker.rank)
         before, self._own_rejections = self._own_rejections, count
-        if count.bit_length() > before.bit_length():  # the first, and then ever more seldom: a run that diverged rejects all
+        if count.bit_length() > before.bit_length():  # at counts 1, 2, 4, ...: a run that diverged rejects every push
             logger.warning("%s; %d so far", self._rejected_text(self._worker.rank), count)
 
     def _rejected_text(self, lane: int) -> str:
@@ -171,7 +174,7 @@ class Membership:
         )
 
     def close(self) -> None:
-        """Let go of the peers."""
+        """Close the peers' pidfds."""
         self._peers.close()
 
 

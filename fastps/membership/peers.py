@@ -1,9 +1,9 @@
-"""The peers of a process: which of the job's workers have died, or whether its server has, told by pidfds.
+"""The peers of a process: pidfds tell which workers of the job have died, and whether its server has.
 
-Each process opens its own pidfd and hands it to whoever asks its answering thread; no number is looked up, so no reused process
-id can deceive. A lane that is live in the arena while nobody listens at its name belongs to a process that died before it was
-asked. A lane's owners follow one another; each is known by its generation. Refuses to act on a death: it names it, and
-membership.py decides.
+Each process opens its own pidfd, and its listener offers it to every process that connects. No process id is looked up, so a
+reused id cannot mislead. If a lane is live in the arena and no process listens at its name, its owner died before this process
+connected to it. A lane may have one owner after another; the generation tells them apart. This module reports a death and does
+not act on it.
 """
 
 import os
@@ -14,9 +14,7 @@ from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_FAILED, LANE_JOINING, 
 from fastps.membership import rendezvous
 
 _ASK_TIMEOUT_S = 0.05
-_MOST_SKIPPED_LOOKS = (
-    20  # a peer that did not answer, time and again (a stopped process), is asked so seldom: each try costs time
-)
+_MOST_SKIPPED_LOOKS = 20  # the backoff for a peer that does not answer (a stopped process), because each try costs time
 _PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING, LANE_SERVING)
 
 Owner = tuple[int, int]
@@ -24,7 +22,7 @@ Owner = tuple[int, int]
 
 
 class Peers:
-    """The other workers of `job`, whose arena `descriptor` is of, seen from the worker of lane `own`."""
+    """The peers of the worker in lane `own` of `job`. `descriptor` is the memfd of the job's arena."""
 
     def __init__(self, arena: Arena, descriptor: int, job: str, own: int) -> None:
         self._arena = arena
@@ -39,9 +37,9 @@ class Peers:
         self._silences: dict[Owner, int] = {}
 
     def dead(self) -> Owner | None:
-        """A worker that failed, or died without leaving; None while all is well. Costs one system call.
+        """A worker that failed, or died without leaving; None if there is none. Costs one system call once all peers are known.
 
-        Who acts on it calls `forget`; until then it may be named again.
+        The caller handles the death and then calls `forget`; until then the same owner may be returned again.
         """
         members = self._arena.members()
         for lane, (generation, state) in enumerate(members):
@@ -54,13 +52,13 @@ class Peers:
                 return owner
         for pidfd, _ in self._poll.poll(0):
             owner = self._owner_of[pidfd]
-            # The state is read again: its worker may have left in good order just before its process ended. Where another
-            # owns the lane already, or has marked_dead its owner to do so, the dead one's turn may still have to be broken.
+            # Read the state again: the worker may have left just before its process ended. If the lane has a new owner, or its
+            # owner is marked dead, the shard locks of the dead owner may still have to be recovered.
             generation, state = self._arena.members()[owner[0]]
             if generation != owner[1] or state in (*_PRESENT, LANE_FAILED, LANE_DEAD):
                 return owner
             self.forget(owner)
-        # Last, for a worker that fails because another died says so itself, and the first cause is the better answer.
+        # Failed workers come last, and those that failed because another died after the rest: the first cause says more.
         failed = [
             lane
             for lane, (generation, state) in enumerate(members)
@@ -70,11 +68,11 @@ class Peers:
         return (lane, members[lane][0]) if lane >= 0 else None
 
     def _is_consequence(self, lane: int) -> bool:
-        """Whether a lane failed because another had."""
+        """Whether a lane failed because another worker had died."""
         return self._arena.failure(lane).startswith(WorkerDiedError.__name__)
 
     def error(self, owner: Owner) -> WorkerDiedError:
-        """The named error for a worker that `dead` returned."""
+        """The error that names an owner that `dead` returned."""
         lane = owner[0]
         is_server = lane == self._arena.server_lane
         who = f"{'the server' if is_server else f'worker {lane}'} (process {self._arena.process_id(lane)})"
@@ -91,7 +89,7 @@ class Peers:
         )
 
     def forget(self, owner: Owner) -> None:
-        """This owner is no peer any more."""
+        """Remove this owner from the peers, and close its pidfd."""
         self._known.discard(owner)
         self._looks_to_skip.pop(owner, None)
         self._silences.pop(owner, None)
@@ -101,16 +99,16 @@ class Peers:
             os.close(pidfd)
 
     def dismiss(self, owner: Owner) -> None:
-        """Forget this owner, and never name it again."""
+        """Forget this owner, and never return it from `dead` again."""
         self.forget(owner)
         self._dismissed.add(owner)
 
     def is_dismissed(self, owner: Owner) -> bool:
-        """Whether `dismiss` was called for it."""
+        """Whether `dismiss` was called with this owner."""
         return owner in self._dismissed
 
     def close(self) -> None:
-        """Let go of all pidfds."""
+        """Close all pidfds."""
         for descriptor in self._owner_of:
             os.close(descriptor)
         self._owner_of.clear()
@@ -118,9 +116,9 @@ class Peers:
         self._poll = select.poll()
 
     def _meet(self, owner: Owner) -> bool:
-        """Ask a lane's process for its pidfd; False when nobody is there although the lane has the same owner still.
+        """Connect to a lane's process for its pidfd. Return False if no process listens and the lane still has this owner.
 
-        Should the next owner have answered already, then it finds out about this one's death itself, before it joins.
+        If the lane's next owner answers, that process detects the death of this owner itself, before it joins.
         """
         lane = owner[0]
         place: rendezvous.Place = "server" if lane == self._arena.server_lane else lane
@@ -131,13 +129,13 @@ class Peers:
         except rendezvous.Absent:
             return self._has_changed(owner)
         except rendezvous.Silent:
-            # Alive enough to accept: a stopped process is slow, not dead; or it is about to end, and will be absent soon.
+            # The process listens, so it is stopped or slow, not dead; or it is about to end, and will be absent soon.
             self._silences[owner] = min(_MOST_SKIPPED_LOOKS, 2 * self._silences.get(owner, 0) + 1)
             self._looks_to_skip[owner] = self._silences[owner] - 1
             return True
         is_ours = os.path.sameopenfile(answer.memfd, self._descriptor)
         os.close(answer.memfd)
-        if not is_ours:  # a job that was begun again has the name now, so whoever had it here has ended
+        if not is_ours:  # a restarted job has the name now, so the process that had it here has ended
             os.close(answer.pidfd)
             return self._has_changed(owner)
         self._known.add(owner)
@@ -146,6 +144,6 @@ class Peers:
         return True
 
     def _has_changed(self, owner: Owner) -> bool:
-        """Whether the lane is no more that owner's, or its owner is not there any more by its own word."""
+        """Whether the lane has another owner now, or its state says that this owner is no longer present."""
         generation, state = self._arena.members()[owner[0]]
         return generation != owner[1] or state not in _PRESENT

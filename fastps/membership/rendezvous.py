@@ -1,9 +1,9 @@
-"""The rendezvous: how a process gets the arena's memory from a job's member, and learns to tell when that member dies.
+"""The rendezvous: how a process gets the arena's memory from a member of the job, and a pidfd to detect that member's death.
 
-Every attached worker, and the creator of the arena, answers at an abstract socket of its own; whoever joins asks them
-in turn, and no path is created in any file system. An answer brings the memory and the answering process's own pidfd:
-no process id is looked up, so a reused number cannot deceive. Refuses to decide: each way in which asking can end is an
-exception of its own, which store and peers translate; whether the memory is a sealed arena is checked by who maps it.
+Every attached worker, the creator of the arena and the server each have a listener at an abstract socket. A joiner connects to
+them one after the other; no path is created in any file system. An offer brings the memory and the listening process's pidfd:
+no process id is looked up, so a reused id cannot mislead. Each way in which connecting can fail has an exception, which the
+caller translates. The caller also checks, when it maps the memory, that it is a sealed arena.
 """
 
 import contextlib
@@ -17,34 +17,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from fastps.kernels.shm import rendezvous as answer
+from fastps.kernels.shm import rendezvous
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 Place = int | Literal["host", "server"]
-"""Who is asked: the worker of a lane, the process that created the arena, or the job's server process."""
+"""The listener to connect to: the worker of a lane, the process that created the arena, or the job's server process."""
 
 HOST_PLACE = -1
-"""How the creator of the arena, and the server, call their place in an answer."""
+"""The place in an offer from the creator of the arena or the server."""
 
 _RETRY_NS = 1_000_000
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
 _DESCRIPTOR = struct.Struct("=i")
 
 
-class Absent(Exception):  # noqa: N818  (these are findings; whether one is an error, the caller knows)
-    """Nobody listens there: not attached yet, gone, or dead."""
+class Absent(Exception):  # noqa: N818  (an outcome; the caller decides whether it is an error)
+    """No process listens at the place: its worker has not attached yet, has left, or is dead."""
 
 
 class Silent(Exception):  # noqa: N818
-    """Somebody listens there, but gave no answer that we understand in time: stopped, overloaded, or no fastps."""
+    """A process listens at the place, but gave no valid answer in time: it is stopped, overloaded, or not fastps."""
 
 
 class OtherUser(Exception):  # noqa: N818
-    """Asker and listener belong to different users."""
+    """This process and the listener belong to different users."""
 
 
 class AbiDiffers(Exception):  # noqa: N818
-    """Asker and listener lay out the arena differently; `theirs` is the listener's number."""
+    """This process and the listener have different arena formats; `theirs` is the listener's format number."""
 
     def __init__(self, ours: int, theirs: int) -> None:
         super().__init__(
@@ -55,22 +55,22 @@ class AbiDiffers(Exception):  # noqa: N818
 
 
 class LayoutDiffers(Exception):  # noqa: N818
-    """The layouts' hashes differ; `theirs` is the text of the listener's layout."""
+    """The hashes of the layouts differ; `theirs` is the text of the listener's layout."""
 
     def __init__(self, theirs: str) -> None:
-        super().__init__("the layouts of asker and listener differ")
+        super().__init__("the layouts of this process and the listener differ")
         self.theirs = theirs
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a successful `connect` brings. Both descriptors belong to the asker, who closes them.
+    """The result of a successful `connect`. The caller owns both descriptors and closes them.
 
     Attributes:
         memfd: the arena's memory, not checked yet.
-        pidfd: the answering process; readable once it has ended.
-        place: its lane, or HOST_PLACE.
-        process_id: its number as the kernel tells it, for messages only.
+        pidfd: the listening process; readable once it has ended.
+        place: the lane of that process, or HOST_PLACE.
+        process_id: the process id that the kernel reports, for messages only.
     """
 
     memfd: int
@@ -82,11 +82,11 @@ class Offer:
 _live: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-class Listener(answer.Listener):
-    """A thread that answers at `name` for this process until it is closed, whatever Python is doing meanwhile.
+class Listener(rendezvous.Listener):
+    """A thread that answers at `name` for this process until it is closed. It runs without the GIL.
 
-    The descriptors are duplicated: the caller keeps its own. `place` is told to clients: a lane, or HOST_PLACE.
-    Raises ValueError for an argument out of range, OSError when another process answers at `name`.
+    The descriptors are duplicated: the caller keeps its own. Clients receive `place`: a lane, or HOST_PLACE.
+    Raises ValueError for an argument out of range, and OSError if another process listens at `name`.
 
     Example::
 
@@ -95,12 +95,12 @@ class Listener(answer.Listener):
     """
 
     def __init__(self, name: bytes, memfd: int, pidfd: int, abi: int, layout_hash: bytes, layout: bytes, place: int) -> None:
-        _live.add(self)  # before it listens, so that no fork can miss it
+        _live.add(self)  # before the socket listens, so that no fork can miss it
         super().__init__(name, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid())
 
 
 def _after_fork_in_child() -> None:
-    """No thread was forked, but the listening sockets were: left open, they would keep a dead parent's names alive."""
+    """Close the inherited sockets: the child has no listener thread, and would keep the names of a dead parent taken."""
     for listener in list(_live):
         listener.forget_after_fork()
 
@@ -117,14 +117,14 @@ def place_name(job: str, place: Place) -> bytes:
     if place not in ("host", "server") and (not isinstance(place, int) or place < 0):
         raise ValueError(f"expected a lane's number, 'host' or 'server' as the place, found {place!r}")
     name = b"\0fastps/" + os.fsencode(job) + b"/" + str(place).encode()
-    if not job or len(name) > answer.NAME_BYTES:
-        limit = answer.NAME_BYTES - (len(name) - len(os.fsencode(job)))
+    if not job or len(name) > rendezvous.NAME_BYTES:
+        limit = rendezvous.NAME_BYTES - (len(name) - len(os.fsencode(job)))
         raise ValueError(f"expected a job's name of 1 to {limit} bytes, found {job!r}; give the job a shorter name")
     return name
 
 
 def check_free(job: str, place: Place) -> None:
-    """Raise OSError where another process answers at a place; does not answer there, not even for a moment."""
+    """Raise OSError if another process listens at a place. This process does not listen there, not even for a moment."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.bind(place_name(job, place))
 
@@ -140,21 +140,22 @@ def connect(
     timeout_s: float,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Offer:
-    """Ask at a place for the memory and the pidfd of whoever answers there.
+    """Connect to the listener at a place, and return its offer of the arena's memory and its pidfd.
 
     Args:
-        job, place: whom to ask.
-        abi, layout_hash: this process's; the listener compares them. The hash has 32 bytes.
-        layout: UTF-8 text of the layout, which the listener keeps when the hashes differ, to name the difference too.
-        observer: only the ABI has to agree; `layout_hash` and `layout` are not looked at.
-        timeout_s: longest time until the answer; an absent listener is found at once.
-        clock: measures it.
+        job, place: the listener to connect to.
+        abi, layout_hash: the format and the layout's hash in this process, which the listener compares with its own. The hash
+            has 32 bytes.
+        layout: UTF-8 text of the layout. The listener keeps it if the hashes differ, to log the difference.
+        observer: compare only the ABI, and ignore `layout_hash` and `layout`.
+        timeout_s: the longest wait for the answer, in seconds. An absent listener is found at once.
+        clock: the clock of the timeout.
 
-    Raises Absent, Silent, OtherUser, AbiDiffers or LayoutDiffers; ValueError for an argument out of range; OSError when
-    this process has no descriptors left.
+    Raises Absent, Silent, OtherUser, AbiDiffers or LayoutDiffers; ValueError for an argument out of range; OSError if this
+    process has no descriptors left.
     """
     name = place_name(job, place)
-    hello = answer.pack_hello(abi, layout_hash, len(layout), observer) + layout
+    hello = rendezvous.pack_hello(abi, layout_hash, len(layout), observer) + layout
     deadline = _Deadline(clock, timeout_s, f"place {place} of job {job}")
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -163,12 +164,12 @@ def connect(
             found = _exchange(connection, hello, abi, process_id, deadline)
         if found is not None:
             return found
-        # Hung up on: its process ended, or it drops clients that are too slow. The next connect tells which.
+        # The listener hung up: its process ended, or it drops clients that are too slow. The next connect tells which.
         deadline.pause()
 
 
 def dead_among(pidfds: Iterable[int]) -> list[int]:
-    """Those of the pidfds whose processes have ended, by one system call. Raises OSError for one that is not open."""
+    """The pidfds whose processes have ended, found with one system call. Raises OSError for a pidfd that is not open."""
     poll = select.poll()
     for pidfd in pidfds:
         poll.register(pidfd, select.POLLIN)
@@ -180,15 +181,15 @@ def dead_among(pidfds: Iterable[int]) -> list[int]:
 
 
 def pidfd_alive(pidfd: int) -> bool:
-    """Whether the process has not ended; one that ended and was not waited for counts as ended. Raises OSError."""
+    """Whether the process still runs. A zombie does not count as running. Raises OSError."""
     return not dead_among([pidfd])
 
 
-# -- the asking side -------------------------------------------------------------------------------
+# -- the connecting side ---------------------------------------------------------------------------
 
 
 class _Deadline:
-    """The time that is left for one `connect`. Raises Silent when there is none."""
+    """The time left for one `connect`. Raises Silent if none is left."""
 
     def __init__(self, clock: Clock, timeout_s: float, whom: str) -> None:
         self._clock = clock
@@ -197,7 +198,7 @@ class _Deadline:
         self._whom = whom
 
     def limit(self, connection: socket.socket) -> None:
-        """Let the connection's next call take no longer than what is left."""
+        """Set the connection's timeout to the time that is left."""
         connection.settimeout(self._left_ns() / 1e9)
 
     def pause(self) -> None:
@@ -214,7 +215,7 @@ class _Deadline:
 
 
 def _connect(connection: socket.socket, name: bytes, deadline: _Deadline) -> None:
-    connection.setblocking(False)  # a local connect ends at once, and then fails when the queue of clients is full
+    connection.setblocking(False)  # a local connect returns at once, and fails if the backlog is full
     while True:
         try:
             return connection.connect(name)
@@ -225,7 +226,7 @@ def _connect(connection: socket.socket, name: bytes, deadline: _Deadline) -> Non
 
 
 def _check_user(connection: socket.socket) -> int:
-    """The listener's process id, after its user is known to be ours: anybody may take a name in the abstract space."""
+    """Check the listener's user, because any user can bind an abstract name. Return its process id. Raises OtherUser."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, user, _ = _CREDENTIALS.unpack(data)
     if user != os.geteuid():
@@ -234,21 +235,21 @@ def _check_user(connection: socket.socket) -> int:
 
 
 def _exchange(connection: socket.socket, hello: bytes, abi: int, process_id: int, deadline: _Deadline) -> Offer | None:
-    """Send the hello and read the answer; None when the listener hung up before the answer was complete."""
+    """Send the hello and read the answer. Return None if the listener hung up before the answer was complete."""
     descriptors: list[int] = []
     try:
         deadline.limit(connection)
         with contextlib.suppress(ConnectionError):
-            # An listener that knows enough hangs up before our text ends; its answer lies there to be read.
+            # A listener may hang up before it has read the whole text. Its answer can still be received.
             connection.sendall(hello)
-        status, place, layout_bytes = answer.unpack_offer(_receive_head(connection, descriptors, abi, deadline))
-        if status == answer.LAYOUT_DIFFERS:
-            if layout_bytes > answer.MAX_LAYOUT_BYTES:
+        status, place, layout_bytes = rendezvous.unpack_offer(_receive_head(connection, descriptors, abi, deadline))
+        if status == rendezvous.LAYOUT_DIFFERS:
+            if layout_bytes > rendezvous.MAX_LAYOUT_BYTES:
                 raise deadline.silent(f"an announced layout of {layout_bytes} bytes")
             raise LayoutDiffers(_receive(connection, layout_bytes, deadline).decode("utf-8", "replace"))
-        if status == answer.REFUSED:
-            raise OtherUser(f"process {process_id} refused to answer user {os.geteuid()}, who is not its own")
-        if status != answer.OK or len(descriptors) != 2:
+        if status == rendezvous.REFUSED:
+            raise OtherUser(f"process {process_id} refused to answer user {os.geteuid()}: it belongs to another user")
+        if status != rendezvous.OK or len(descriptors) != 2:
             raise deadline.silent(f"status {status} with {len(descriptors)} descriptors")
         memfd, pidfd = descriptors
         descriptors.clear()
@@ -263,16 +264,16 @@ def _exchange(connection: socket.socket, hello: bytes, abi: int, process_id: int
 
 
 def _receive_head(connection: socket.socket, descriptors: list[int], abi: int, deadline: _Deadline) -> bytes:
-    """The fixed part of an answer; the descriptors that come with it are appended, so that the caller closes them."""
+    """The fixed part of an answer. Its descriptors are appended to `descriptors`, which the caller closes."""
     deadline.limit(connection)
     data, ancillary, flags, _ = connection.recvmsg(
-        answer.PREFIX_BYTES, socket.CMSG_LEN(2 * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        rendezvous.PREFIX_BYTES, socket.CMSG_LEN(2 * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
     )
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.extend(number for (number,) in _DESCRIPTOR.iter_unpack(content))
-    data += _receive(connection, answer.PREFIX_BYTES - len(data), deadline)
-    theirs = answer.abi_of(data)
+    data += _receive(connection, rendezvous.PREFIX_BYTES - len(data), deadline)
+    theirs = rendezvous.abi_of(data)
     if theirs is None:
         raise deadline.silent("one from something that is not fastps")
     if theirs != abi:
@@ -281,11 +282,11 @@ def _receive_head(connection: socket.socket, descriptors: list[int], abi: int, d
         if len(descriptors) < 2:
             raise OSError(errno.EMFILE, "no descriptors are left to join the job; raise the limit (`ulimit -n`)")
         raise deadline.silent("more descriptors than an answer has")
-    return data + _receive(connection, answer.OFFER_BYTES - answer.PREFIX_BYTES, deadline)
+    return data + _receive(connection, rendezvous.OFFER_BYTES - rendezvous.PREFIX_BYTES, deadline)
 
 
 def _receive(connection: socket.socket, length: int, deadline: _Deadline) -> bytes:
-    """Exactly `length` bytes. Raises EOFError when the other side hangs up before."""
+    """Receive exactly `length` bytes. Raises EOFError if the listener hangs up before."""
     data = bytearray(length)
     rest = memoryview(data)
     while rest:

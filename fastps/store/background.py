@@ -1,8 +1,8 @@
-"""Push and pull in threads of their own while the next gradient is computed: Rudra-adv* (section 3.3).
+"""Push and pull in separate threads while the next gradient is computed: Rudra-adv* (section 3.3).
 
-The push thread sends one gradient at a time: the next is never sent before the last was delivered, so that no gradients are
-added up on the way. The pull thread keeps the newest weights in a communication buffer; the worker takes them by swapping pins.
-Refuses to know what a push or a transfer is: it is given functions.
+The push thread sends one gradient at a time: it sends the next only after the last was delivered, so gradients are never summed
+on the way. The pull thread keeps the newest weights in a communication buffer, and the worker takes them by swapping pins. The
+caller passes the push and the transfer as functions.
 """
 
 import threading
@@ -12,11 +12,11 @@ from fastps.errors import damaged
 from fastps.kernels.protocol.lane import Lane
 from fastps.system.clock import Clock
 
-_LOOK_NS = 200_000  # how often the pull thread looks for a new version
+_LOOK_NS = 200_000  # the interval at which the pull thread polls for a new version
 
 
 class Background:
-    """The two threads of one worker; `transfer` is what a pull costs on the way."""
+    """The push and pull threads of one worker. `transfer` makes the injected transfer of a pull."""
 
     def __init__(self, lane: Lane, transfer: Callable[[], object], clock: Clock) -> None:
         self._lane = lane
@@ -36,14 +36,17 @@ class Background:
             thread.start()
 
     def send(self, deliver: Callable[[], None]) -> None:
-        """Hand a gradient to the push thread; waits until the one before was delivered. Raises what a delivery raised."""
+        """Wait until the last gradient was delivered, then hand the next to the push thread.
+
+        Raises the exception of a delivery that failed.
+        """
         self.wait_until_delivered()
         with self._changed:
             self._delivery = deliver
             self._changed.notify_all()
 
     def wait_until_delivered(self) -> None:
-        """Wait until nothing is on its way. Raises what a delivery raised."""
+        """Wait until no gradient is in flight. Raises the exception of a thread that failed."""
         with self._changed:
             while self._delivery is not None and self._failure is None:
                 self._changed.wait(0.05)
@@ -51,7 +54,7 @@ class Background:
                 raise self._failure
 
     def newest(self) -> int | None:
-        """Take the newest weights that have come, by a swap; their buffer, or None when there are none newer."""
+        """Swap to the newest weights that were fetched. Return their buffer, or None if there are no newer ones."""
         with self._changed:
             if self._ready is None:
                 return None
@@ -62,7 +65,7 @@ class Background:
         return buffer
 
     def close(self) -> None:
-        """End both threads; what is on its way is delivered first, unless a delivery failed."""
+        """End both threads. A gradient in flight is delivered first, unless a thread failed."""
         with self._changed:
             while self._delivery is not None and self._failure is None:
                 self._changed.wait(0.05)
@@ -94,13 +97,13 @@ class Background:
                 self._changed.notify_all()
 
     def _pull_loop(self) -> None:
-        """Fetch each new version; older ones that nobody took are replaced, and one that is held already is not fetched."""
+        """Fetch each new version once. It replaces an older version that the worker has not taken."""
         while not self._ends:
             if self._lane.arena.shard_version(0) == self._held_version:
                 self._clock.sleep_ns(_LOOK_NS)
                 continue
             with self._changed:
-                self._ready = None  # its buffer is about to be replaced
+                self._ready = None  # the fetch replaces its buffer
                 fetched = self._lane.prefetch()
                 if fetched[0] < 0:
                     raise damaged("the commit word")

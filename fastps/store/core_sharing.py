@@ -1,22 +1,24 @@
-"""The cores that a job's workers run on, and what follows: who spins while it waits, who helps with a fold, who begins where.
+"""The cores that a job's workers run on, and the settings that follow: spins of a wait, helpers of a fold, and their parts.
 
-Workers may share their cores, or have some each (pinned by taskset, numactl or a launcher): every lane says in the arena which
-are its own. Refuses to choose cores for anyone, and to count those of other jobs.
+Workers may share cores, or have cores of their own (pinned by taskset, numactl or a launcher). Every lane records its cores in
+the arena. fastps does not pin workers to cores, and does not count the cores of other jobs.
 """
 
 import os
 
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.job.layout import Layout
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import Arena
 
 
 class Cores:
-    """Of one attached lane of `arena`: says which are its process' own, and tells the lane what follows from all of them.
+    """The cores of one attached lane: records the process's own cores in the arena, and configures the lane for those of all.
 
-    `takers`: how many processes take turns, or wait for them. `spins` is how often a wait looks before it sleeps.
-    `last_wait_ns`: how long the owner's last wait took, which it says; the next is taken to be as long.
+    Attributes:
+        takers: the number of processes that combine or wait.
+        spins: the polls of a wait before it sleeps.
+        last_wait_ns: the duration of the owner's last wait, which the owner sets. It is the estimate for the next wait.
     """
 
     last_wait_ns = 0
@@ -30,20 +32,20 @@ class Cores:
 
     @property
     def yields(self) -> bool:
-        """Whether the next wait lets others have the core before it sleeps: they are more than the cores, and it may be short.
+        """Whether the next wait yields before it sleeps: the processes outnumber the cores, and the last wait was short.
 
-        To sleep and be woken costs more than some steps take. Where others compute for long, sleep leaves them alone.
+        A sleep and a wake-up take longer than a step of a small model. If the others compute for long, sleeping is better.
         """
-        return not self.spins and self.last_wait_ns < config.SHORT_WAIT_NS
+        return not self.spins and self.last_wait_ns < limits.SHORT_WAIT_NS
 
     def share_among(self, takers: int) -> None:
-        """Say that `takers` are now so many."""
+        """Set the number of processes that combine or wait."""
         self.takers, self._count = takers, 0
         self.look()
 
     def look(self) -> None:
-        """Count again, for others may have come or left."""
-        # What others wrote is bounded: there are no fewer than one's own, and no more than the machine has.
+        """Count the cores again, because workers may have joined or left."""
+        # Bound the count from shared memory: at least this process's cores, at most the machine's.
         count = min(max(self._arena.cores(), len(self._own)), max(os.cpu_count() or 1, len(self._own)))
         if count == self._count:
             return
@@ -52,24 +54,24 @@ class Cores:
         if not self._layout.policy.overlap:
             others = helpers(self.takers, count)
             self._lane.share_folds(others, parts(self.takers, count, self._own))
-            self._lane.stream_folds(config.streams(self._layout, others))
+            self._lane.stream_folds(limits.streams(self._layout, others))
 
 
 def spins(takers: int, cores: int) -> int:
-    """How often a wait looks before it sleeps: not at all when those who wait outnumber the cores."""
-    return config.SPINS if takers <= cores else 0
+    """The polls of a wait before it sleeps: none if the processes outnumber the cores."""
+    return limits.SPINS if takers <= cores else 0
 
 
 def helpers(takers: int, cores: int) -> int:
-    """How many may be woken to help with a fold: as many as there are cores beside the folder's own."""
+    """The most helpers that a combiner may wake for a fold: one for each core other than its own."""
     return min(takers, cores) - 1
 
 
 def parts(takers: int, cores: int, own: list[int]) -> bytes:
-    """For each core by its number, which part of a shared fold a worker there begins with; empty: a part a lane.
+    """A table from a core's number to the part of a shared fold with which a worker there begins. Empty: one part per lane.
 
-    Workers that outnumber the cores and may run on all of them are moved from one to another, and what the last fold left in a
-    cache is the core's.
+    The OS moves workers from core to core if they outnumber the cores and may run on all of them. The cache that holds a part
+    from the last fold belongs to the core, so the core selects the part.
 
     >>> parts(4, 2, [1, 3])
     b'\\x00\\x00\\x00\\x01'

@@ -1,8 +1,7 @@
-"""Which of a launch's jobs a process's next optimizer belongs to: JOB for a script's first, JOB.1 for the next, and so on.
+"""The job of a process's next optimizer in a launch: JOB for the script's first optimizer, JOB.1 for the next, and so on.
 
-Each process counts its own optimizers. Where the counts differ, since one process lives longer than another (a pool, a Ray
-actor), the arenas tell: a job that still expects a worker of this rank is the one to join. Names that a script gives itself
-(`job=`) are not counted.
+Each process counts its own optimizers. If the counts differ because one process lives longer than another (a pool, a Ray
+actor), the process joins a job that still expects a worker of this rank. Jobs that the script names (`job=`) are not counted.
 """
 
 import os
@@ -11,7 +10,7 @@ from fastps.errors import ArenaError, AttachError, LayoutError
 from fastps.job.environment import Identity
 from fastps.kernels.shm.arena import LANE_FREE, Arena
 from fastps.membership import discovery
-from fastps.system import shared_memory as memory_of
+from fastps.system import shared_memory
 from fastps.system.clock import Clock
 
 _POLL_NS = 10_000_000
@@ -21,15 +20,16 @@ _next = [0]
 
 
 def following() -> int:
-    """The number of the optimizer that this process makes next; counts on."""
+    """The number of this process's next optimizer. Each call advances the count."""
     _next[0] += 1
     return _next[0] - 1
 
 
 def expected(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
-    """The job of this launch to join, as soon as there is one: the one that is counted, else one that expects this worker.
+    """Wait for the job to join: the job that the count names, else the first that expects this worker.
 
-    The process counts on from it. After the timeout: the one that is counted, which then nobody has made.
+    The count continues from the job that is found. After the timeout, return the job that the count names, although it does not
+    exist.
     """
     deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
     while True:
@@ -46,14 +46,14 @@ def expected(identity: Identity, timeout_s: float, clock: Clock) -> Identity:
 
 
 def _expects(identity: Identity, clock: Clock) -> bool:
-    """Whether a job has been made for a worker of this rank that has never attached."""
+    """Whether the job has a lane of this rank to which no worker has attached yet."""
     try:
         answer = discovery.find(identity.name, None, _ASK_S, clock)
     except (AttachError, LayoutError):
         return False
     os.close(answer.pidfd)
     try:
-        arena = Arena(memory_of.map_shared(answer.memfd, writable=False))
+        arena = Arena(shared_memory.map_shared(answer.memfd, writable=False))
     except (ValueError, ArenaError):
         return False
     finally:

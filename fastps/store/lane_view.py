@@ -1,4 +1,4 @@
-"""What an attached lane shows: its counters, the weights that it pulled, and the slot of its next push."""
+"""The read side of an attached lane: its counters, the pulled weights, and the slot of the next push."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -10,11 +10,11 @@ import numpy.typing as npt
 from fastps.membership.job_memory import JobMemory
 from fastps.store.waiting import TurnTaker
 
-_MOST_NAMED = 256  # combinations of buffers whose views are kept
+_MOST_NAMED = 256  # combinations of buffers whose views are cached
 
 
 class LaneView(TurnTaker):
-    """An attached lane as its own process sees it. `Worker` adds what changes it."""
+    """An attached lane, as its own process reads it. `Worker` adds the methods that change it."""
 
     begun_at: int
 
@@ -28,12 +28,12 @@ class LaneView(TurnTaker):
 
     @property
     def steps(self) -> int:
-        """Steps pushed so far."""
+        """The number of steps pushed so far, as the scheduler counts them."""
         return self.lane.steps
 
     @property
     def own_steps(self) -> int:
-        """Steps that this worker itself has pushed."""
+        """The number of steps that this worker has pushed itself."""
         return self.lane.steps - self.begun_at
 
     @property
@@ -43,12 +43,12 @@ class LaneView(TurnTaker):
 
     @property
     def posts(self) -> int:
-        """Pushes and null pushes so far."""
+        """The number of pushes and null pushes so far."""
         return self.lane.posts
 
     @property
     def loss(self) -> float:
-        """What others shall see of the training; travels with the next push."""
+        """The training loss that observers see. It is sent with the next push."""
         return self.lane.loss
 
     @loss.setter
@@ -57,32 +57,32 @@ class LaneView(TurnTaker):
 
     @property
     def stale_blocks(self) -> int:
-        """Shards that were not fresh when a step began."""
+        """The number of shards that were not fresh when a step began, summed over all steps."""
         return self.lane.stale_blocks
 
     @property
     def batch_size(self) -> int:
-        """The batch that the last grant carried; 0: the worker's own choice."""
+        """The batch size that the last grant carried; 0: the worker chooses."""
         return self.lane.batch()
 
     @property
     def version(self) -> int:
-        """The version of the weights that were pulled last."""
+        """The version of the last pull."""
         return self.lane.version
 
     @property
     def has_left(self) -> bool:
-        """Whether this worker pushes no more."""
+        """Whether this worker has left or is closed, and so makes no more pushes."""
         return self._left or self.closed
 
     @property
     def push_folded(self) -> bool:
-        """Whether every push of this worker is done with."""
+        """Whether every push of this worker has been folded, dropped or rejected."""
         return self.lane.done() >= self.lane.posted()
 
     @property
     def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        """Name to read-only array of the pulled weights; the arrays are those of one version until the next pull."""
+        """Name to read-only array of the pulled weights. The contents do not change before the next pull."""
         key = tuple(self.buffers)
         named = self._named_weights.get(key)
         if named is None:
@@ -90,13 +90,13 @@ class LaneView(TurnTaker):
             for view in named.values():
                 view.flags.writeable = False
             if len(self._named_weights) >= _MOST_NAMED:
-                self._named_weights.clear()  # shards combine in many ways
+                self._named_weights.clear()  # the shards' buffers combine in many ways
             self._named_weights[key] = named
         return named
 
     @property
     def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Name to array in the slot of the next push. Their contents are what was left there: write all of them."""
+        """Name to array in the slot of the next push. The slot holds old contents: write every array."""
         if self.slot not in self._named_gradients:
             self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
         return self._named_gradients[self.slot]

@@ -1,6 +1,6 @@
-"""What anyone may see of a running job: one row of counters a worker, and one a shard.
+"""A read-only view of a running job: one row of counters per worker, and one per shard.
 
-Refuses to take part: it maps read-only, never pins and never takes a turn.
+An observer maps the arena read-only, never pins a buffer and never takes a shard lock.
 """
 
 import os
@@ -10,10 +10,10 @@ from fastps.errors import ArenaError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
 from fastps.membership import discovery
 from fastps.membership.rendezvous import Place
-from fastps.system import shared_memory as memory_of
+from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-_TRIES = 4  # looks at the counters before one is taken that a commit fell into
+_TRIES = 4  # copies of the counters before one is accepted during which a shard published
 _STATES = {
     LANE_FREE: "not attached",
     LANE_JOINING: "joining",
@@ -27,7 +27,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """A worker's counters: times in nanoseconds, staleness in versions, counts since it attached."""
+    """The counters of a worker's lane: times in nanoseconds, staleness in versions, counts of all workers that had the lane."""
 
     rank: int
     state: str
@@ -58,10 +58,10 @@ class WorkerStatistics:
 
 @dataclass(frozen=True)
 class ShardStatistics:
-    """A shard's counters since the job began: its version, and how stale the pushes were that it folded, in versions.
+    """A shard's counters since the job began: its version, and the staleness of the pushes that it folded, in versions.
 
-    `staleness` has (versions, pushes) for each staleness that occurred; 255 versions stand for 255 or more. `sigma_mean` is the
-    mean over all updates of their mean staleness (Rudra, equation 2).
+    `staleness` has a pair (versions, pushes) for each staleness that occurred; 255 versions mean 255 or more. `sigma_mean` is
+    the mean over all updates of their mean staleness (Rudra, equation 2).
     """
 
     shard: int
@@ -73,13 +73,13 @@ class ShardStatistics:
 
 @dataclass(frozen=True)
 class Look:
-    """All that is seen of a job at one moment.
+    """The state of a job at one moment.
 
     Attributes:
-        seen_ns: when, on the machine's monotonic clock.
+        seen_ns: the time on the machine's monotonic clock, in ns.
         settled: whether no shard published a version while the counters were copied.
-        failures: what the workers that failed said, by worker.
-        over: whether the job has ended: every worker has left, failed or died, or nobody answers for the job any more.
+        failures: rank to the reported failure, for each worker that failed.
+        over: whether the job has ended: every worker has left, failed or died, or no process answers for the job any more.
     """
 
     seen_ns: int
@@ -91,7 +91,7 @@ class Look:
 
 
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
-    """A row for every lane of the arena."""
+    """One row for each worker's lane of the arena."""
     rows = []
     for lane in range(arena.lanes):
         counters = arena.counters(lane)
@@ -117,7 +117,7 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
 
 
 def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
-    """A row for every shard of the arena."""
+    """One row for each shard of the arena."""
     rows = []
     for shard in range(arena.shards):
         histograms = arena.histograms(shard)
@@ -134,7 +134,7 @@ def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
 
 
 class Observer:
-    """A read-only view of a running job, for progress displays. Raises AttachError while the job has no arena.
+    """A read-only view of a running job, for progress displays. Raises AttachError if the job is not running.
 
     >>> import numpy as np
     >>> import fastps
@@ -153,29 +153,29 @@ class Observer:
         self._job = job
         self._clock = clock
         try:
-            self._arena = Arena(memory_of.map_shared(answer.memfd, writable=False))
+            self._arena = Arena(shared_memory.map_shared(answer.memfd, writable=False))
         except ValueError as error:
             raise ArenaError(f"job {job}: {error}") from error
         finally:
             os.close(answer.memfd)
 
     def statistics(self) -> list[WorkerStatistics]:
-        """A row for every worker, as it stands now."""
+        """The current counters, one row for each worker's lane."""
         return statistics_of(self._arena)
 
     def members(self) -> list[tuple[int, int]]:
-        """(generation, LANE_ state) of every worker's lane, as they stand now."""
+        """The current (generation, LANE_ state) of every worker's lane."""
         return self._arena.members()[: self._arena.lanes]
 
     @property
     def version(self) -> int:
-        """Updates so far."""
+        """The number of updates so far."""
         return self._arena.version
 
     def look(self) -> Look:
-        """Everything at once. The counters are copied again while versions are published meanwhile, a few times at most.
+        """Copy all counters at once. If a shard publishes a version during the copy, copy again, a few times at most.
 
-        Even a settled look may have part of the next update's counts: its holder counts before it publishes.
+        Even a settled copy may include part of the next update's counts, because the combiner counts before it publishes.
         """
         settled = False
         for _ in range(_TRIES):
@@ -196,16 +196,17 @@ class Observer:
         )
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         del self._arena
 
     def _versions(self) -> list[int]:
         return [self._arena.shard_version(shard) for shard in range(self._arena.shards)]
 
     def _with_death(self, row: WorkerStatistics, places: set[Place]) -> WorkerStatistics:
-        """The row, saying "died" if its worker ended without leaving: it is present, was before, and nobody answers for it.
+        """The row with the current state, or "died" if its worker ended without leaving.
 
-        A worker answers before it is live, and until after it has left; a lane is never used again.
+        The worker has died if the lane was and is present, but no process listens at its name: a worker starts its listener
+        before the lane is live, and closes it after the lane has left.
         """
         present = (_STATES[LANE_LIVE], _STATES[LANE_LEAVING])
         now = _STATES.get(self._arena.lane_state(row.rank), "unknown")
@@ -214,5 +215,5 @@ class Observer:
 
 
 def observe(job: str, timeout_s: float = 0.1, clock: Clock = SYSTEM_CLOCK) -> Observer:
-    """Attach read-only to the running job of this name."""
+    """Attach read-only to the running job `job`. Raises AttachError if no process answers for it within the timeout."""
     return Observer(job, timeout_s, clock)

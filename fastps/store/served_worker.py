@@ -1,19 +1,18 @@
-"""A worker of a job with a server: it posts and wakes the server, and takes no turn itself while the server lives.
+"""A worker of a job with a server: it posts pushes and wakes the server, and does not combine while the server lives.
 
-When the server is gone, everything that it had decided lies in the arena, so that the worker takes the turns from then on as in
-a job without one. Refuses to find out about that by itself: membership.py looks at the peers, the server among them.
+All decisions of the server lie in the arena. If the server dies, the worker combines from then on, as without a server.
 """
 
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.store.worker import Worker
 
 
 class ServedWorker(Worker):
-    """See Worker.
+    """A Worker that leaves combining to the server while the server lives.
 
     Attributes:
-        is_served: whether the server takes the turns; False once it is gone.
+        is_served: whether the server combines; False once the server is gone.
     """
 
     is_served: bool
@@ -26,39 +25,39 @@ class ServedWorker(Worker):
         return lane
 
     def _takers(self) -> int:
-        """The server is one more."""
+        """The workers and the server."""
         return super()._takers() + self.is_served
 
     def try_combine(self) -> None:
-        """Call the server; where it is gone, as Worker.try_combine."""
+        """Wake the server; if the server is gone, combine as a Worker does."""
         if self.is_served and not self.store.arena.is_served():
             self.take_over()
         if self.is_served:
             self._check_not_forked()
             self.lane.call_server()
-            with self._turn_lock:  # one that it took of a dead worker, and could not let go of at once
+            with self._turn_lock:  # finish with a lock that it recovered from a dead worker and could not release yet
                 self._settle(self.lane.try_combine(self._clock.now_ns()))
         else:
             super().try_combine()
 
     def take_over(self) -> None:
-        """The server is gone: take the turns from now on."""
+        """Combine from now on, because the server is gone."""
         with self._turn_lock:
             self.is_served = False
             self.lane.hand_over(False)
             self.cores.share_among(self._takers())
 
     def release_turns(self, publish: bool) -> None:
-        """See Worker.release_turns; what was posted meanwhile is the server's."""
+        """Release the shard locks as a Worker does, then wake the server for the pushes that were posted meanwhile."""
         super().release_turns(publish)
         self.try_combine()
 
     def _timeout_text(self) -> str:
         text = super()._timeout_text()
         if self.is_served:
-            text += f"; process {self.store.arena.process_id(self.store.arena.server_lane)}, the job's server, takes the turns"
+            text += f"; process {self.store.arena.process_id(self.store.arena.server_lane)}, the job's server, combines"
         return text
 
     def _slice_ns(self) -> int:
-        """Timers are the server's."""
-        return config.SLICE_NS if self.is_served else super()._slice_ns()
+        """The longest sleep of a wait. While the server lives it fires the timers, so they do not shorten the sleep."""
+        return limits.SLICE_NS if self.is_served else super()._slice_ns()

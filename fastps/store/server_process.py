@@ -1,8 +1,8 @@
-"""The server's process, as who creates a store starts it and lets go of it.
+"""The server process, from the side of the process that creates the store and starts the server.
 
-A process of its own, in a session of its own, that inherits the arena's memory and is told the rest on its standard input. It
-begins to serve before anybody can join, and ends by itself when nobody is left (server.py); who started it reaps it. Refuses to
-kill it while a worker is there: it is the workers' server, not its parent's.
+The server runs in its own session. It inherits the arena's memory and reads the rest from its standard input. It begins to
+serve before any worker can join, and exits by itself when no worker is left; the process that started it reaps it. That process
+does not kill the server while a worker is attached.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from fastps.membership.job_memory import JobMemory
 CHOICES = ("workers", "process")
 WORKER_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
 _POLL_NS = 1_000_000
-_END_S = 5.0  # a server that nobody needs ends within milliseconds; one that is stopped would never
-_START_S = 60.0  # importing numpy on a machine that is busy; the timeout of waits may be shorter
+_END_S = 5.0  # a server without workers exits within milliseconds; a stopped one would never exit
+_START_S = 60.0  # importing numpy takes long on a busy machine; the timeout of waits may be shorter
 
 
 def chosen_server(given: str | None = None) -> str:
-    """Who takes the turns: what is given, else the environment's FASTPS_SERVER, else "workers". Raises UsageError.
+    """The processes that combine: the argument, else FASTPS_SERVER, else "workers". Raises UsageError for any other value.
 
     >>> chosen_server("process")
     'process'
@@ -42,8 +42,12 @@ def chosen_server(given: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """What a server is told. `memfd`: the arena, under the same number there. `rule`: a rule of the user's own, by value.
-    `make_device`: makes the device that the server owns, for a job whose shards lie there.
+    """The message that starts a server.
+
+    Attributes:
+        memfd: the arena, under the same descriptor number in the server.
+        rule: a user rule, pickled by value; empty for a built-in rule.
+        make_device: makes the device that the server owns, for a job whose shards lie on a device.
     """
 
     job: str
@@ -55,10 +59,10 @@ class Order:
 
 
 class ServerProcess:
-    """A server that this process has started; one that inherits the object by fork has no part in it."""
+    """A server that this process started. In a forked child the object does nothing."""
 
     def __init__(self, store: JobMemory, make_device: Callable[[], Any] | None = None) -> None:
-        """Start it, and wait until it serves. Call `begin` once the store answers. Raises AttachError."""
+        """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError."""
         self._parent = os.getpid()
         layout, rule = _picklable(store.layout)
         order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, make_device)
@@ -68,11 +72,11 @@ class ServerProcess:
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             pass_fds=[store.descriptor],
-            start_new_session=True,  # Ctrl-C and hang-ups are for the workers
+            start_new_session=True,  # Ctrl-C and SIGHUP must reach only the workers
         )
         try:
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which is told below
+            with contextlib.suppress(BrokenPipeError):  # the server has exited; the wait below reports that
                 pickle.dump(order, self._process.stdin)
                 self._process.stdin.flush()
             self._await_serving(store)
@@ -90,23 +94,23 @@ class ServerProcess:
                 found = "none" if ended is None else f"that it ended with exit code {ended}"
                 raise AttachError(
                     f"job {store.job}: expected a server process within {_START_S:g} s, found {found}: see its own"
-                    " output, or leave the turns to the workers (server='workers')"
+                    " output, or use server='workers'"
                 )
             store.clock.sleep_ns(_POLL_NS)
 
     @property
     def process_id(self) -> int:
-        """Its process."""
+        """The server's process id."""
         return self._process.pid
 
     def begin(self) -> None:
-        """From now on it ends when no worker is there and the store answers no more."""
+        """Allow the server to exit, from now on, when no worker is attached and the store no longer answers."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def let_go(self, lane_states: bytes) -> None:
-        """The store is closed: wait for its end, or where workers are left, let a thread do so. May be called twice."""
+        """Wait for the server's end after the store is closed; if workers are left, in a thread. May be called twice."""
         if os.getpid() != self._parent or self._process.returncode is not None:
             return
         self.begin()
@@ -121,7 +125,7 @@ class ServerProcess:
 
 
 def _picklable(layout: Layout) -> tuple[Layout, bytes]:
-    """The layout with a rule that is mere data, and what a rule of the user's own is compiled from, else nothing."""
+    """The layout with a rule that is plain data, and the pickled source of a user rule; b"" for a built-in rule."""
     rule = layout.rule
     if not rule.address:
         return layout, b""

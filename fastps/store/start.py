@@ -1,4 +1,4 @@
-"""What a store begins with where it does not begin at version 0: a checkpoint, as the store sees it."""
+"""The state from which a new store resumes, as an interface: a checkpoint implements it."""
 
 from typing import Any, Protocol
 
@@ -7,17 +7,17 @@ from fastps.membership.job_memory import JobMemory
 
 
 class StartState(Protocol):
-    """A state that a new store can begin with; `fastps.Checkpoint` is one."""
+    """A state from which a new store can resume. `fastps.Checkpoint` implements it."""
 
     @property
     def has_average(self) -> bool:
-        """Whether it holds the moving average of the weights."""
+        """Whether the state has the moving average of the weights."""
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise CheckpointError where the state belongs to another model or rule."""
+        """Raise CheckpointError if the state belongs to another model or rule."""
 
     def beginning(self, layout: Layout) -> dict[str, Any]:
-        """Versions of the shards, clocks of the workers, samples drawn."""
+        """The versions of the shards, the clocks of the workers, and the samples drawn, as keyword arguments."""
 
     def write_into(self, store: JobMemory) -> None:
-        """Write weights and the rule's state into the first buffers of a store that no worker has joined yet."""
+        """Write weights and optimizer state into the first buffers of a store that no worker has joined yet."""

@@ -1,9 +1,8 @@
-"""The store: a job's arena as one process sees it, and the way in for its workers.
+"""The store: a job's arena in one process, and the entry point for its workers.
 
-Embedded: there is no server process, unless one is asked for (server_process.py). The process that creates a store writes
-the first weights; any process of the same user then attaches as a worker, by inheritance (fork) or by the job's name
-(rendezvous.py). Refuses to run anything by itself: the turn is run by the workers that wait (turn_taker.py,
-kernels/protocol/lane.pyx), or by the server.
+The store is embedded: there is no server process unless the job asks for one. The process that creates a store writes the first
+weights. Any process of the same user then attaches as a worker, by inheritance (fork) or by the job's name. A store does
+not fold by itself: waiting workers combine, or the server does.
 """
 
 import contextlib
@@ -17,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Update, write_initial_state
-from fastps.kernels.shm import arena as words
+from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
@@ -32,17 +31,16 @@ from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import ServerProcess, chosen_server
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
-from fastps.system import numa as memory_nodes
-from fastps.system import shared_memory as memory_of
+from fastps.system import numa, shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-_DYING_S = 2.0  # how long a process that was killed may take to end
+_DYING_S = 2.0  # the longest time that a killed process takes to exit
 
 
 class Store(JobMemory):
-    """One job's shared weights, rule state and lanes.
+    """The shared weights, optimizer state and lanes of one job.
 
-    Make one with `Store.create` or `Store.connect`; then `attach(rank)` gives the worker.
+    Create one with `Store.create` or `Store.connect`; `attach(rank)` then returns the worker.
 
     >>> import numpy as np
     >>> from fastps import SGD
@@ -53,13 +51,13 @@ class Store(JobMemory):
     [0.5, 0.5, 0.5]
     """
 
-    worker_class: type[Worker] = Worker  # what `attach` makes
-    served_class: type[ServedWorker] = ServedWorker  # and where a server takes the turns
+    worker_class: type[Worker] = Worker  # the class that `attach` instantiates
+    served_class: type[ServedWorker] = ServedWorker  # the same, if a server combines
 
     server: ServerProcess | None = None
 
     def close(self) -> None:
-        """Answer nobody any more, let go of the memory, and of the server where this process started one."""
+        """Close the listeners, release the memory, and let the server end if this process started one."""
         is_open = self._process_id == os.getpid() and self._descriptor >= 0
         super().close()
         if is_open and self.server is not None:
@@ -85,15 +83,15 @@ class Store(JobMemory):
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
-        """Make a job's arena and write `weights` (name to float32 array) into it as version 0, or what `resume` has.
+        """Create a job's arena and write version 0 into it: `weights` (name to float32 array), or the state of `resume`.
 
-        `on_worker_loss`, `nonfinite` and `max_workers` as of FaultPolicy. `server`: who takes the turns, the "workers" that
-        wait (the default, or the environment's FASTPS_SERVER) or a "process" of its own, which is started here.
+        For `on_worker_loss`, `nonfinite` and `max_workers` see FaultPolicy. `server` selects the processes that combine: the
+        waiting "workers" (the default, unless FASTPS_SERVER is set), or a server "process", which this call starts.
 
-        With `gradient_type` "float16" workers push half as many bytes, which are summed in single precision.
-        Raises PolicyError, UnsupportedError (a dtype other than float32, or a type of gradient that NumPy lacks), ArenaError
-        (too little memory) or ValueError (no weights, or a number of workers out of range), CheckpointError, UsageError for an
-        option that is not one of those named, AttachError when the server process does not begin.
+        With `gradient_type` "float16" workers push half as many bytes; gradients are summed in single precision.
+        Raises PolicyError; UnsupportedError for a dtype other than float32, or a gradient type that NumPy lacks; ArenaError if
+        there is too little memory; ValueError for a number of workers out of range; CheckpointError; UsageError for no weights
+        or an unknown option; AttachError if the job's name is taken or the server process does not start.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
         for name, array in arrays.items():
@@ -135,10 +133,10 @@ class Store(JobMemory):
         finish: "Callable[[Store], None] | None" = None,
         server_device: Callable[[], Any] | None = None,
     ) -> "Store":
-        """Make the arena of a layout; `write_weights` is given one flat view a parameter and writes version 0 into it.
+        """Create the arena of a layout. `write_weights` receives one flat view per parameter and writes version 0 into it.
 
-        With `resume` the weights, the rule's state, the version and the clocks are the checkpoint's. `finish` may write more,
-        before anybody can join. `server_device` makes the device of a server that owns the memory on it; it must be picklable.
+        With `resume` the weights, the optimizer state, the version and the clocks come from the checkpoint. `finish` may write
+        more before any process can join. `server_device` makes the device of a server that owns device memory; it must pickle.
         """
         values = layout.policy.values(layout.workers)
         if resume is not None:
@@ -146,9 +144,9 @@ class Store(JobMemory):
         header, size = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
         store: Store | None = None
-        descriptor = memory_of.create(size, f"{floats:,} parameters and {layout.lanes} workers")
+        descriptor = shared_memory.create(size, f"{floats:,} parameters and {layout.lanes} workers")
         try:
-            memory = memory_of.map_shared(descriptor)
+            memory = shared_memory.map_shared(descriptor)
             format_memory(
                 memory,
                 header,
@@ -159,7 +157,7 @@ class Store(JobMemory):
                 **values,
             )
             name = job or secrets.token_hex(8)
-            store = cls(descriptor, memory, layout, name, config.timeout_s(timeout_s), clock, list(hypers))
+            store = cls(descriptor, memory, layout, name, limits.timeout_s(timeout_s), clock, list(hypers))
             store._write_beginning(write_weights, resume)
             if finish is not None:
                 finish(store)
@@ -177,7 +175,7 @@ class Store(JobMemory):
         return store
 
     def _write_beginning(self, write_weights: Callable[[Views], None], resume: StartState | None) -> None:
-        """Write version 0, or the state to go on from."""
+        """Write version 0, or the state to resume from."""
         if resume is None:
             self.write_first(write_weights)
             return
@@ -186,7 +184,7 @@ class Store(JobMemory):
             self._begin_average()
 
     def write_first(self, write_weights: Callable[[Views], None]) -> None:
-        """Write version 0: the weights, what the rule begins with, and the average."""
+        """Write version 0: the weights, the initial optimizer state, and the average."""
         write_weights(self.weight_views(0))
         write_initial_state(self.layout.rule, lambda plane: self.plane_views(0, plane))
         if self.layout.policy.ema:
@@ -197,9 +195,9 @@ class Store(JobMemory):
             average[:] = weights
 
     def _answer_joiners(self, server_device: Callable[[], Any] | None) -> None:
-        """Start the server, if there is one, then answer: a worker that attached before would find no server."""
+        """Start the server, if the job has one, and then the listener: a worker must not attach before the server serves."""
         if self.layout.has_server:
-            rendezvous.check_free(self.job, "host")  # where a job of this name runs, its server has the name, too
+            rendezvous.check_free(self.job, "host")  # a running job of this name also has the server's name, so fail first
             self.server = ServerProcess(self, server_device)
         self.answer_at("host")
         if self.server is not None:
@@ -215,31 +213,31 @@ class Store(JobMemory):
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
-        """Find the arena of `job` by asking its creator and its workers, until one answers or the timeout has passed.
+        """Find the arena of `job`: connect to its creator and its workers until one answers or the timeout has passed.
 
-        Raises LayoutError naming the first difference when this process describes another model, AttachError when nobody
-        answers.
+        Raises LayoutError that names the first difference if this process describes another model, AttachError if no process
+        answers, and ArenaError if the arena cannot be mapped.
         """
-        limit_s = config.timeout_s(timeout_s)
+        limit_s = limits.timeout_s(timeout_s)
         answer = discovery.find(job, layout, limit_s, clock)
         os.close(answer.pidfd)
         try:
-            memory = memory_of.map_shared(answer.memfd)
+            memory = shared_memory.map_shared(answer.memfd)
             return cls(answer.memfd, memory, layout, job, limit_s, clock, list(hypers))
         except ValueError as error:
             os.close(answer.memfd)
             raise ArenaError(f"job {job}: {error}") from error
 
     def with_timeout(self, timeout_s: float | None) -> "Store":
-        """This store with another longest wait; None: the environment's."""
-        self.timeout_s = config.timeout_s(timeout_s)
+        """Set the timeout of all waits and return this store; None: FASTPS_TIMEOUT or the default."""
+        self.timeout_s = limits.timeout_s(timeout_s)
         return self
 
     def attach(self, rank: int | None = None) -> Worker:
-        """Join as worker `rank`, or in any lane that nobody has.
+        """Join as worker `rank`, or in any free lane.
 
-        Each rank joins once; under on_worker_loss="continue" also in the place of one that died or left. Who joins late begins
-        at the slowest worker's clock with the current version. Raises AttachError, TimeoutExceededError.
+        Each rank joins once. Under on_worker_loss="continue" a worker may also replace one that died or left. A late joiner
+        begins at the slowest worker's clock with the current version. Raises AttachError, TimeoutExceededError.
         """
         if rank is None:
             return self._attach_anywhere()
@@ -250,18 +248,18 @@ class Store(JobMemory):
                 " create it for more (max_workers)"
             )
         if os.getpid() != self._process_id:
-            # Inherited by fork: this process answers for itself from now on.
+            # The store was inherited by fork: this process needs its own pidfd and listeners.
             self._process_id, self._pidfd, self._listeners = os.getpid(), os.pidfd_open(os.getpid()), []
         listener = self._answer_as(rank)
         rejoins = self.layout.faults.continues
-        if rejoins and self.arena.lane_state(rank) not in (words.LANE_FREE, words.LANE_LEFT):
-            # Nobody but this process answers at the lane's name: whoever had it has ended.
+        if rejoins and self.arena.lane_state(rank) not in (arena.LANE_FREE, arena.LANE_LEFT):
+            # This process has the lane's name now, so the lane's earlier owner has ended.
             self.arena.mark_dead(rank, self.arena.generation(rank))
         generation = self.arena.claim(rank, os.getpid(), rejoins)
         if generation < 0:
             self.stop_answering(listener)
             raise AttachError(f"worker {rank} is or was attached already: each rank joins once; check the ranks")
-        memory_nodes.bring_slots(self.memory, *self.arena.slots_range(rank))
+        numa.bring_slots(self.memory, *self.arena.slots_range(rank))
         try:
             kind = self.served_class if self.layout.has_server else self.worker_class
             return kind(self, rank, listener, generation)
@@ -271,13 +269,13 @@ class Store(JobMemory):
             raise
 
     def _answer_as(self, rank: int) -> rendezvous.Listener:
-        """Answer at the lane's name; where its last owner has ended, or is about to, wait until it is free."""
+        """Start a listener at the lane's name. If the last owner has ended or is about to, wait until the name is free."""
         began_ns = self.clock.now_ns()
         while True:
             try:
                 return self.answer_at(rank)
             except OSError as error:
-                gone = self.arena.lane_state(rank) in (words.LANE_LEFT, words.LANE_DEAD, words.LANE_FAILED)
+                gone = self.arena.lane_state(rank) in (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED)
                 patience_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
                 if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= patience_s * 1e9:
                     raise AttachError(
@@ -286,14 +284,14 @@ class Store(JobMemory):
             self.clock.sleep_ns(1_000_000)
 
     def _attach_anywhere(self) -> Worker:
-        """In a lane that has none yet and is not one of the start's; else where one died or left."""
+        """Join in a lane beyond the initial workers' that had no worker yet, else in one whose worker died, failed or left."""
         late = [lane for lane in range(self.layout.workers, self.layout.lanes)]
-        empty = [lane for lane in late if self.arena.lane_state(lane) == words.LANE_FREE]
+        empty = [lane for lane in late if self.arena.lane_state(lane) == arena.LANE_FREE]
         if self.layout.faults.continues:
-            gone = (words.LANE_DEAD, words.LANE_LEFT, words.LANE_FAILED)
+            gone = (arena.LANE_DEAD, arena.LANE_LEFT, arena.LANE_FAILED)
             empty += [lane for lane, state in enumerate(self.arena.lane_states()) if state in gone]
         for lane in empty:
-            with contextlib.suppress(AttachError):  # another was faster
+            with contextlib.suppress(AttachError):  # another process was faster
                 return self.attach(lane)
         raise AttachError(
             f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger"

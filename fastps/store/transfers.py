@@ -1,8 +1,8 @@
-"""Injected transfers: a push and a pull take as long as a link would need. Honest waits on links that are shared.
+"""Injected transfers: a push and a pull take as long as a network link would need. The waits are real, on shared links.
 
-Where the papers measure communication, a store in shared memory has none; this puts it back. A link carries one transfer at a
-time, so those who share one wait for each other: the server's in Rudra-base, one a leaf in Rudra-adv (the leaf sits beside its
-learners), one's own in Rudra-adv* (weights come down a tree of learners). Refuses to know what is transferred.
+The papers measure communication, and a store in shared memory has none; an injected transfer adds it. A link carries one
+transfer at a time, so workers that share a link wait for each other. Rudra-base has one link, the server's. Rudra-adv has one
+per leaf, because the leaf sits beside its learners. Rudra-adv* has one per worker: weights come down a tree of learners.
 """
 
 import fcntl
@@ -11,7 +11,10 @@ from fastps.system.clock import Clock
 
 
 class Transfers:
-    """Transfers of `duration_ns` over the link of number `link`: a lock of one byte of the arena's file, freed by any death."""
+    """Transfers of `duration_ns` over link number `link`.
+
+    The link is a POSIX lock on one byte of the arena's file. The kernel releases it if the process dies.
+    """
 
     def __init__(self, descriptor: int, link: int, duration_ns: int, clock: Clock) -> None:
         self._descriptor = descriptor
@@ -20,7 +23,7 @@ class Transfers:
         self._clock = clock
 
     def make(self) -> int:
-        """Wait for the link, then for the transfer; returns how long both took, in ns."""
+        """Wait for the link, then for the transfer. Return the duration of both together, in ns."""
         if not self._duration_ns:
             return 0
         began_ns = self._clock.now_ns()

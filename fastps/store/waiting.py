@@ -1,7 +1,7 @@
-"""Who waits takes turns: the waits of one attached lane, and the turns that it takes meanwhile.
+"""The waits of one attached lane. A waiting worker combines: it takes free shard locks and folds what is posted.
 
-Every wait is sliced; between slices the turn is tried, Ctrl-C obeyed, and the peers looked at, so that a death is named within
-milliseconds and nothing hangs. Refuses to know what is pushed and pulled (worker.py), and to decide: the scheduler does.
+Every wait is sliced. Between slices the worker tries to combine, Python runs signal handlers (Ctrl-C), and the peers are
+checked every 50 ms, so a death is reported within 100 ms and no wait hangs. The scheduler makes all decisions.
 """
 
 import os
@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.kernels.protocol.lane import AWAITING, FENCED
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
@@ -24,11 +24,11 @@ _Found = TypeVar("_Found")
 
 
 class TurnTaker:
-    """Lane `rank` of a store. Only one thread may use it; with overlap its push thread takes turns, too.
+    """Lane `rank` of a store. Only one thread may use it; with overlap, the push thread combines too.
 
     Attributes:
         rank: this worker's lane.
-        forked: whether this is a child of the process that attached, which may only read.
+        forked: whether this process is a forked child of the process that attached, and so may only read.
     """
 
     _membership: Membership
@@ -56,27 +56,27 @@ class TurnTaker:
         return lane
 
     def _takers(self) -> int:
-        """How many processes the job keeps busy: they share its cores."""
+        """The number of processes that the job keeps busy, which share its cores."""
         return self.store.layout.workers
 
-    # -- turns ---------------------------------------------------------------------------------------
+    # -- shard locks ---------------------------------------------------------------------------------
 
     def try_combine(self) -> None:
-        """Run every shard's turn that is free. Raises ProtocolError; UsageError in a forked child."""
+        """Combine on every shard whose lock is free. Raises ProtocolError; UsageError in a forked child or if fenced."""
         if self.forked:
             raise self._forked_error()
         with self._turn_lock:
             self._settle(self.lane.try_combine(self._clock.now_ns()))
 
     def _settle(self, outcome: int) -> None:
-        """What is to be done about a turn that ended so: go on with one that waits for its helpers, or raise ProtocolError."""
+        """Handle an outcome of try_combine: finish a fold that waits for its helpers, and raise the error of a failed one."""
         if outcome == AWAITING:
             outcome = self._end_turn()
         if outcome < 0 or outcome == FENCED:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
     def _end_turn(self) -> int:
-        """End a held turn whose fold is in a helper's hands: it is stopped, or it has died."""
+        """Finish a fold whose shard lock this worker holds, and whose helper is stopped or has died."""
         patience = Patience(self._clock.now_ns(), self._timeout_ns)
         while (outcome := self.lane.try_combine(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
@@ -89,26 +89,26 @@ class TurnTaker:
         return outcome
 
     def take_over(self) -> None:
-        """The job's server is gone; without one a worker takes the turns anyway."""
+        """Combine from now on, because the server is gone. A worker of a job without a server combines anyway."""
 
     def look_around(self) -> None:
-        """Act on every peer that has died; raises WorkerDiedError where the job ends with one."""
+        """Handle every peer that has died. Raises WorkerDiedError if the job ends with a lost worker."""
         self._membership.look(self._clock.now_ns())
 
     def recover_lock(self, owner: Owner, now_ns: int) -> None:
-        """Take the turns that a lane's owner holds, whose process is proved to have ended."""
+        """Recover the shard locks of a lane's owner. The caller has proved that the owner's process has ended."""
         with self._turn_lock:
             self.lane.recover_lock(owner[0], now_ns, owner[1])
 
     def recover_stale_locks(self, now_ns: int) -> None:
-        """The same of owners that whoever came after them knew to have ended, and did not live to say so."""
+        """Recover the shard locks of ended owners whose successor in the lane died before it could recover them."""
         with self._turn_lock:
             self.lane.recover_stale_locks(now_ns)
 
     def hold_turns(self) -> None:
-        """Take every shard's turn and keep it, in order: for copies of rule state. Call `release_turns` soon after.
+        """Take every shard lock, in order, and keep them to copy optimizer state. Call `release_turns` soon after.
 
-        Whoever is interrupted meanwhile holds none.
+        If an exception interrupts this method, it releases every lock.
         """
         self._check_not_forked()
         for shard in range(self._shards):
@@ -119,10 +119,10 @@ class TurnTaker:
                 raise
 
     def _held_text(self, shard: int) -> str:
-        return f"worker {self.rank} waited for the turn that worker {self.lane.owner(shard)} holds"
+        return f"worker {self.rank} waited for the lock of shard {shard}, which worker {self.lane.owner(shard)} holds"
 
     def release_turns(self, publish: bool) -> None:
-        """Let go of every turn; with `publish` the spare buffers of all shards are published first."""
+        """Release every shard lock. With `publish`, publish the spare buffers of all shards first."""
         self._release(range(self._shards), publish)
 
     def _release(self, shards: range, publish: bool) -> None:
@@ -133,12 +133,12 @@ class TurnTaker:
     # -- waits ---------------------------------------------------------------------------------------
 
     def _wait(self, granted: int, done: int, shards: int = 0) -> int:
-        """Wait until slots are free, and until so many shards have granted the step and their responses have come.
+        """Wait until the lane is done with `done` pushes, and `shards` shards have granted `granted` steps and responded.
 
-        Returns when that was over.
+        `shards` 0 means all. Return the time at which the wait ended, in ns. Raises TimeoutExceededError.
         """
         began_ns, cores, patience = self._clock.now_ns(), self.cores, None
-        if cores.yields and self.lane.due_ns() < 0:  # who yields may be away for long, and late for a timer
+        if cores.yields and self.lane.due_ns() < 0:  # a yield may take long, and miss a timer
             self._wait_awake(granted, done, shards, began_ns)
         while not self.lane.wait(granted, done, cores.spins, self._slice_ns(), shards) or (
             self._responses.late and not self._responded(granted, shards)
@@ -154,16 +154,16 @@ class TurnTaker:
         return ended_ns
 
     def _wait_awake(self, granted: int, done: int, shards: int, began_ns: int) -> None:
-        """A short wait without sleep: others have the core, and turns are tried, until it has come or lasts too long."""
-        for _ in range(config.ROUNDS_AWAKE):
-            if self.lane.wait_awake(granted, done, config.POLLS_AWAKE, shards):
+        """Wait for a short time without sleep: yield the core and try to combine, until the wait is over or takes too long."""
+        for _ in range(limits.ROUNDS_AWAKE):
+            if self.lane.wait_awake(granted, done, limits.POLLS_AWAKE, shards):
                 return
             self.try_combine()
-            if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
+            if self._clock.now_ns() - began_ns >= limits.SHORT_WAIT_NS:
                 return
 
     def _look_if_due(self, now_ns: int) -> None:
-        if now_ns - self._looked_ns > config.LIVENESS_NS:
+        if now_ns - self._looked_ns > limits.LIVENESS_NS:
             self._look(now_ns)
 
     def _look(self, now_ns: int) -> None:
@@ -172,26 +172,26 @@ class TurnTaker:
         self._membership.look(now_ns)
 
     def _slice_ns(self) -> int:
-        """How long to sleep at most: until the next timer is due, for whoever waits fires it."""
+        """The longest sleep of a wait: until the next timer is due, because waiting workers fire the timers."""
         due_ns = self.lane.due_ns()
         if due_ns < 0:
-            return config.SLICE_NS
+            return limits.SLICE_NS
         left_ns = due_ns - self._clock.now_ns()
-        # Overdue: whoever holds the turn will fire it, and may be stopped for long; asking without a pause would eat a core.
-        return min(config.SLICE_NS, left_ns if left_ns > 0 else config.OVERDUE_NS)
+        # An overdue timer is the combiner's to fire, and the combiner may be stopped for long: sleep rather than spin.
+        return min(limits.SLICE_NS, left_ns if left_ns > 0 else limits.OVERDUE_NS)
 
     def _responded(self, granted: int, shards: int) -> bool:
-        """Whether enough of the shards that granted the step have answered; sleeps until the next late answer if not."""
+        """Whether enough of the shards that granted the step have responded. If not, sleep until the next late response."""
         if shards == 0:
             return True
         self._responses.arrive()
         if sum(self._is_fresh(shard, granted) for shard in range(self._shards)) >= shards:
             return True
-        self._responses.sleep(config.SLICE_NS)
+        self._responses.sleep(limits.SLICE_NS)
         return False
 
     def _wait_for_more(self, granted: int) -> int:
-        """Partial pull: up to the timeout for shards that are not fresh yet (tau2 of PSP-SGD). Returns when that was over."""
+        """Wait up to the pull timeout for shards that are not fresh yet (tau2 of PSP-SGD). Return the time it ended, in ns."""
         until_ns = self._clock.now_ns() + int(self._policy.pull_timeout * 1e9)
         while (now_ns := self._clock.now_ns()) < until_ns:
             self._responses.arrive()
@@ -212,9 +212,9 @@ class TurnTaker:
         )
 
     def wait_until(self, reached: Callable[[], _Found | None], pause_ns: int, timeout_text: Callable[[], str]) -> _Found:
-        """Ask again and again until the answer is true, watch the peers meanwhile, and return it.
+        """Poll `reached` every `pause_ns` until its result is true, check the peers meanwhile, and return the result.
 
-        Raises TimeoutExceededError with that text, and what `look_around` raises.
+        Raises TimeoutExceededError with `timeout_text`, and the errors of `look_around`.
         """
         patience = Patience(self._clock.now_ns(), self._timeout_ns)
         while not (found := reached()):

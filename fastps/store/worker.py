@@ -1,7 +1,4 @@
-"""A worker: pushes, waits for grants, pulls weights. The Python half of kernels/protocol/worker_lane.pyx.
-
-Refuses to know torch, what is done while it waits (turn_taker.py), and to decide: the scheduler does.
-"""
+"""A worker: it pushes gradients, waits for grants and pulls weights. The compiled WorkerLane does the fast path of a step."""
 
 import logging
 import math
@@ -15,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import Error, UsageError, damaged
-from fastps.job import limits as config
+from fastps.job import limits
 from fastps.job.links import link_of
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
@@ -28,63 +25,62 @@ from fastps.store.background import Background
 from fastps.store.lane_view import LaneView
 from fastps.store.late_responses import LateResponses
 from fastps.store.transfers import Transfers
-from fastps.tracing import recorder as recording
+from fastps.tracing.recorder import Recorder, recorder_for
 
 logger = logging.getLogger("fastps.worker")
 
 _live: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-_MOST_PULLS = 16  # in a row without a push, where the others wait for the slowest worker
+_MOST_PULLS = 16  # the most pulls in a row without a push, if the others wait for the slowest worker
 
 
 class Worker(LaneView):
-    """One attached worker. Made by `Store.attach`; only one thread may use it.
+    """One attached worker. `Store.attach` creates it; only one thread may use it.
 
     Attributes:
         rank: this worker's lane.
-        steps: steps pushed so far, counted as the scheduler counts them: a worker that joins later begins at the slowest's.
-        earlier_steps: steps that this process's worker pushed in an arena before this one (sync="auto").
+        steps: steps pushed so far, as the scheduler counts them: a late joiner begins at the slowest worker's count.
+        earlier_steps: steps that this process's worker pushed in an earlier arena (sync="auto").
         begun_at: `steps` when this worker attached.
-        generation: how many workers had this lane before.
-        version: the version of the weights that were pulled last.
-        batch_size: the batch that the last grant carried (R2SP's tuning); 0: the worker's own choice.
+        generation: the generation of the lane's owner; 0 for the first owner of an initial worker's lane.
+        version: the version of the last pull.
+        batch_size: the batch size that the last grant carried (R2SP's tuning); 0: the worker chooses.
         stale_blocks: shards that were not fresh when a step began, summed over all steps (PSP-SGD's partial pull).
-        weights: name to read-only float32 array of the pulled weights, without a copy; renewed by each pull.
-        gradients: name to array in the slot of the next push, float32 or as the store's gradient_type says; write them, then
-            call `step`.
-        posts: pushes and null pushes so far; with overlap the last may still be on its way.
-        delays: what `delay_responses` was told.
-        recorder: what writes this worker's part of a trace, or None.
-        injected_transfer_ns: what `transfer_ms` was told.
+        weights: name to read-only float32 array of the pulled weights, without a copy; each pull renews them.
+        gradients: name to array in the slot of the next push, of the store's gradient_type; write them, then call `step`.
+        posts: pushes and null pushes so far; with overlap the last may still be in flight.
+        delays: the arguments of `delay_responses`, or None.
+        recorder: the recorder of this worker's part of a trace, or None.
+        injected_transfer_ns: the duration given to `transfer_ms`, in ns.
     """
 
-    _turns_are_plain = True  # whether try_combine is TurnTaker's own
+    _turns_are_plain = True  # whether try_combine is not overridden
 
     def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
         super().__init__(store, rank)
         lane = self.lane
         self.earlier_steps = 0
         self.generation = generation
-        counted = store.arena.counters(rank)  # of the lane's workers before
+        counted = store.arena.counters(rank)  # by the lane's earlier workers
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
         lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
         self._listener = listener
         policy = self._policy
-        self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step asks
+        self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them
         self._pushes_itself = self._turns_are_plain and not policy.overlap
         lane.granted_ns = self._clock.now_ns()
-        self._pulled_at = self._idle_at = -1  # pushes by then, at the last pull, and at the last that had no push before it
+        self._pulled_at = self._idle_at = -1  # posts at the last pull, and at the last pull without a push before it
         self._pulls_in_a_row = 0
         slots = store.layout.slots
         self._sent_hypers: list[list[Hyper] | None] = [None] * slots
         self._sent_presence: list[bytes | None] = [None] * slots
-        # The least number that is no smaller a share; 0.55 of 20 is 11, although the product is a little more.
+        # Round the fraction up to whole shards. 0.55 of 20 is 11, although the floating-point product is slightly more.
         self._needed_shards = math.ceil(policy.pull * self._shards - 1e-9)
         self._is_partial = self._needed_shards < self._shards
         self.delays: tuple[float, float, int] | None = None
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
-        self.recorder: recording.Recorder | None = None
+        self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
         if generation:
             self._membership.join()
@@ -94,17 +90,17 @@ class Worker(LaneView):
         lane.earlier_steps = self._steps_before - self.begun_at
         _live.add(self)
         self.pull()
-        self.recorder = recording.recorder_for(self)
+        self.recorder = recorder_for(self)
 
     # -- one step ----------------------------------------------------------------------------------
 
     def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
-        """Push the gradients in the slot (or these, which are copied into it), wait for the grant, pull.
+        """Push the gradients in the slot, wait for the grant, and pull. `gradients`, if given, are first copied into the slot.
 
-        Raises WorkerDiedError, TimeoutExceededError, KeyError or ValueError for gradients of other names or shapes.
+        Raises WorkerDiedError and TimeoutExceededError; KeyError or ValueError for gradients of other names or shapes.
         """
         if self.lane.awaits:
-            self.advance()  # the slot may still have to be read
+            self.advance()  # a fold may still read the slot
         if gradients is not None:
             for name, view in self.gradients.items():
                 view[...] = np.asarray(gradients[name], np.float32).reshape(view.shape)
@@ -121,9 +117,10 @@ class Worker(LaneView):
         null: bool = False,
         samples: int = 0,
     ) -> None:
-        """Post the slot as this worker's next push, and run the turn if it is free. Does not wait for anyone.
+        """Post the slot as this worker's next push, and combine if the shard locks are free. Do not wait for other workers.
 
-        Where the step before still waits to be granted, for its `advance` was left by an error, that comes first.
+        If the grant of the step before is still outstanding, because an error ended its `advance`, wait for that first. A full
+        ring is waited for, too.
         """
         self.check_usable()
         if self._policy.overlap:
@@ -146,18 +143,18 @@ class Worker(LaneView):
             self._push_on_its_way(now_ns, scale, samples, null)
         if self.delays is not None:
             self._responses.draw(lane.steps)
-        if now_ns - self._looked_ns > config.LIVENESS_NS:
+        if now_ns - self._looked_ns > limits.LIVENESS_NS:
             self._look(now_ns)
 
     def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
-        """See to what came of a push: its turn, a step that has to be waited for first, or a full ring."""
+        """Handle the outcome of a push: an error while combining, a step before that is not granted yet, or a full ring."""
         if outcome == EARLY:
             self.advance()
             outcome = self.lane.push(self._clock.now_ns(), scale, samples, null)
         self._settle(self._push_once_there_is_room(scale, samples, null) if outcome == FULL else outcome)
 
     def _push_once_there_is_room(self, scale: float, samples: int, null: bool) -> int:
-        """Push where the ring was full: that was time waited, not computed."""
+        """Wait for room in a full ring, and push. Count the time as waited, not as computed."""
         outcome, began_ns = FULL, self._clock.now_ns()
         while outcome == FULL:
             self._wait_for_room()
@@ -169,7 +166,7 @@ class Worker(LaneView):
         return outcome
 
     def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
-        """The same where a transfer takes time, another thread delivers, a server is called, or the step is recorded."""
+        """Push with an injected transfer, a push thread, a server or a recorder."""
         if self.lane.awaits:
             self.advance()
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
@@ -187,27 +184,27 @@ class Worker(LaneView):
             recorder.pushed(self._clock.now_ns())
 
     def _deliver(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
-        """Send one push on its way and run the turn if it is free."""
+        """Make the injected transfer of one push, post it, and combine if the shard locks are free."""
         transfer_ns = self._transfers.make() if self._has_transfers else 0
-        recorder = self.recorder  # the worker's own thread may end it
+        recorder = self.recorder  # the worker's thread may end it meanwhile
         if recorder is not None:
             recorder.posted(step, self._clock.now_ns(), transfer_ns)
         self._post(kind, step, slot, version, scale, loss, samples)
         self.try_combine()
 
     def _post(self, kind: int, step: int, slot: int, version: int, scale: float, loss: float, samples: int) -> None:
-        """Post one descriptor, once there is room for it."""
+        """Post one descriptor as soon as the ring has room for it."""
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         posted = self.lane.posted()
-        if self.lane.done() > posted:  # or there would never be room
+        if self.lane.done() > posted:  # a damaged count; the ring would never have room
             raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
-        self._wait(0, posted - config.RING_SIZE + 1)
+        self._wait(0, posted - limits.RING_SIZE + 1)
 
     def advance(self) -> None:
-        """Wait until the next step is granted and its slot may be written; takes turns and watches the peers meanwhile."""
+        """Wait until the next step is granted and its slot may be written. Combine and check the peers meanwhile."""
         if self.forked:
             raise self._forked_error()
         if not self.lane.advance(self._clock.now_ns(), self._goes_on_at_once) or self._responses.late:
@@ -221,10 +218,10 @@ class Worker(LaneView):
         self._membership.report_rejections()
 
     def pull(self) -> list[int]:
-        """Pin the published weights of each shard that is fresh; returns the buffers of all. Copies nothing.
+        """Pin the published weights of each fresh shard, and return the buffers of all shards. Nothing is copied.
 
-        A shard that has not granted the step (partial pull) keeps the weights of before: PSP-SGD, Algorithm 1, worker, line 4.
-        Raises UsageError for a worker that only pulls where others wait for the slowest.
+        A shard that has not granted the step (partial pull) keeps its old weights: PSP-SGD, Algorithm 1, worker, line 4.
+        Raises UsageError for a worker that only pulls, under a discipline whose workers wait for the slowest.
         """
         if self.forked or self.closed:
             self._refuse()
@@ -245,7 +242,7 @@ class Worker(LaneView):
         return self.buffers
 
     def _pull_again(self) -> None:
-        """Count pulls without a push between them: a lane that is only read holds up whoever waits for the slowest worker."""
+        """Count pulls without a push between them: a worker that only pulls delays all that wait for the slowest worker."""
         self._pulls_in_a_row = self._pulls_in_a_row + 1 if self.lane.posts == self._idle_at else 1
         self._idle_at = self.lane.posts
         if self._pulls_in_a_row > _MOST_PULLS and not self._goes_on_at_once and not self._left:
@@ -256,7 +253,7 @@ class Worker(LaneView):
             )
 
     def _make_transfer(self) -> int:
-        """The injected time of a pull, in ns; none where the version has not changed (Rudra, section 3.2)."""
+        """Make a pull's injected transfer; return its duration in ns, 0 if the version is unchanged (Rudra, section 3.2)."""
         if self.store.arena.version == self.lane.version:
             return 0
         began_ns = self._clock.now_ns()
@@ -276,14 +273,14 @@ class Worker(LaneView):
                 raise damaged(f"the commit word of shard {shard}")
 
     def transfer_ms(self, duration_ms: float) -> None:
-        """Let each push and each pull take as long, on a link that may be shared: an honest wait (transfers.py)."""
+        """Make each push and each pull take `duration_ms`, by a real wait on a link that workers may share."""
         link = link_of(self._policy, self.rank, self.store.layout.workers)
         self._has_transfers = duration_ms > 0
         self.injected_transfer_ns = int(duration_ms * 1e6)
         self._transfers = Transfers(self.store.descriptor, link, self.injected_transfer_ns, self._clock)
 
     def carry_on(self, before: "Worker") -> None:
-        """Go on where another worker of this process has left off, in a new arena: its counters and injected delays."""
+        """Take over the counters and injected delays of this process's worker in an earlier arena."""
         self.earlier_steps = before.earlier_steps + before.own_steps
         lane, earlier = self.lane, before.lane
         lane.earlier_steps += self.earlier_steps
@@ -295,19 +292,19 @@ class Worker(LaneView):
         lane.publish()
 
     def _start_background(self) -> None:
-        """The first step begins the threads, so that a transfer time set before counts for them."""
+        """Start the threads at the first push, so a transfer time that was set before applies to them."""
         if self._background is None:
             self._background = Background(self.lane, lambda: self._transfers.make(), self._clock)
 
     def delay_responses(self, share: float, delay_s: float, seed: int) -> None:
-        """Let a share of the pull's responses come late by an honest wait, drawn by the seed (PSP-SGD, section 4.2)."""
+        """Delay a share of the pull's responses by a real wait; `seed` determines which (PSP-SGD, section 4.2)."""
         self.delays = (share, delay_s, seed)
         self._responses = LateResponses(share, int(delay_s * 1e9), seed + 7919 * self.rank, self._clock, self._shards)
 
     # -- the slot ----------------------------------------------------------------------------------
 
     def _write_slot_header(self, slot: int, hypers: list[Hyper], presence: bytes) -> None:
-        """Hyper-parameters and presence travel in the slot; what lies there already is not written again."""
+        """Write the hyper-parameters and the presence bitmap into the slot, unless the slot already holds them."""
         if self._sent_hypers[slot] != hypers:
             if len(hypers) != self.store.layout.groups:
                 raise UsageError(
@@ -324,7 +321,7 @@ class Worker(LaneView):
     # -- beginning and ending together ---------------------------------------------------------------
 
     def wait_for_start(self) -> None:
-        """Wait until every worker of the job has attached: a common beginning for measurements."""
+        """Wait until every worker of the job has attached, as a common start for measurements."""
         self._check_not_forked()
         arena, workers = self.store.arena, self.store.layout.workers
         self.wait_until(lambda: LANE_FREE not in arena.lane_states()[:workers], 1_000_000, self._timeout_text)
@@ -333,9 +330,9 @@ class Worker(LaneView):
             self.recorder.pulled(0)
 
     def wait_for_others(self) -> None:
-        """Leave, wait until every other worker has come and left too, and pull the final weights.
+        """Leave, wait until every other worker has attached and left too, and pull the final weights.
 
-        Takes turns and watches the peers meanwhile. Leaving first lets those go on that would wait for this worker.
+        Combine and check the peers meanwhile. This worker leaves first, so no other worker waits for its pushes.
         """
         self._check_not_forked()
         self._leave()
@@ -343,29 +340,32 @@ class Worker(LaneView):
         self.pull()
 
     def _stay_for_latecomers(self) -> None:
-        """Answer until every worker of the start has attached, or another is there whom it can ask.
+        """Keep the listener open until all initial workers have attached, or another live worker can answer latecomers.
 
-        Under schemes that wait for nobody one may be done before another has begun, which would then find no job. After the
-        timeout, or where a worker has died, the others are given up.
+        Under disciplines without waits a worker may finish before another has attached, which would then find no job. After the
+        timeout, or if a worker has died, stop waiting.
         """
-        text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for workers of the start that never came"
+        text = f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for initial workers that never attached"
         try:
             self.wait_until(self._nobody_needs_it, 5_000_000, lambda: text)
         except Error as error:
             logger.warning("%s", str(error))  # not its traceback, which holds the arena
 
     def _nobody_needs_it(self) -> bool:
-        """Whether all have come, or one is there who stays: who leaves says so first, so that of two who leave one sees it."""
+        """Whether all initial workers attached, or another live worker can answer latecomers.
+
+        A worker changes its state before it calls this, so of two workers that leave at once, one sees that the other leaves.
+        """
         self.try_combine()
         states = self.store.arena.lane_states()
         return LANE_FREE not in states[: self.store.layout.workers] or LANE_LIVE in states or LANE_JOINING in states
 
     def _others_are_done(self) -> bool:
-        """Whether nobody else will push, and everything that was pushed is folded."""
+        """Whether no other worker will push, and every push is folded, dropped or rejected."""
         self.try_combine()
         states = self.store.arena.lane_states()
         if LANE_FREE in states[: self.store.layout.workers]:
-            return False  # under schemes that wait for nobody a worker may come when this one has finished
+            return False  # under disciplines without waits, a worker may attach after this one has finished
         for lane, state in enumerate(states):
             counters = self.store.arena.counters(lane)
             if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
@@ -385,12 +385,10 @@ class Worker(LaneView):
         raise UsageError(f"worker {self.rank} is closed: attach again in a new job")
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
-        """Leave: in good order, so that the others go on without this worker, or with the error that they shall end with.
+        """Leave normally, so the others go on without this worker, or record `failure`, the error that the others report.
 
-        With `stays` the last one there stays until the workers of the start have come.
-
-        Everything posted before is folded or handed to whoever holds the turn. May be called twice, and does nothing in a
-        forked child.
+        With `stays`, the last live worker waits until all initial workers have attached. Every push posted before is folded, or
+        left to the combiner. May be called twice; does nothing in a forked child.
         """
         if self.closed or self.forked:
             return
@@ -401,11 +399,11 @@ class Worker(LaneView):
                 if stays:
                     self._stay_for_latecomers()
             self._end_background()
-        except BaseException as error:  # the others may count on this worker still, or wait for a turn that it holds
+        except BaseException as error:  # others may still wait for this worker, or for its lock
             failure = failure or f"{type(error).__name__}: {error}"
             raise
         finally:
-            recorder = self.recorder  # it lets go of this worker when it has finished
+            recorder = self.recorder  # `finish` clears the worker's own reference
             try:
                 if recorder is not None:
                     recorder.finish(failure)
@@ -415,14 +413,14 @@ class Worker(LaneView):
                 recorder.merge_if_last()
 
     def _give_lane_back(self, failure: str | None) -> None:
-        self.lane.unpin()  # first: once it has finished, the lane may have another owner
+        self.lane.unpin()  # before `finish`: after it the lane may have another owner
         self.store.arena.finish(self.rank, failure, self.generation)
         self.store.stop_answering(self._listener)
         self._membership.close()
         _live.discard(self)
 
     def _leave(self) -> None:
-        """Post LEAVE, once: this worker pushes no more, and nobody waits for it."""
+        """Post LEAVE, once. This worker makes no more pushes, and no worker waits for it."""
         if self._left:
             return
         if self._background is not None:
@@ -446,7 +444,7 @@ class Worker(LaneView):
 
 
 def presence_of(present: range | list[int], parameters: int) -> bytes:
-    """The bitmap of the parameters that have a gradient: uint64 words, little endian.
+    """The bitmap of the parameters that have a gradient, as little-endian uint64 words.
 
     >>> presence_of([0, 2], 3)[0]
     5

@@ -83,7 +83,7 @@ def test_hyper_parameters_are_written_into_slots_only(slot: int, group: int) -> 
     _, inner = _fresh(MAKERS["momentum"])
     with fastps.DistributedOptimizer(inner) as optimizer:
         lane: Lane = optimizer.worker.lane
-        with pytest.raises(IndexError, match="expected a (group|slot) of 0 to 0"):
+        with pytest.raises(IndexError, match=r"expected a (group|slot) of 0 to 0"):
             lane.set_hyper(slot, group, *optimizer.worker.store.hypers[0])
 
 
@@ -134,7 +134,7 @@ def test_a_worker_that_is_done_gives_up_those_that_never_come(
     model, inner = _fresh(MAKERS["momentum"])
     with fastps.DistributedOptimizer(inner, sync="asp", timeout_s=0.3) as optimizer:
         _train(model, optimizer, range(3))
-    assert "waited 0.3 s for workers of the start that never came" in caplog.text
+    assert "waited 0.3 s for initial workers that never attached" in caplog.text
 
 
 def test_parameters_that_share_memory_are_refused_by_name() -> None:

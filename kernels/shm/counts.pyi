@@ -1,0 +1,2 @@
+MAX_LANES: int
+MAX_SHARDS: int
