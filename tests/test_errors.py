@@ -27,11 +27,11 @@ def test_an_outcome_that_is_no_failure_raises_nothing(outcome: int) -> None:
 @pytest.mark.parametrize(
     ("outcome", "kind", "sentence"),
     [
-        (lane.FENCED, errors.UsageError, "this worker was taken for dead"),
+        (lane.FENCED, errors.UsageError, "this worker was fenced: the others took it for dead"),
         (lane.BAD_DESCRIPTOR, errors.ProtocolError, "worker 7 posted a push"),
-        (lane.NO_BUFFER, errors.ProtocolError, "all 5 weights buffers are in use"),
+        (lane.NO_BUFFER, errors.ProtocolError, "all 5 weights buffers are pinned"),
         (lane.BAD_STATE, errors.ProtocolError, "the committed state of a shard"),
-        (-99, errors.ProtocolError, r"outcome -99\); this is an error of fastps"),
+        (-99, errors.ProtocolError, "outcome -99; this is an error of fastps"),
     ],
 )
 def test_a_failure_is_named(outcome: int, kind: type[errors.Error], sentence: str) -> None:
