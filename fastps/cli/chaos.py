@@ -25,7 +25,7 @@ def chaos(
 ) -> None:
     """Play the real protocol under crashes, stalls and skewed clocks, step by step, and check every step.
 
-    Needs the build with test hooks (`make hooks`). Exit code 1 if any seed violates what is promised; its number replays it.
+    Needs the failpoint build (`make hooks`). Exit code 1 if any seed violates what is promised; its number replays it.
     """
     from dataclasses import asdict
 

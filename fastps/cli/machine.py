@@ -33,7 +33,7 @@ from fastps.job.specs import parse_policy
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
-    " hogwild. Who is missing here is named with the reason. Of a step also fastps itself with one choice made otherwise:"
+    " hogwild. A peer that cannot run here is named with the reason. Of a step also ablations of fastps itself:"
     " alone, plain, streaming, attributes, server."
 )
 

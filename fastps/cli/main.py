@@ -1,7 +1,7 @@
-"""The command line. Every command parses, calls one function of the library, and shows or writes what it returned.
+"""The command line. Every command parses its options, calls one function of the library, and shows or writes the result.
 
-Errors are one sentence; exit codes are 0 done, 1 the run failed, 2 wrong usage, 130 ended by Ctrl-C. Refuses to import torch
-before a command needs it, so that help and usage errors come at once.
+Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 ended by Ctrl-C. A command imports torch and
+numpy only when it needs them, so help and usage errors appear at once.
 """
 
 import logging
@@ -58,7 +58,7 @@ def common(
 ) -> None:
     """Options of all commands."""
     level = logging.INFO if verbose else logging.WARNING
-    # Columns are for people: a file or a pipe gets whole lines.
+    # A terminal gets columns; a file or a pipe gets whole lines.
     handler = RichHandler(console=Console(stderr=True)) if sys.stderr.isatty() else logging.StreamHandler()
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
 

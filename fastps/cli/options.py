@@ -1,4 +1,4 @@
-"""What several commands take: their options' types and texts, and what these make of them."""
+"""Options that several commands share: their types, help texts and checks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | str | None:
-    """Where a file is to be written, before anything is run for it."""
+    """Check that a file can be written, before a run starts."""
     if target is not None and str(target) != "-" and not Path(target).resolve().parent.is_dir():
         raise UsageError(f"{option.opts[0]} {target}: expected a file in a folder that exists")
     return target
@@ -56,7 +56,7 @@ Server = Annotated[
     str,
     typer.Option(
         metavar="workers|process",
-        help="Who takes the turns, waiting workers or a process of its own, for scripts that do not say. Default: workers.",
+        help="Fold pushes in waiting workers or in a server process, for scripts that do not say. Default: workers.",
         show_default=False,
     ),
 ]
@@ -101,7 +101,7 @@ Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show t
 
 
 def console_of(json_file: str | None) -> Console:
-    """Where tables go: stderr when stdout is for JSON; wide enough for them where there is no terminal to ask."""
+    """Return the console for tables: stderr if stdout is for JSON; wide if there is no terminal."""
     console = Console(stderr=json_file == "-")
     return console if console.is_terminal else Console(stderr=json_file == "-", width=110)
 
@@ -151,7 +151,7 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> "Training
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":
-    """What a command that starts workers was told of restarts, losses, checkpoints and injected faults."""
+    """Return a command's options on restarts, losses, checkpoints and injected faults."""
     from fastps.processes.fault_injection import FaultPlan
     from fastps.processes.options import JobOptions
 

@@ -1,4 +1,4 @@
-"""Pictures of runs. Refuses to be needed: matplotlib is imported when a picture is asked for."""
+"""Plots of runs. matplotlib is imported only when a plot is asked for."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a person or a program is shown: tables, live progress, the machine, and the one JSON object of every command."""
+"""Tables and sentences of `fastps train`, `compare`, `stragglers`, `doctor` and injected faults."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None) -> Rows:
-    """A line a run; with a baseline, steps per second are also given relative to it."""
+    """Make a table with one row per run; with a baseline, also the speed relative to it."""
     headings = ["sync", "n", "seconds", "steps/s", "samples/s", "accuracy", "staleness", "max", "waiting", "dropped"]
     headings += [f"speed / {baseline['sync']}"] if baseline is not None else []
     cells = []
@@ -41,7 +41,7 @@ def training_table(rows: Sequence[Row], title: str, baseline: Row | None = None)
 
 
 def doctor_table(findings: "Sequence[Finding]", title: str) -> Rows:
-    """A line a finding; what does not work is marked."""
+    """Make a table with one row per finding; failures are marked."""
     columns = [Column(""), Column("what", left=True), Column("found", left=True)]
     cells = [("ok" if finding.ok else "!!", finding.name, finding.shown) for finding in findings]
     return Rows(title, columns, cells, [number for number, finding in enumerate(findings) if not finding.ok])
@@ -71,7 +71,7 @@ def straggler_tables(arrivals: Sequence[Arrival], splits: Sequence[Split], known
 
 
 def arrivals_table(arrivals: Sequence[Arrival], title: str) -> Table:
-    """A line a k: when the k-th gradient of a version came, in milliseconds."""
+    """Make a table with one row per k: the arrival of a version's k-th gradient, in ms."""
     table = Table(title=title)
     for heading in ("k", "versions", "mean ms", "median", "80%", "95%", "99%"):
         table.add_column(heading, justify="right")
@@ -82,7 +82,7 @@ def arrivals_table(arrivals: Sequence[Arrival], title: str) -> Table:
 
 
 def splits_table(splits: Sequence[Split], title: str) -> Table:
-    """A line a split of the workers, the best first; times relative to the best."""
+    """Make a table with one row per split of the workers, the best first; times relative to the best."""
     table = Table(title=title)
     for heading in ("wait for N", "backups b", "mean ms", "iterations", "time / best"):
         table.add_column(heading, justify="right")

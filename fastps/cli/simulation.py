@@ -105,7 +105,7 @@ def simulate(
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     if trace is not None and len(policies) > 1:
-        raise UsageError(f"--trace is of one run: expected one spec, found {len(policies)}")
+        raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")
     console = console_of(json_file)
     training = None
     if train:

@@ -1,4 +1,4 @@
-"""What `fastps simulate` shows: a bar while it plays, a table of the rows."""
+"""The output of `fastps simulate`: a progress bar, and a table of the rows."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,9 +31,9 @@ def simulate_all(
     training: "VirtualTraining | None" = None,
     progress: bool = True,
 ) -> list[Outcome]:
-    """One simulation a policy, one after the other, behind a bar if one is wanted; with real gradients if `training` is given.
+    """Simulate each policy in sequence, optionally with a progress bar, and with real gradients if `training` is given.
 
-    All policies are checked before the first begins.
+    All policies are checked before the first simulation.
     """
     for policy in policies:
         policy.check_workers(simulation.workers)
@@ -67,7 +67,7 @@ def _show(bar: Progress, task: TaskID, pushes: int, of: int) -> None:
 
 
 def simulation_table(rows: Sequence[Row], title: str) -> Rows:
-    """A line a policy; speed is relative to the first."""
+    """Make a table with one row per policy; speed is relative to the first."""
     headings = ["sync", "steps/s", "speed", "waiting", "for grants", "staleness", "max", "zero gaps", "dropped", "link use"]
     has_busy_servers = any(row["server_share_max"] > 0 for row in rows)
     if has_busy_servers:
@@ -96,13 +96,13 @@ def simulation_table(rows: Sequence[Row], title: str) -> Rows:
 
 
 def simulation_footer(rows: Sequence[Row]) -> str:
-    """One line about the playing itself."""
+    """Return one line about the simulation's own speed."""
     events, seconds = sum(row["events"] for row in rows), sum(row["wall_seconds"] for row in rows)
     return f"{sum(row['seconds'] for row in rows):,.1f} virtual seconds, {events:,} events played in {seconds:.1f} s"
 
 
 def save_trace(outcome: Outcome, file: Path) -> None:
-    """Write the trace's lines as a NumPy file (numpy.load reads it). Raises UsageError."""
+    """Write the trace's records as a NumPy file (numpy.load reads it). Raises UsageError."""
     assert outcome.trace is not None
     try:
         with file.open("wb") as stream:
@@ -112,7 +112,7 @@ def save_trace(outcome: Outcome, file: Path) -> None:
 
 
 def plot_staleness(rows: Sequence[Row], file: Path) -> None:
-    """Draw the share of the folded pushes over their staleness, a line a policy. Raises UsageError."""
+    """Plot the share of folded pushes over their staleness, one line per policy. Raises UsageError."""
     from fastps.cli.plots import save_picture
 
     def draw(axes: "Axes") -> None:

@@ -1,6 +1,6 @@
-"""`fastps top`: a running job, looked at again and again. What each worker and each shard does, from the job's own counters.
+"""`fastps top`: a live view of a running job's workers and shards, from the job's own counters.
 
-Refuses to disturb: it looks through a read-only observer, and its end is of no concern to the job.
+A read-only observer provides the counters; ending the view does not affect the job.
 """
 
 import math
@@ -58,7 +58,7 @@ def look_once(job: str, console: Console, *, interval_s: float = 1.0, clock: Clo
 def watch(job: str, console: Console, *, interval_s: float = 1.0, clock: Clock = SYSTEM_CLOCK) -> list[Row]:
     """Show the job until it ends, which a last line says, or until Ctrl-C; returns the last rows.
 
-    What is not a terminal is shown the last look alone.
+    Without a terminal only the last look is printed.
     """
     with closing(_attach(job, clock)) as observer:
         before, now = None, observer.look()
@@ -117,7 +117,7 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
 
 
 def tables(job: str, rows: Sequence[Row], look: Look) -> Group:
-    """What a person sees: a line a worker, and a line a shard, or one for all shards when they are many."""
+    """Make the tables: one row per worker, and one per shard, or one for all shards if they are many."""
     mark = "" if look.settled else " (versions were published meanwhile)"
     workers = Table(title=f"job {job}{mark}")
     for heading in ("worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped"):

@@ -20,7 +20,7 @@ def trace(
     file: File,
     summary: Annotated[bool, typer.Option("--summary", help="Show a row a worker; the default.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the ledger: each push folded once, versions in order; exit code 1 if not.")
+        bool, typer.Option("--check", help="Check the push log: each push folded once, versions in order; exit code 1 if not.")
     ] = False,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write Chrome trace events, for ui.perfetto.dev.")
@@ -28,7 +28,7 @@ def trace(
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
-    """Look into a recorded run: where its time went, whether its ledger is right, or all of it in Perfetto."""
+    """Look into a recorded run: where its time went, whether its push log is right, or all of it in Perfetto."""
     from dataclasses import asdict
 
     from fastps.cli import trace_report
@@ -53,10 +53,10 @@ def trace(
         rows.append({"kind": "perfetto", "file": str(perfetto), "events": count})
     violations: list[trace_check.Violation] = []
     if check:
-        violations, ledger = trace_check.check(found), trace_check.push_log_row(found)
-        for line in trace_report.check_lines(violations, ledger):
+        violations, log = trace_check.check(found), trace_check.push_log_row(found)
+        for line in trace_report.check_lines(violations, log):
             console.print(line, markup=False, highlight=False)
-        rows.append({"kind": "check", "ok": not violations, **ledger})
+        rows.append({"kind": "check", "ok": not violations, **log})
         rows += [{"kind": "violation", **asdict(violation)} for violation in violations]
     if json_file is not None:
         write_json("trace", rows, json_file)

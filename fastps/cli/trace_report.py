@@ -1,4 +1,4 @@
-"""What `fastps trace` and `fastps advise` show: a summary, a check, advice."""
+"""The output of `fastps trace` and `fastps advise`: a summary, a check, advice."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ MOST_SHOWN = 20
 
 
 def worker_table(rows: Sequence[Row], title: str) -> Rows:
-    """A line a worker: where the time of its steps went, mean ms a step."""
+    """Make a table with one row per worker: the mean ms of each part of a step."""
     headings = ("worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer")
     lesser = ("median", "95%", "on a core", "for a core", "blocked", "max")
     cells = []
@@ -29,7 +29,7 @@ def worker_table(rows: Sequence[Row], title: str) -> Rows:
 
 
 def summary_line(row: Row) -> str:
-    """The whole run in a sentence or two."""
+    """Return the whole run in a sentence or two."""
     text = (
         f"{row['sync']}, {row['workers']} workers: {row['steps']} steps in {row['seconds']:.2f} s,"
         f" {row['steps_per_s']:.1f} steps/s,"
@@ -44,19 +44,19 @@ def summary_line(row: Row) -> str:
     return text
 
 
-def check_lines(violations: Sequence[Violation], ledger: Row) -> list[str]:
-    """The verdict, and the violations, the first few of them."""
-    facts = f"{ledger['folded']} folded, {ledger['dropped']} dropped, {ledger['undecided']} undecided"
+def check_lines(violations: Sequence[Violation], log: Row) -> list[str]:
+    """Return the verdict and the first few violations."""
+    facts = f"{log['folded']} folded, {log['dropped']} dropped, {log['undecided']} undecided"
     if not violations:
-        scope = "each push once, versions in order" if ledger["complete"] else "as far as it was recorded"
-        return [f"the ledger is right, {scope}: {ledger['pushes']} pushes, {facts}"]
+        scope = "each push once, versions in order" if log["complete"] else "as far as it was recorded"
+        return [f"the push log is right, {scope}: {log['pushes']} pushes, {facts}"]
     shown = [f"  {violation.sentence}" for violation in violations[:MOST_SHOWN]]
     more = len(violations) - MOST_SHOWN
-    return [f"the ledger is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
+    return [f"the push log is wrong ({facts}):", *shown, *([f"  and {more} more"] if more > 0 else [])]
 
 
 def advice_table(rows: Sequence[Row], title: str) -> Rows:
-    """A line a discipline, the fastest first; the recommended one is marked."""
+    """Make a table with one row per discipline, the fastest first; the recommended one is marked."""
     headings = ("useful steps/s", "speed", "updates/s", "staleness", "max", "waiting", "dropped")
     columns = [Column("sync"), *(Column(heading, wide=heading in ("updates/s", "max")) for heading in headings)]
     lines = []
@@ -73,7 +73,7 @@ def advice_table(rows: Sequence[Row], title: str) -> Rows:
 
 
 def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:
-    """The recommendation with its reason, and how well the replay predicts the run that was recorded."""
+    """Return the recommendation with its reason, and the replay's error on the recorded run."""
     chosen = next(row for row in rows if row["recommended"])
     return [
         f"recommended: --sync {chosen['sync']}: {chosen['reason']}",
@@ -84,7 +84,7 @@ def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:
 
 @contextlib.contextmanager
 def bar(console: Console, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar of what is done, of so many."""
+    """Show a progress bar."""
     with Progress(console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task("simulating", total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)

@@ -197,7 +197,7 @@ def stragglers(
     json_file: Json = None,
     progress: Progress = True,
 ) -> None:
-    """Train, then show how long each step waited for its k-th gradient, and estimate how many backup workers are best."""
+    """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
     from fastps.advice import stragglers as estimate
     from fastps.cli.report import straggler_rows, straggler_tables, training_table
     from fastps.cli.tables import show

@@ -58,7 +58,7 @@ def hooks_path() -> Path:
     path = Path(given) if given else sources / "build" / "hooks"
     if not list((path / "fastps" / "kernels" / "chaos").glob("world.*.so")):
         raise UsageError(
-            f"expected the build with test hooks in {path}, found none: run `make hooks` in a checkout of fastps"
+            f"expected the failpoint build in {path}, found none: run `make hooks` in a checkout of fastps"
             " (FASTPS_HOOKS_PATH names another place)"
         )
     return path

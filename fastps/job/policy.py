@@ -191,7 +191,7 @@ class Policy:
             )
         if self.shards > 1 and self.grant == "round-robin":
             raise PolicyError(
-                f"{self.spec}: grants in a fixed order are of one coordinator: expected shards=1, found {self.shards}"
+                f"{self.spec}: a fixed order of grants needs one coordinator: expected shards=1, found {self.shards}"
             )
         if self.overlap and self.waits_for_fold:
             raise PolicyError(

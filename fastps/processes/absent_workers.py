@@ -1,7 +1,6 @@
-"""Workers that failed before they attached, and will not come: their launcher tells the job, so that nobody waits for them.
+"""Workers that failed before they attached: their launcher tells the job, so that no worker waits for them.
 
-A job counts its workers from the beginning, and its peers find out only about those who were there. Refuses to know why a
-worker failed, and to tell of one that has attached: the others see to that (membership.py).
+A job counts its workers from the start, and peers notice only the death of an attached worker. The launcher reports the others.
 """
 
 import logging
@@ -15,26 +14,26 @@ from fastps.system.clock import Clock
 
 logger = logging.getLogger("fastps.launch")
 
-_LOOK_NS = 200_000_000  # between two looks for an arena
+_LOOK_NS = 200_000_000  # between two searches for an arena
 _ASK_S = 0.1
 
 
 class NoShows:
-    """The ranks of the launched `job` whose lanes nobody will claim, in this arena of it or the next."""
+    """The ranks of the launched `job` whose lanes stay unclaimed, in its arenas."""
 
     def __init__(self, job: str, clock: Clock) -> None:
         self._job = job
         self._clock = clock
         self._ranks: set[int] = set()
-        self._told: dict[str, set[int]] = {}  # by the arena's name
+        self._told: dict[str, set[int]] = {}  # arena name to the ranks that it was told of
         self._looked_ns = clock.now_ns()
 
     def add(self, rank: int) -> None:
-        """That worker has failed, and nobody comes in its place."""
+        """Record that a worker failed and has no replacement."""
         self._ranks.add(rank)
 
     def tick(self) -> None:
-        """Tell every arena of the job that is there now and does not know yet."""
+        """Tell every existing arena of the job that does not know yet."""
         now_ns = self._clock.now_ns()
         if not self._ranks or now_ns - self._looked_ns < _LOOK_NS:
             return
@@ -45,7 +44,7 @@ class NoShows:
                 self._told[name] = set(self._ranks)
 
     def _tell(self, name: str, ranks: set[int]) -> bool:
-        """Count these out in one arena; False where it did not answer."""
+        """Mark these ranks as failed in one arena. Returns False if the arena did not answer."""
         try:
             answer = discovery.find(name, None, _ASK_S, self._clock)
         except AttachError:
@@ -54,12 +53,12 @@ class NoShows:
         try:
             arena = Arena(shared_memory.map_shared(answer.memfd))
         except (ValueError, ArenaError):
-            return True  # not one that this fastps can read: its workers will say so
+            return True  # the arena has another format, which its workers report
         finally:
             os.close(answer.memfd)
         for rank in sorted(ranks):
             if rank < arena.lanes and arena.lane_state(rank) == LANE_FREE:
-                # From the claim on, a peer would find that nobody answers there, should this process end just now.
+                # If this process ends after the claim, peers find no listener at the lane and mark it dead.
                 generation = arena.claim(rank, os.getpid())
                 if generation >= 0 and arena.mark_dead(rank, generation):
                     logger.warning("worker %d failed before it attached to job %s, which goes on without it", rank, name)

@@ -7,9 +7,9 @@ from fastps.processes.launcher import Outcome
 
 
 def failure_panel(outcome: Outcome) -> Panel:
-    """The first failure of a job, with the last line that it wrote, and how the others ended.
+    """Format the first failure of a job, the worker's last line, and how the other workers ended.
 
-    What it wrote before, a traceback say, was passed on as it came.
+    Earlier output, such as a traceback, has been passed on already.
     """
     first = outcome.first_failure
     assert first is not None

@@ -1,7 +1,6 @@
 """Faults in a running job: workers killed and stopped at random moments, and what that costs, measured from outside.
 
-The moments, and who is hit, come from a seed. The launcher calls `tick`; this only looks and sends signals. Refuses to restart
-anyone: launch.py does.
+A seed decides the moments and the victims. The launcher calls `tick`, which measures and sends the signals that are due.
 """
 
 import random
@@ -20,7 +19,7 @@ _LEAST_STOP_S, _MOST_STOP_S = 1.0, 5.0
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """So many SIGKILLs and SIGSTOPs (of 1 to 5 s each) within so many seconds of training; the seed decides when and whom.
+    """Numbers of SIGKILLs and SIGSTOPs (1 to 5 s each) within a duration of training. The seed decides times and victims.
 
     >>> FaultPlan.parse("kill:40,stop:20,seconds:600")
     FaultPlan(kills=40, stops=20, seconds=600.0, seed=0)
@@ -58,25 +57,25 @@ class FaultPlan:
 
 
 class Victim(Protocol):
-    """What the launcher knows of a worker."""
+    """A worker as the launcher knows it."""
 
     rank: int
 
     @property
     def process_id(self) -> int:
-        """Its process."""
+        """Process id."""
 
     def send(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
+        """Send a signal to the worker's process."""
 
 
 @dataclass
 class FaultReport:
-    """What was injected and what it cost.
+    """The injected faults and their cost.
 
     Attributes:
-        faults: how many of each kind.
-        seconds: from the beginning (all workers live) to the end of the plan, or of the job.
+        faults: number of each kind.
+        seconds: from the start (all workers live) to the end of the plan or the job.
         updates: versions published in that time.
         live_worker_seconds: the sum over all workers of the time in which each was live and not stopped.
         recoveries_s: for each kill, the time until another worker was live in its place.
@@ -89,7 +88,7 @@ class FaultReport:
     recoveries_s: list[float] = field(default_factory=list)
 
     def row(self) -> Mapping[str, Any]:
-        """The report as JSON has it."""
+        """Return the report as a JSON row."""
         return {
             "faults": self.faults,
             "seconds": self.seconds,
@@ -101,7 +100,7 @@ class FaultReport:
 
 
 class FaultInjector:
-    """Carries a plan out on one job. `tick` is called often, with the workers that run now."""
+    """Carries out a plan on one job. The launcher calls `tick` often, with the running workers."""
 
     def __init__(self, plan: FaultPlan, job: str, workers: int, clock: Clock) -> None:
         self.report = FaultReport()
@@ -117,7 +116,7 @@ class FaultInjector:
         self._killed: dict[int, tuple[int, int]] = {}  # by rank: when, and the generation that was killed
 
     def tick(self, workers: Sequence[Victim]) -> None:
-        """Look, measure, and send what is due."""
+        """Measure, and send the signals that are due."""
         now_ns = self._clock.now_ns()
         if not self._has_begun(now_ns):
             return
@@ -142,7 +141,7 @@ class FaultInjector:
             if now_ns >= until_ns:
                 del self._stopped[rank]
                 victim.send(signal.SIGCONT)
-        # The last one who is there is spared: with it the job's memory would go.
+        # The last live worker is spared: the job's memory would end with it.
         while self._moments and len(live) > 1 and now_ns - self._began_ns >= self._moments[0][0] * 1e9:
             self._hit(self._moments.pop(0)[1], live.pop(self._random.randrange(len(live))), members, now_ns)
 
@@ -157,7 +156,7 @@ class FaultInjector:
             victim.send(signal.SIGSTOP)
 
     def _has_begun(self, now_ns: int) -> bool:
-        """From when all workers of the start are live."""
+        """Start the clock once all initial workers are live."""
         if self._observer is None:
             try:
                 self._observer = observe(self._job, timeout_s=1e-9, clock=self._clock)
@@ -169,7 +168,7 @@ class FaultInjector:
         return self._began_ns > 0
 
     def close(self) -> None:
-        """Let everyone who was stopped go on."""
+        """Continue every stopped worker."""
         for _, victim in self._stopped.values():
             victim.send(signal.SIGCONT)
         self._stopped.clear()

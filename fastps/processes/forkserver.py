@@ -1,4 +1,4 @@
-"""The fork server of a job: a process that imports what takes long once, and forks the job's workers.
+"""The fork server of a job: a process that imports torch once and forks the job's workers.
 
 The launcher runs `main` in a new interpreter, with one end of a socket. A worker is the launcher's own child: the fork server
 forks twice, and the launcher adopts the orphan. A forked worker has what `python SCRIPT` has: `__main__`, `sys.argv`,
@@ -40,11 +40,11 @@ _ADOPTION_NS = 5_000_000_000
 
 
 def main() -> None:
-    """Serve the launcher whose socket `sys.argv[1]` numbers, after the imports of `sys.argv[2:]`."""
+    """Import the modules of `sys.argv[2:]`, then serve the launcher at the socket with the descriptor `sys.argv[1]`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     order = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if order is None:
-        os._exit(0)  # without the exit handlers of what was imported: nothing of it was used
+        os._exit(0)  # skip exit handlers: the imported modules were not used
     signal.signal(signal.SIGINT, signal.default_int_handler)
     become(order)
 
@@ -79,7 +79,7 @@ def serve(control: socket.socket, imports: list[str]) -> dict[str, Any] | None:
 
 
 def _obstacle() -> str:
-    """Why no worker can be forked from this process; empty where it can."""
+    """Return why this process cannot fork workers; empty if it can."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "an import has initialized CUDA, which does not survive a fork"
@@ -90,7 +90,7 @@ def _obstacle() -> str:
 
 
 def _next_order(control: socket.socket) -> tuple[bytes, list[int]]:
-    """The next order and its files; an empty order once the launcher has closed its end."""
+    """Receive the next order and its files; an empty order once the launcher has closed its end."""
     try:
         message, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 2)
     except ConnectionError:
@@ -123,7 +123,7 @@ def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None
 
 
 def _seed_generators() -> None:
-    """Give the worker random numbers of its own, as a new process has them; Python's own generator does so by itself."""
+    """Seed the worker's generators anew, as in a new process. Python's own generator reseeds itself after a fork."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:

@@ -1,4 +1,4 @@
-"""The launcher's end of the job's fork server: whether it is ready, and its orders to fork a worker."""
+"""The launcher's connection to the job's fork server: readiness, and orders to fork a worker."""
 
 import contextlib
 import json
@@ -15,11 +15,11 @@ _ANSWER_S = 2.0  # a fork takes milliseconds; a stopped fork server never answer
 
 
 class ForkServer:
-    """A fork server that is started by `command` with `environment`; `inherited` is the socket that it is given.
+    """A fork server, to be started by `command` with `environment`; it inherits the socket `inherited`.
 
     Attributes:
         control: the launcher's end of the socket; readable once the fork server has something to say.
-        refusal: why it forks no worker; empty while it does.
+        refusal: the reason why it forks no worker; empty while it does.
     """
 
     def __init__(self, environment: Mapping[str, str], path: str, imports: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class ForkServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has imported all that it should, and waits for orders."""
+        """Whether its imports are done and it waits for orders."""
         if not self._is_ready and not self.refusal:
             with contextlib.suppress(BlockingIOError):
                 try:
@@ -43,7 +43,7 @@ class ForkServer:
         return self._is_ready
 
     def fork(self, environment: Mapping[str, str], arguments: Sequence[str]) -> AdoptedProcess | None:
-        """A worker that runs `python ARGUMENTS`; None where the fork server makes none, or not in time."""
+        """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time."""
         message = json.dumps(
             {
                 "environment": {key: value for key, value in environment.items() if self.environment.get(key) != value},

@@ -1,8 +1,8 @@
-"""The launcher: starts a job's workers on this machine, passes their output on, and ends all of them when one fails.
+"""The launcher: starts a job's workers on this machine, passes on their output, and ends all of them when one fails.
 
-The first worker that fails is the root cause and is reported; the others get a moment to end by themselves, because they raise
-an error that names it. A fork server imports torch once and forks the workers, and with restarts the replacements of lost
-ones. The launcher itself never imports torch, so that usage errors come at once.
+The launcher reports the first worker that fails as the root cause. The other workers get a moment to end by themselves, because
+they raise an error that names the failed one. A fork server imports torch once and forks the workers and, with restarts, their
+replacements. The launcher itself never imports torch, so usage errors appear at once.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from fastps.tracing import parts as trace_parts
 
 logger = logging.getLogger("fastps.launch")
 
-GRACE_NS = 2_000_000_000  # for the survivors of a failure, and again after SIGTERM; Ctrl-C ends all within both
-_DRAIN_NS = 300_000_000  # how long output is still read from pipes that a worker's own children hold open
-_IMPORT_NS = 120_000_000_000  # how long the fork server may import
-_FAULT_TICK_S = 0.02  # how often injected faults look at the job
+GRACE_NS = 2_000_000_000  # for survivors to end by themselves, and again after SIGTERM; Ctrl-C takes at most twice as long
+_DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own children hold open
+_IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
+_FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
 _CONSEQUENCE = f"{WorkerDiedError.__module__}.{WorkerDiedError.__qualname__}:"  # a traceback's last line names the type so
 START_METHODS = ("fork", "spawn")
@@ -50,9 +50,9 @@ NO_OPTIONS = JobOptions()
 
 @dataclass
 class LaunchedWorker:
-    """One worker process: how it ended, and what it writes to stderr.
+    """One worker process: its exit, and its output on stderr.
 
-    `restart` counts the processes that were lost before it in its place.
+    `restart` counts the earlier processes of the same rank.
     """
 
     rank: int
@@ -65,32 +65,32 @@ class LaunchedWorker:
 
     @property
     def tail(self) -> deque[str]:
-        """The last lines that it wrote to stderr, as they were shown."""
+        """The last lines of stderr, as shown."""
         return self.errors.tail
 
     @property
     def process_id(self) -> int:
-        """Its process."""
+        """Process id."""
         return self.process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """Send its process a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.exit_code is None:
             self.process.send_signal(number)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended other than well."""
+        """Whether the process ended with an error or a signal."""
         return self.exit_code not in (None, 0)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether an exception of the type WorkerDiedError ended it: another worker had failed before."""
+        """Whether a WorkerDiedError ended the worker: another worker had failed before."""
         return any(line.startswith(_CONSEQUENCE) for line in self.tail)
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """The exit in words."""
         if self.exit_code is None:
             return "still running"
         if self.exit_code < 0:
@@ -100,10 +100,10 @@ class LaunchedWorker:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: all workers, replaced ones too, the first that failed (None when none did), and whether Ctrl-C ended it.
+    """The end of a job: all workers with those replaced, the first failure (or None), and whether Ctrl-C ended the job.
 
-    A worker that was lost while the job went on to its end is no failure. `faults` reports what was injected. `began_ns`: when
-    the launcher began, before any worker had imported anything.
+    A lost worker is no failure if the job went on to its end. `faults` reports injected faults. `began_ns` is the launcher's
+    start, before any import of a worker.
     """
 
     workers: list[LaunchedWorker]
@@ -115,30 +115,30 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 a worker failed, 130 ended by Ctrl-C."""
+        """0: done. 1: a worker failed. 130: ended by Ctrl-C."""
         return 130 if self.interrupted else 1 if self.first_failure else 0
 
 
 class Launcher:
-    """Runs `command` once a worker. Use `run`; everything that it started has ended when it returns.
+    """Runs `command` once for each worker. When `run` returns, every process that it started has ended.
 
     Args:
         command: program and arguments, the same for all workers.
-        workers: how many; at least 1.
-        sync: a spec for FASTPS_SYNC, or None to leave it to the script.
+        workers: number of workers, at least 1.
+        sync: a spec for FASTPS_SYNC; None leaves the choice to the script.
         job: the job's name; random by default.
         options: restarts, losses, checkpoints, injected faults; workers find them in their environment.
-        env: how workers learn who they are: "fastps" (FASTPS_RANK and its like only), "torchrun" (RANK and its like, too), or
-            "auto": torchrun's where the script's own text names them.
+        env: the variables that give a worker its rank: "fastps" (only FASTPS_RANK and the like), "torchrun" (also RANK and the
+            like), or "auto" (torchrun's if the script's own text names them).
         start_method: "fork": a fork server imports torch once and forks the workers, where the command is this interpreter with
             a script or `-m` and a module; other commands, and "spawn": a new process each.
         imports: what the fork server imports; None: torch, unless the script imports the standard library alone.
         prefix: whether each line of output begins with its worker's number.
         trace: a file into which all workers record the run; it is written when the run has ended.
-        tracebacks: whether those of fastps' own errors are passed on, too; by default only where the program has --debug.
+        tracebacks: whether to pass on tracebacks of fastps' own errors; default: only if the command has --debug.
 
     Raises:
-        UsageError: for a number of workers, or options, that no job can have.
+        UsageError: The number of workers or an option is out of range.
     """
 
     def __init__(
@@ -193,12 +193,12 @@ class Launcher:
         self._tracebacks = "--debug" in sys.argv if tracebacks is None else tracebacks
         self._has_begun = False  # whether an arena was seen
         self._open_pipes = 0
-        self._signals = [signal.SIGTERM, signal.SIGKILL]  # still to be sent, in order, once a deadline has passed
+        self._signals = [signal.SIGTERM, signal.SIGKILL]  # sent in order, one after each deadline
         self._deadline_ns: int | None = None
         self._interrupts = 0
 
     def run(self, on_tick: Callable[[], None] | None = None, tick_s: float = 0.1) -> Outcome:
-        """Start all, and stay until all have ended. `on_tick` is called about every `tick_s` seconds meanwhile."""
+        """Start all workers and wait until all have ended. Calls `on_tick` about every `tick_s` seconds."""
         began_ns = self._clock.now_ns()
         ends = (signal.SIGINT, signal.SIGTERM)
         previous = [signal.signal(number, self._on_interrupt) for number in ends]
@@ -235,10 +235,10 @@ class Launcher:
             self._no_shows.tick()
 
     def _root_cause(self) -> LaunchedWorker | None:
-        """The first failure by time; a worker that says that it ended because of another is not it, though it ended sooner."""
+        """Return the first failure by time, except workers whose error names another worker as the cause."""
         failed = [worker for worker in self._workers if worker.failed]
         if self._options.continues and any(worker.exit_code == 0 for worker in self._workers):
-            return None  # the others went on to the end
+            return None  # the other workers went on to the end
         return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
     def _start(self) -> None:
@@ -254,7 +254,7 @@ class Launcher:
         logger.info("job %s: started %d workers", self.job, self._count)
 
     def _new_worker(self, rank: int, restart: int) -> LaunchedWorker:
-        """Fork a worker, or where no fork server is ready, start a new process."""
+        """Fork a worker, or start a new process if no fork server is ready."""
         variables = self._variables(rank, restart)
         forked = self._forked(variables)
         if forked is not None:
@@ -264,7 +264,7 @@ class Launcher:
     def _variables(self, rank: int, restart: int) -> dict[str, str]:
         base = {**os.environ, **self._options.environment()}
         if restart and self.job in discovery.listening():
-            base["FASTPS_JOINS"] = "1"  # others go on: it joins them, and does not begin the job again
+            base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
         return environment_of(
             rank,
             self._count,
@@ -281,7 +281,7 @@ class Launcher:
     def _launch(
         self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
     ) -> LaunchedWorker:
-        """Start a process, and listen to what it prints and to its end."""
+        """Start a process, and watch its output and its end."""
         process = subprocess.Popen(
             command,
             env=variables,
@@ -289,7 +289,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=inherited,
-            process_group=0,  # Ctrl-C at the terminal comes to the launcher alone, which passes it on
+            process_group=0,  # Ctrl-C at the terminal reaches only the launcher, which passes it on
             preexec_fn=die_with_parent(os.getpid()),
         )
         return self._listen(LaunchedWorker(rank, process, restart))
@@ -305,7 +305,7 @@ class Launcher:
         return worker
 
     def _start_forkserver(self) -> None:
-        """Start the fork server, and wait until it has imported what it should; events are handled meanwhile."""
+        """Start the fork server and wait for its imports, handling events meanwhile."""
         self._adopting.enter_context(adopting_orphans())
         variables = self._variables(0, 0)
         imports = self._program.imports if self._imports is None else self._imports
@@ -322,7 +322,7 @@ class Launcher:
             self._end_forkserver(kill=True)
 
     def _end_forkserver(self, kill: bool = False) -> None:
-        """Let it end by itself; or kill it, because a stopped one obeys its last order when it goes on."""
+        """Let the fork server end by itself, or kill it: a stopped one would still obey its last order once continued."""
         if self._forkserver is not None:
             self._forkserver.close()
             self._forkserver = None
@@ -331,7 +331,7 @@ class Launcher:
             self._forkserver_worker.send(signal.SIGKILL)
 
     def _replace(self, lost: LaunchedWorker) -> None:
-        """Start another worker in the place of a lost one."""
+        """Start a replacement for a lost worker."""
         self._restarts_left -= 1
         self._workers.append(self._new_worker(lost.rank, lost.restart + 1))
         logger.warning("worker %d %s; started another, %d restarts left", lost.rank, lost.ending, self._restarts_left)
@@ -339,7 +339,7 @@ class Launcher:
             self._end_forkserver()
 
     def _forked(self, variables: dict[str, str]) -> AdoptedProcess | None:
-        """A worker that the fork server has forked."""
+        """Register a worker that the fork server forked."""
         if self._forkserver is None or not self._forkserver.is_ready:
             return None
         forked = self._forkserver.fork(variables, self._program.arguments)
@@ -350,7 +350,7 @@ class Launcher:
 
     def _handle_events(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
-            if key.data is None:  # the fork server has something to say
+            if key.data is None:  # a message of the fork server
                 continue
             worker, sink = key.data
             if sink is not None:
@@ -367,8 +367,8 @@ class Launcher:
                 self._on_loss(worker)
 
     def _on_loss(self, worker: LaunchedWorker) -> None:
-        """A worker failed: the others end, or go on without it, with another in its place while there are restarts."""
-        self._output.hide_bars()  # what the log says of it would be written into them
+        """Handle a failed worker: end the others, go on without it, or replace it while restarts are left."""
+        self._output.hide_bars()  # log lines would be written into the bars
         killed, self._oom_kills = oom_kills() - self._oom_kills, oom_kills()
         worker.was_out_of_memory = killed > 0 and worker.exit_code == -signal.SIGKILL
         if self._interrupts or not self._options.continues:
@@ -379,13 +379,13 @@ class Launcher:
             self._no_shows.add(worker.rank)
 
     def _is_over(self) -> bool:
-        """Whether the others are done with training: a replacement would find nobody to go on with."""
+        """Whether the other workers are done with training, so a replacement could not join them."""
         if any(other.exit_code == 0 for other in self._workers):
             return True
         return self._has_begun and not discovery.arenas_of(self.job)
 
     def _pass_on(self, key: selectors.SelectorKey, worker: LaunchedWorker, sink: IO[str]) -> None:
-        """Write whole lines on, each with its worker's number; the last of stderr are kept for the report."""
+        """Pass on whole lines, each with its worker's number; keep the last lines of stderr for the report."""
         data = os.read(key.fd, 65536)
         cut = self._lines.setdefault(key.fd, Lines())
         lines = cut.feed(data) if data else cut.rest()
@@ -398,11 +398,11 @@ class Launcher:
             self._open_pipes -= 1
         for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
             self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
-        if not data and worker is not self._forkserver_worker:  # which writes under the number of a worker that goes on
+        if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
             self._output.end(worker.rank, sink)
 
     def _on_interrupt(self, number: int, frame: object) -> None:
-        """First Ctrl-C: pass it on, then SIGTERM and SIGKILL in turn. Second: kill at once."""
+        """Pass on the first Ctrl-C, then send SIGTERM and SIGKILL after deadlines. Kill at once on the second."""
         self._interrupts += 1
         self._signal_all(signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
         self._deadline_ns = self._clock.now_ns() + GRACE_NS
@@ -419,7 +419,7 @@ class Launcher:
                 worker.process.send_signal(number)
 
     def _drain(self) -> None:
-        """Read what is left in the pipes; a worker's own child may keep one open, which ends nothing."""
+        """Read the rest of the pipes, for a limited time: a worker's own child may keep one open."""
         deadline_ns = self._clock.now_ns() + _DRAIN_NS
         while self._open_pipes and self._clock.now_ns() < deadline_ns:
             self._handle_events(0.05)
@@ -439,7 +439,7 @@ class Launcher:
 
 
 def _free_port() -> int:
-    """A port for scripts that start torch.distributed themselves; fastps needs none."""
+    """Return a free port for scripts that start torch.distributed themselves; fastps needs none."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

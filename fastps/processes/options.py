@@ -1,6 +1,4 @@
-"""How a launched job takes faults and keeps checkpoints: what `fastps run` and `fastps train` read, and workers find in their
-environment. Refuses to import torch, and to start anything.
-"""
+"""Fault handling and checkpoints of a launched job: options of the command line, passed to workers by the environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,17 +14,17 @@ class JobOptions:
     """Restarts, losses, checkpoints and injected faults of a launched job.
 
     Attributes:
-        restarts: how many lost workers are replaced, in all; more than 0 lets the job go on without those.
-        on_worker_loss: "stop" or "continue"; "" leaves it to the script, or follows from `restarts`.
-        nonfinite: "reject", "raise" or "allow"; "" leaves it to the script.
-        max_workers: so many may be attached at a time; 0: as many as at the start.
-        checkpoint: directory for checkpoints; "": none.
-        every: updates between two of them.
-        resume: checkpoint, or directory of them, to begin with; "": none.
-        faults: what is injected; None: nothing.
-        server: who takes the turns, "workers" or "process"; "" leaves it to the script.
+        restarts: number of lost workers to replace; more than 0 lets the job go on after a loss.
+        on_worker_loss: "stop" or "continue"; "" leaves the choice to the script, or to `restarts`.
+        nonfinite: "reject", "raise" or "allow"; "" leaves the choice to the script.
+        max_workers: the most workers attached at a time; 0: as many as at the start.
+        checkpoint: directory for checkpoints; "": no checkpoints.
+        every: updates between two checkpoints.
+        resume: checkpoint, or directory of checkpoints, to resume from; "": start anew.
+        faults: faults to inject; None: none.
+        server: the processes that fold, "workers" or "process"; "" leaves the choice to the script.
 
-    Raises UsageError for values that make no sense.
+    Raises UsageError for values out of range.
 
     >>> JobOptions(restarts=3).environment()
     {'FASTPS_ON_WORKER_LOSS': 'continue'}
@@ -54,11 +52,11 @@ class JobOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether a lost worker is no failure of the job, as far as the launcher knows."""
+        """Whether the job goes on after a loss, as far as the launcher knows."""
         return self.restarts > 0 or self.on_worker_loss == "continue"
 
     def environment(self) -> Mapping[str, str]:
-        """The variables that say it to the workers."""
+        """Return the environment variables that pass these options to the workers."""
         loss = self.on_worker_loss or ("continue" if self.restarts else "")
         values = {
             "FASTPS_ON_WORKER_LOSS": loss,

@@ -1,7 +1,7 @@
-"""Where the lines of several workers go: whole lines as they come, progress bars so that none overwrites another.
+"""The output of several workers: whole lines as they come, and progress bars that do not overwrite each other.
 
-On a terminal each worker's bar keeps a line of its own below everything else; elsewhere an update is a line, at most one a
-second and worker. Refuses to know pipes and processes.
+On a terminal each worker's bar keeps a line below all other output. Elsewhere an update is a line, at most one per second and
+worker.
 """
 
 import os
@@ -29,13 +29,13 @@ class JobOutput:
         self._clock = clock
         self._prefix = prefix
         self._on_terminal = ProgressLines()
-        # Elsewhere, by stream: when its last update was written and as what, and a later one that was not.
+        # Without a terminal, by stream: the time and text of the last written update, and a later one not yet written.
         self._updated_ns: dict[_Stream, int] = {}
         self._last: dict[_Stream, str] = {}
         self._kept: dict[_Stream, str] = {}
 
     def write(self, rank: int, line: str, sink: IO[str]) -> None:
-        """Pass on a line of a worker; one that ends in a carriage return is an update of its progress bar."""
+        """Write a line of a worker. A line that ends in a carriage return updates the worker's progress bar."""
         text = line.rstrip("\r\n")
         is_update = line.endswith("\r")
         if is_update and not text:
@@ -50,7 +50,7 @@ class JobOutput:
             self._on_terminal.end(stream, f"{shown}\n", sink)
 
     def end(self, rank: int, sink: IO[str]) -> None:
-        """A worker writes no more there: what its bar showed last stays."""
+        """End a worker's stream: the last state of its bar stays."""
         stream = (rank, int(sink is sys.stderr))
         if bar := self._on_terminal.bar_of(stream):
             self._on_terminal.end(stream, f"{bar}\n", sink)
@@ -60,21 +60,21 @@ class JobOutput:
         self._last.pop(stream, None)
 
     def hide_bars(self) -> None:
-        """Leave the terminal to somebody else's lines; the bars are drawn again with the next update."""
+        """Clear the bars from the terminal until the next update, so that other lines can be written."""
         self._on_terminal.hide()
 
     def _write_to_file(self, stream: _Stream, text: str, is_update: bool, sink: IO[str]) -> None:
-        """An update at most once a second; a whole line at once, in place of the update that it ends."""
+        """Write an update at most once a second; write a whole line at once, in place of the update that it ends."""
         now_ns = self._clock.now_ns()
         if is_update:
             if not text:
-                return  # a bar that was taken away: the file keeps it
+                return  # an erased bar stays in the file
             if now_ns - self._updated_ns.get(stream, now_ns - _BETWEEN_UPDATES_NS) < _BETWEEN_UPDATES_NS:
                 self._kept[stream] = text
                 return
             self._updated_ns[stream] = now_ns
         self._kept.pop(stream, None)
-        is_written = self._last.pop(stream, None) == text  # the bar that stood still, or the end of its line
+        is_written = self._last.pop(stream, None) == text  # the bar did not change, or its line ended
         if is_update:
             self._last[stream] = text
         if not is_written:
@@ -83,5 +83,5 @@ class JobOutput:
 
 
 def _is_terminal(sink: IO[str]) -> bool:
-    """Whether a stream obeys what moves the cursor."""
+    """Whether a stream is a terminal that can move the cursor."""
     return sink.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""The program that a launcher's workers run, as far as its command and its text tell: what kind it is, and what it imports."""
+"""The program that workers run: its kind and its imports, as found in its command and its source."""
 
 import ast
 import sys
@@ -27,7 +27,7 @@ class Program:
 
     @property
     def can_fork(self) -> bool:
-        """Whether this interpreter runs a script's source or a module, without flags: the programs that a fork server runs."""
+        """Whether a fork server can run the program: this interpreter, no flags, and a script's source or a module."""
         if self.command[0] != sys.executable or self._after_flags != self.arguments:
             return False
         if self.is_module:
@@ -37,12 +37,12 @@ class Program:
 
     @property
     def path(self) -> str:
-        """What Python puts first into `sys.path`."""
+        """The first entry of `sys.path`, as Python sets it."""
         return str(Path.cwd() if self.is_module else Path(self.arguments[0]).resolve().parent)
 
     @cached_property
     def texts(self) -> list[bytes]:
-        """The program's own source, where it is a script, or a module below the working directory."""
+        """Return the source of a script, or of a module below the working directory."""
         if self.is_module:
             module = Path(*"".join(self._after_flags[1:2]).split("."))
             candidates = [module.with_suffix(".py"), module / "__main__.py"]
@@ -55,7 +55,7 @@ class Program:
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """What a fork server imports for it: torch, unless the program's source imports the standard library alone."""
+        """The fork server's imports: torch, unless the source imports only the standard library."""
         try:
             roots = {root for text in self.texts for root in _imported_by(ast.parse(text))}
         except (SyntaxError, ValueError):

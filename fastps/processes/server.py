@@ -1,10 +1,9 @@
-"""The server of a job: a process of its own that takes every turn, so that the workers need not (`server="process"`).
+"""The server of a job (`server="process"`): a process that is the combiner for all pushes, so that workers only push and wait.
 
-Run by who creates the store as `python -m fastps.processes.server` (server_process.py). It runs the workers' loop on a lane of
-its own: due turns and timers, then rest until somebody posts. It pushes nothing, and no scheduler knows of it. It ends by
-itself when no worker is there any more and the store's creator answers no more, whoever died in whatever order. Refuses to keep
-anything that its death would take away: all that it decides lies in the arena; on devices it owns the memory, and there its end
-is the job's.
+The store's creator runs it as `python -m fastps.processes.server`. On a lane of its own it folds due pushes, fires due timers,
+and rests until a worker posts. It pushes nothing, and no scheduler counts it. It ends by itself once no worker is left and the
+store's creator no longer answers, in whatever order they ended. All its decisions lie in the arena, so its death loses nothing
+on the CPU; on devices it owns the memory, and the job ends with it.
 """
 
 import logging
@@ -18,7 +17,7 @@ from fastps.device.interface import DeviceError
 from fastps.device.store import DeviceStore
 from fastps.errors import Error, raise_for_outcome
 from fastps.job import limits as config
-from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol.lane import AWAITING, FENCED, Lane
 from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.membership.peers import Peers
@@ -31,12 +30,12 @@ from fastps.system.clock import SYSTEM_CLOCK
 logger = logging.getLogger("fastps.server")
 
 _ASK_TIMEOUT_S = 0.05
-_NAME_TAKEN_NS = 5_000_000_000  # the server of an earlier job of this name may need that long to find that it is over
-_HELD_NS = 100_000  # between two tries to end a turn whose fold a helper has not given back
+_NAME_TAKEN_NS = 5_000_000_000  # the server of an earlier job with this name may take that long to notice its end
+_HELD_NS = 100_000  # between two tries to end a fold whose chunk a helper still has
 
 
 class Server:
-    """The loop of one server, on the server's lane of `store`, which nobody else has claimed."""
+    """The loop of one server, on the server's lane of `store`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,12 +43,12 @@ class Server:
         self._clock = store.clock
         layout, own = store.layout, store.arena.server_lane
         self._peers = Peers(store.arena, store.descriptor, store.job, own)
-        self.lane = turn.Lane(store.arena, own)
+        self.lane = Lane(store.arena, own)
         self.lane.set_user_rule(layout.rule.address)
         self._cores = Cores(store.arena, self.lane, layout, takers=layout.workers + 1)
         self._looked_ns = self._clock.now_ns()
-        self._held = False  # a turn whose fold a helper has not given back
-        self._is_lost = False  # a worker's death has ended a job on devices: nothing may be queued any more
+        self._held = False  # whether a helper still has a chunk of a fold
+        self._is_lost = False  # a worker's death has ended a job on devices: queue no more work
 
     def run(self) -> None:
         """Serve until the job is over. Raises ProtocolError, DeviceError."""
@@ -72,9 +71,9 @@ class Server:
             self._peers.close()
 
     def _is_called_soon(self, called: int, began_ns: int) -> bool:
-        """A short rest without sleep: others have the core until the next call has come, or it lasts too long.
+        """Yield the core until the next call comes, or until the wait takes too long. Returns whether a call came.
 
-        Not where there is something to be in time for: who yields may be away for as long as the others compute.
+        Do not call this while a timer is due soon: a process that yields may get the core back late.
         """
         while not self.lane.await_call_awake(called, config.POLLS_AWAKE):
             if self._clock.now_ns() - began_ns >= config.SHORT_WAIT_NS:
@@ -85,23 +84,23 @@ class Server:
         if self._is_lost:
             return
         outcome = self.lane.try_combine(self._clock.now_ns())
-        self._held = outcome == turn.AWAITING
+        self._held = outcome == AWAITING
         if outcome < 0 and self.lane.fold_failure is not None:
             self._look(self._clock.now_ns())
             if not self._is_lost:
                 raise self.lane.fold_failure
-        elif outcome < 0 or outcome == turn.FENCED:
+        elif outcome < 0 or outcome == FENCED:
             raise_for_outcome(outcome, self.lane.bad_lane, self._arena.buffers)
 
     def _rest_ns(self, now_ns: int) -> int:
-        """How long to rest at most: until the next timer is due."""
+        """Return the longest rest in ns: until the next timer is due."""
         due_ns = self.lane.due_ns()
         if self._held:
             return _HELD_NS
         return config.SLICE_NS if due_ns < 0 else min(config.SLICE_NS, max(due_ns - now_ns, config.OVERDUE_NS))
 
     def _look(self, now_ns: int) -> None:
-        """Break the turns of workers that have died, and count them no more where the job goes on without."""
+        """Recover the locks of dead workers, and mark the workers dead if the job goes on without them."""
         self.lane.recover_stale_locks(now_ns)
         while (dead := self._peers.dead()) is not None:
             self.lane.recover_lock(dead[0], now_ns, dead[1])
@@ -112,12 +111,12 @@ class Server:
                 self._peers.forget(dead)
                 self._take_turns()
             else:
-                # The others end with an error that names it, each by itself: its lane must stay as it is for them to see.
+                # The other workers end with an error that names it. Its lane stays unchanged for them to see.
                 self._peers.dismiss(dead)
                 self._is_lost = bool(self._store.layout.homes)
 
     def _is_over(self) -> bool:
-        """Whether nobody is there, and nobody can come: who joins a job asks a worker of it, or its creator."""
+        """Whether no worker is left and none can join: a joiner connects to a worker or to the creator."""
         for lane, (generation, state) in enumerate(self._arena.members()):
             if state in WORKER_PRESENT and not self._peers.is_dismissed((lane, generation)):
                 return False
@@ -129,7 +128,7 @@ class Server:
             return False
         except (rendezvous.Absent, rendezvous.OtherUser, rendezvous.AbiDiffers):
             return True
-        # A job that was begun again has the same name and another memory.
+        # A restarted job has the same name and another arena.
         is_ours = os.path.sameopenfile(answer.memfd, self._store.descriptor)
         os.close(answer.memfd)
         os.close(answer.pidfd)
@@ -137,7 +136,7 @@ class Server:
 
 
 def serve(order: Order) -> None:
-    """Be the server that is ordered, until the job is over."""
+    """Run the ordered server until the job is over."""
     layout, compiled = order.layout, None
     if order.rule:
         from fastps.kernels.update import jit
@@ -154,7 +153,7 @@ def serve(order: Order) -> None:
             store.use(order.make_device()).own_memory(server.lane)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {order.job}: expected to be its first server, found that it has or had one")
-        sys.stdin.read()  # until the creator answers, or has gone
+        sys.stdin.read()  # until the creator answers, or has ended
         try:
             server.run()
         except BaseException as error:
@@ -163,11 +162,11 @@ def serve(order: Order) -> None:
         store.arena.finish(store.arena.server_lane)
     finally:
         store.close()
-        del compiled  # the rule's code, until now
+        del compiled  # keeps the rule's code alive until now
 
 
 def _answer(store: Store) -> None:
-    """Answer at the server's name, so that the workers get this process's pidfd."""
+    """Listen at the server's name, so that workers get this process's pidfd."""
     deadline_ns = store.clock.now_ns() + _NAME_TAKEN_NS
     while True:
         try:
@@ -180,7 +179,7 @@ def _answer(store: Store) -> None:
 
 
 def main() -> int:
-    """Read the order, and serve. Returns the exit code."""
+    """Read the order and serve. Returns the exit code."""
     order: Any = pickle.load(sys.stdin.buffer)  # our own parent's
     try:
         serve(order)

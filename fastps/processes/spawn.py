@@ -1,7 +1,7 @@
 """fastps.spawn: a function in several processes that train one model, for programs that no launcher starts.
 
-Like torch.multiprocessing.spawn, but the model goes to the processes as a copy, for the arena is what they share, and the final
-weights come back. Knows no optimizer: each process learns from its environment which worker it is.
+It resembles torch.multiprocessing.spawn. The processes get copies of the model, because they share the arena instead, and the
+final weights come back. The environment of each process gives its rank.
 """
 
 import logging
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastps.spawn")
 
-GRACE_NS = 2_000_000_000  # for the others after a failure, and again after SIGTERM
+GRACE_NS = 2_000_000_000  # for the other workers after a failure, and again after SIGTERM
 _START_METHODS = ("spawn", "fork", "forkserver")
 
 
@@ -51,7 +51,7 @@ class _SpawnedWorker:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None: it did not, or has not ended."""
+        """The reason of the failure; None if the worker has not failed."""
         if not self.has_ended or (self.outcome is not None and self.outcome[0] == "done"):
             return None
         if self.outcome is None:
@@ -80,10 +80,10 @@ def spawn(
     start_method: str = "spawn",
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """Call `fn(rank, *args)` in `workers` processes that are the workers of one job; return when all are done.
+    """Call `fn(rank, *args)` in `workers` processes, the workers of one job; return when all are done.
 
-    A DistributedOptimizer that `fn` makes finds the others by itself. Arguments are pickled: each process has copies. Guard the
-    script that calls this by `if __name__ == "__main__":`.
+    A DistributedOptimizer in `fn` finds the other workers by itself. Arguments are pickled, so each process has copies. Guard
+    the calling script by `if __name__ == "__main__":`.
 
     >>> def train(rank, model):
     ...     optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -98,11 +98,11 @@ def spawn(
     Args:
         fn: a function of a module, which the processes can import.
         args: its arguments after the rank.
-        workers: how many processes.
-        sync: a spec such as "dssp:3,15" for optimizers that are given none.
+        workers: number of processes.
+        sync: a spec such as "dssp:3,15" for optimizers without one.
         model: after the last step it gets the final weights, and worker 0's buffers: those of this model among worker 0's
             arguments, as `fn` leaves them there. An optimizer that is still open then waits for the other workers first.
-        on_worker_loss: "continue" lets the others go on when a worker fails; default: all end.
+        on_worker_loss: "continue" lets the other workers go on after a failure; default: all end.
         start_method: "spawn", "fork" or "forkserver", as of multiprocessing; "fork" takes functions that do not pickle, from a
             process that has not computed with several threads.
 
@@ -146,7 +146,7 @@ def spawn(
 
 
 def _pickled(work: tuple[Callable[..., Any], tuple[Any, ...], Any]) -> bytes:
-    """By plain pickle: multiprocessing's own would put tensors into memory that all share."""
+    """Pickle without multiprocessing's reductions, which would move tensors into shared memory."""
     name = getattr(work[0], "__name__", repr(work[0]))
     main = sys.modules.get("__main__")
     if getattr(work[0], "__module__", "") == "__main__" and not hasattr(main, "__file__"):
@@ -164,7 +164,7 @@ def _pickled(work: tuple[Callable[..., Any], tuple[Any, ...], Any]) -> bytes:
 
 
 def _work(work: Any, variables: Mapping[str, str], results: connection.Connection, parent: int) -> None:
-    """In the process: be that worker, and tell how it ended. `parent` is the process to end with; 0: the fork server."""
+    """Run a worker in its process and report its end. It ends with the process `parent`; 0: with the fork server."""
     if parent:
         ask_to_die_with_parent(parent)
     os.environ.update(variables)
@@ -186,7 +186,7 @@ def _work(work: Any, variables: Mapping[str, str], results: connection.Connectio
 
 
 def _told(error: BaseException) -> bytes:
-    """An exception and its traceback for the parent; one that does not pickle goes as its text."""
+    """Return an exception and its traceback for the parent; an exception that does not pickle becomes its text."""
     text = "".join(traceback.format_exception(error))
     try:
         told = pickle.dumps(("failed", (error, text)))
@@ -197,7 +197,7 @@ def _told(error: BaseException) -> bytes:
 
 
 def _await(workers: Sequence[_SpawnedWorker], continues: bool, clock: Clock) -> None:
-    """Wait until all have ended, or one has failed and the others had a moment to end, too. Raises the first failure."""
+    """Wait until all workers have ended, or until one fails and the grace period is over. Raises the first failure."""
     deadline_ns: int | None = None
     failures: list[_SpawnedWorker] = []
     while running := [worker for worker in workers if not worker.has_ended]:
@@ -228,8 +228,8 @@ def _waited_for(worker: _SpawnedWorker) -> list[Any]:
 
 
 def _look_at(worker: _SpawnedWorker) -> None:
-    """Take what a worker has told, and whether it has ended."""
-    has_ended = not worker.process.is_alive()  # first: what it told before then lies in the pipe
+    """Read a worker's report and whether its process has ended."""
+    has_ended = not worker.process.is_alive()  # read this first: an earlier report is then in the pipe
     if worker.outcome is None and worker.results.poll():
         try:
             worker.outcome = pickle.loads(worker.results.recv_bytes())
@@ -239,7 +239,7 @@ def _look_at(worker: _SpawnedWorker) -> None:
 
 
 def _end(workers: Sequence[_SpawnedWorker], clock: Clock) -> None:
-    """Let none be left: those that still run get SIGTERM, then SIGKILL."""
+    """End all running workers by SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = [worker for worker in workers if worker.process.pid is not None and worker.process.is_alive()]
         for worker in running:

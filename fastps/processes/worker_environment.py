@@ -1,7 +1,7 @@
-"""What a launched worker finds in its environment: its number and job by fastps' own variables, or by torchrun's as well.
+"""The environment of a launched worker: its rank and job in fastps' own variables, or in torchrun's as well.
 
-Libraries that see torchrun's variables start a process group and average gradients themselves (Accelerate, Lightning, the
-Trainer), so a script gets them only where it asks for them. Starts nothing.
+Libraries that see torchrun's variables (Accelerate, Lightning, the Trainer) start a process group and average gradients
+themselves, so a script gets these variables only if it asks for them.
 """
 
 import os
@@ -25,9 +25,9 @@ _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\bi
 
 
 def style_of(wanted: str, command: Sequence[str]) -> Style:
-    """How to tell the workers of `command` who they are; "auto": by torchrun's variables where the script's text names them.
+    """Return "fastps" or "torchrun" for a command; "auto" chooses "torchrun" if the script's text names torchrun's variables.
 
-    Modules are looked for below the working directory. Raises UsageError for a word that is none of the three.
+    Modules are searched below the working directory. Raises UsageError for any other word.
 
     >>> style_of("torchrun", ["python", "train.py"])
     'torchrun'
@@ -52,9 +52,9 @@ def environment_of(
     restarts: int = 0,
     trace: Path | None = None,
 ) -> dict[str, str]:
-    """The variables of one worker: its number and job, and a fair number of threads unless the user set one.
+    """Return the variables of one worker: rank, job, and its share of threads unless the user set a number.
 
-    In the style "fastps" torchrun's variables that `base` may have are taken out.
+    The style "fastps" removes torchrun's variables from `base`.
     """
     cores = len(os.sched_getaffinity(0))
     variables = {name: value for name, value in base.items() if name not in _OF_TORCHRUN}

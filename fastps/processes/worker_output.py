@@ -1,7 +1,4 @@
-"""What workers print: bytes from pipes become whole lines, errors of fastps become one sentence, the last lines are kept.
-
-Refuses to write anywhere: it gives lines, the launcher's caller decides where they go.
-"""
+"""Parsing of workers' output: bytes from pipes become whole lines, errors of fastps one sentence; the last lines are kept."""
 
 import re
 from collections import deque
@@ -10,15 +7,18 @@ _MAX_LINE_BYTES = 1 << 16
 _TRACEBACK = b"Traceback (most recent call last):"
 _OWN_ERROR = b"fastps."
 _INTERRUPT = b"KeyboardInterrupt"
-_CURSOR_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")  # and erasures: they mean the worker's own lines, not the terminal's
+_CURSOR_MOVES = re.compile(
+    rb"\x1b\[[0-9;?]*[A-HJKSTfsu]"
+)  # with erasures: they refer to the worker's own lines, not to the shared terminal
 _CURSOR_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
 TAIL_LINES = 20
 
 
 class Lines:
-    """Cuts a stream into lines. A carriage return ends one too, so that progress bars arrive while they move.
+    """Cuts a stream into lines. A carriage return ends a line, too, so that progress bars arrive while they move.
 
-    No line moves the cursor. One that moved it up is a bar below another (nested loops): it ends in a carriage return, too.
+    Cursor movements are removed. A line that moved the cursor up is a bar below another (nested loops) and ends in a carriage
+    return.
 
     >>> lines = Lines()
     >>> lines.feed(b"one\\ntw"), lines.feed(b"o\\r"), lines.feed(b"\\n3"), lines.rest()
@@ -31,9 +31,9 @@ class Lines:
 
     @property
     def bar(self) -> bytes:
-        """A progress bar as it is shown now, without an end; empty where the last piece of text is none.
+        """The current progress bar without a line end; empty if the pending text is no bar.
 
-        Most bars begin with their carriage return, so they would be an update behind if their end were waited for.
+        Most bars begin with their carriage return, so waiting for the end would show each bar one update late.
 
         >>> lines = Lines()
         >>> lines.feed(b"\\r 10%"), lines.bar
@@ -43,7 +43,7 @@ class Lines:
         return _CURSOR_MOVES.sub(b"", self._pending).rstrip(b"\r") if is_bar else b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, each with its end."""
+        """Add `data` and return the completed lines, each with its end."""
         self._pending += data
         # A carriage return at the very end may be the first half of \r\n: it waits for the next byte.
         whole = len(self._pending) - 1 if self._pending.endswith(b"\r") else len(self._pending)
@@ -57,13 +57,13 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What came after the last end of line, when no more will come."""
+        """Return the text after the last line end, at the end of the stream."""
         rest, self._pending = self._pending, b""
         return [_without_moves(rest)] if rest else []
 
 
 def _without_moves(line: bytes) -> bytes:
-    """A line that moves no cursor.
+    """Remove cursor movements from a line.
 
     >>> _without_moves(b"batches: 33%\\x1b[A\\n")
     b'batches: 33%\\r'
@@ -75,9 +75,9 @@ def _without_moves(line: bytes) -> bytes:
 
 
 class ErrorLines:
-    """Standard error without the tracebacks of fastps' own errors, whose text says what to do, and of Ctrl-C.
+    """Filters standard error: drops the tracebacks of fastps' own errors, whose text says what to do, and of Ctrl-C.
 
-    Tracebacks of all other exceptions pass as they are. With `whole`, everything does.
+    Other tracebacks pass unchanged. With `whole`, everything passes.
 
     >>> error = b"Traceback (most recent call last):\\n", b'  File "x"\\n', b"fastps.errors.UsageError: no\\n"
     >>> ErrorLines().feed(error)
@@ -90,13 +90,13 @@ class ErrorLines:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, lines: "list[bytes] | tuple[bytes, ...]") -> list[bytes]:
-        """The lines to show, now that these have come."""
+        """Return the lines to show after these lines."""
         shown = [line for arrived in lines for line in self._next(arrived)]
         self._remember(shown)
         return shown
 
     def rest(self) -> list[bytes]:
-        """A traceback that was cut off, when no more will come."""
+        """Return an incomplete traceback at the end of the stream."""
         held, self._held = self._held, []
         self._remember(held)
         return held

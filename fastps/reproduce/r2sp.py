@@ -335,7 +335,7 @@ ROWS = (
         measure=_zero_gaps_by_spread,
         expect=(Near({"asp": 0.75, "ssp:5": 0.83}, 0.1),),
         assumed="a gap is zero below 1 % of the mean iteration; " + CONTENTION + "a rate 1.6 times as large.",
-        why_not="Transfers that share a port drive workers apart here: who is ahead has more of the port for a while, and is"
+        why_not="Transfers that share a port drive workers apart here: a worker ahead has more of the port for a while, and is"
         " further ahead at the end, so that the share falls with every iteration, the sooner the more the times vary. The paper"
         " says neither what gap it takes as zero, nor how its times vary, nor over how many iterations it counts. Bound 5 is"
         " hardly ever reached here, so SSP is ASP.",

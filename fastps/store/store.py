@@ -276,8 +276,8 @@ class Store(JobMemory):
                 return self.answer_at(rank)
             except OSError as error:
                 gone = self.arena.lane_state(rank) in (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED)
-                patience_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
-                if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= patience_s * 1e9:
+                limit_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
+                if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= limit_s * 1e9:
                     raise AttachError(
                         f"worker {rank} cannot attach: another process answers in its place ({error}); choose another rank"
                     ) from error

@@ -18,7 +18,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
-from fastps.system.deadline import Patience
+from fastps.system.deadline import Deadline
 
 _Found = TypeVar("_Found")
 
@@ -77,11 +77,11 @@ class TurnTaker:
 
     def _end_turn(self) -> int:
         """Finish a fold whose shard lock this worker holds, and whose helper is stopped or has died."""
-        patience = Patience(self._clock.now_ns(), self._timeout_ns)
+        deadline = Deadline(self._clock.now_ns(), self._timeout_ns)
         while (outcome := self.lane.try_combine(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
-            if patience.is_over(now_ns):
+            if deadline.is_over(now_ns):
                 raise TimeoutExceededError(
                     f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for another worker's part of a fold: that one is"
                     " stopped, or has no core; raise FASTPS_TIMEOUT if it is only slow"
@@ -137,7 +137,7 @@ class TurnTaker:
 
         `shards` 0 means all. Return the time at which the wait ended, in ns. Raises TimeoutExceededError.
         """
-        began_ns, cores, patience = self._clock.now_ns(), self.cores, None
+        began_ns, cores, deadline = self._clock.now_ns(), self.cores, None
         if cores.yields and self.lane.due_ns() < 0:  # a yield may take long, and miss a timer
             self._wait_awake(granted, done, shards, began_ns)
         while not self.lane.wait(granted, done, cores.spins, self._slice_ns(), shards) or (
@@ -146,8 +146,8 @@ class TurnTaker:
             self.try_combine()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
-            patience = patience or Patience(began_ns, self._timeout_ns)
-            if patience.is_over(now_ns):
+            deadline = deadline or Deadline(began_ns, self._timeout_ns)
+            if deadline.is_over(now_ns):
                 raise TimeoutExceededError(self._timeout_text())
         ended_ns = self._clock.now_ns()
         cores.last_wait_ns = ended_ns - began_ns
@@ -216,11 +216,11 @@ class TurnTaker:
 
         Raises TimeoutExceededError with `timeout_text`, and the errors of `look_around`.
         """
-        patience = Patience(self._clock.now_ns(), self._timeout_ns)
+        deadline = Deadline(self._clock.now_ns(), self._timeout_ns)
         while not (found := reached()):
             now_ns = self._clock.now_ns()
             self._membership.look(now_ns)
-            if patience.is_over(now_ns):
+            if deadline.is_over(now_ns):
                 raise TimeoutExceededError(timeout_text())
             self._clock.sleep_ns(pause_ns)
         return found

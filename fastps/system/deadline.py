@@ -7,13 +7,13 @@ clock: times are arguments.
 AWAY_NS = 1_000_000_000  # polls of a wait are some ms apart; a longer gap than this means that the process did not run
 
 
-class Patience:
+class Deadline:
     """The deadline of a wait that began at `began_ns` and may last `timeout_ns`. Call `is_over` at every poll.
 
-    >>> patience = Patience(0, 3_000_000_000)
-    >>> [patience.is_over(seconds * 1_000_000_000) for seconds in (1, 100, 101)]  # stopped for 99 s
+    >>> deadline = Deadline(0, 3_000_000_000)
+    >>> [deadline.is_over(seconds * 1_000_000_000) for seconds in (1, 100, 101)]  # stopped for 99 s
     [False, False, False]
-    >>> patience.is_over(102_000_000_000)
+    >>> deadline.is_over(102_000_000_000)
     True
     """
 

@@ -130,8 +130,8 @@ def join(
     to = to.at_its_place()
     job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
-        patience_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
-        store = Store.connect(job, layout, hypers, timeout_s=patience_s, clock=to.clock).with_timeout(to.timeout_s)
+        limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
+        store = Store.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
         store = Store.create_for(
             layout,

@@ -47,13 +47,13 @@ def is_complete(trace: Trace) -> bool:
 
 def push_log_row(trace: Trace) -> Row:
     """Return the push log's totals: pushes by outcome, versions, and whether it must be complete."""
-    fates = trace.pushes["fate"]
-    folded = trace.pushes[fates == FOLDED]
+    outcomes = trace.pushes["fate"]
+    folded = trace.pushes[outcomes == FOLDED]
     return {
         "pushes": len(trace.pushes),
-        "folded": int((fates == FOLDED).sum()),
-        "dropped": int((fates == DROPPED).sum()),
-        "undecided": int((fates == UNDECIDED).sum()),
+        "folded": int((outcomes == FOLDED).sum()),
+        "dropped": int((outcomes == DROPPED).sum()),
+        "undecided": int((outcomes == UNDECIDED).sum()),
         "versions": [
             int(folded["version"][folded["shard"] == shard].max(initial=0)) for shard in range(int(trace.header["shards"]))
         ],
@@ -172,9 +172,9 @@ def _counts(trace: Trace) -> Iterator[Violation]:
     committed = trace.header.get("committed")
     if committed is None or not is_complete(trace) or (trace.pushes["fate"] == UNDECIDED).any():
         return
-    for name, fate in (("folded", FOLDED), ("dropped", DROPPED)):
+    for name, outcome in (("folded", FOLDED), ("dropped", DROPPED)):
         for worker, count in enumerate(committed[name]):
-            logged = int(((trace.pushes["worker"] == worker) & (trace.pushes["fate"] == fate)).sum())
+            logged = int(((trace.pushes["worker"] == worker) & (trace.pushes["fate"] == outcome)).sum())
             if logged != count:
                 sentence = f"worker {worker}: {logged} pushes are {name} in the push log, {count} by the combiners' count"
                 yield Violation("counts", sentence, worker)

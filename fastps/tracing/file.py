@@ -59,7 +59,7 @@ PUSH_DTYPE = np.dtype(
     ]
 )
 FOLDED, DROPPED, UNDECIDED = 0, 1, 2
-FATES = ("folded", "dropped", "undecided")
+OUTCOMES = ("folded", "dropped", "undecided")
 _DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
 Lines = npt.NDArray[np.void]
 

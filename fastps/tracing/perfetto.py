@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FATES, FOLDED, Trace, TraceError
+from fastps.tracing.file import DROPPED, FOLDED, OUTCOMES, Trace, TraceError
 
 Event = dict[str, Any]
 _WORKERS, _SHARDS = 1, 2  # the two "processes"
@@ -87,7 +87,7 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
         decided_us = (int(record["decided_ns"]) - origin_ns) / 1e3
         here = {"cat": "shard", "pid": _SHARDS, "tid": shard, "ts": decided_us}
         if record["fate"] != FOLDED:
-            arguments = {"worker": worker, "step": step, "fate": FATES[int(record["fate"])]}
+            arguments = {"worker": worker, "step": step, "fate": OUTCOMES[int(record["fate"])]}
             yield {"ph": "i", "s": "t", "name": f"drop of worker {worker}", **here, "args": arguments}
             continue
         if version != last_version:

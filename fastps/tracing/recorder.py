@@ -239,10 +239,10 @@ class Recorder:
             return
         self._part.steps.append(record)
         for shard in range(self._arena.shards):
-            fates = self._arena.push_outcomes(rank, shard, position, position + 1)
+            outcomes = self._arena.push_outcomes(rank, shard, position, position + 1)
             kind, version, decided_ns, staleness = UNDECIDED, -1, -1, 0
-            if fates and fates[0] is not None:
-                kind, version, decided_ns, staleness = fates[0]
+            if outcomes and outcomes[0] is not None:
+                kind, version, decided_ns, staleness = outcomes[0]
                 kind = DROPPED if kind == OUTCOME_DROPPED else FOLDED
             self._part.pushes.append(
                 (position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1)
@@ -300,9 +300,9 @@ def settle(arena: Arena, pushes: Lines) -> None:
     for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
         line = pushes[index]
         position = int(line["position"])
-        fates = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
-        if fates and fates[0] is not None:
-            kind, line["version"], line["decided_ns"], line["staleness"] = fates[0]
+        outcomes = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
+        if outcomes and outcomes[0] is not None:
+            kind, line["version"], line["decided_ns"], line["staleness"] = outcomes[0]
             line["fate"] = DROPPED if kind == OUTCOME_DROPPED else FOLDED
 
 

@@ -5,7 +5,7 @@
     mnist:DIR    the original idx files, compressed or not: 60,000 and 10,000
     cifar10:DIR  the original "binary version" (data_batch_*.bin and test_batch.bin): 50,000 and 10,000
 
-Refuses to download anything, to unpickle anything, and to know torch.
+Nothing is downloaded or unpickled.
 """
 
 import gzip
@@ -54,13 +54,13 @@ class Dataset:
     deviation: npt.NDArray[np.float32]
 
     def save(self, directory: Path) -> None:
-        """Write one .npy file an array, so that `open_saved` can map them."""
+        """Write one .npy file per array, for `open_saved` to map."""
         for name in _ARRAYS:
             np.save(directory / f"{name}.npy", getattr(self, name))
 
 
 def open_saved(directory: Path) -> Dataset:
-    """Map what `Dataset.save` wrote: the workers of a job share its pages."""
+    """Map the files of `Dataset.save`; the workers of a job share the pages."""
     return Dataset(**{name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in _ARRAYS})
 
 

@@ -1,4 +1,4 @@
-"""The models of the main job: small enough that four workers on two cores train one in seconds. Refuses to be a model zoo."""
+"""The models of the main job: small enough that four workers on two cores train one in seconds."""
 
 import torch
 from torch import nn
@@ -28,13 +28,13 @@ def model_for(data: Dataset) -> nn.Module:
 
 
 def inputs_of(data: Dataset, images: Bytes) -> torch.Tensor:
-    """Images as a model takes them: float32[images, channels, height, width], each channel normalised."""
+    """Return images in a model's input form: float32[images, channels, height, width], each channel normalised."""
     mean, deviation = (torch.tensor(values).view(1, -1, 1, 1) for values in (data.mean, data.deviation))
     return (torch.tensor(images).float() - mean) / deviation
 
 
 def accuracy(model: nn.Module, data: Dataset) -> float:
-    """Fraction of the test images that the model names right, 0 to 1."""
+    """Return the fraction of correctly classified test images, 0 to 1."""
     was_training = model.training
     model.eval()
     right = 0

@@ -1,22 +1,21 @@
-"""What decides a training run: the options that the command line reads and every worker is given. Refuses to import torch."""
+"""The options of a training run, from the command line to every worker."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-# With 0.05 the accuracy of four workers on MNIST-5k swings now and then where each push is folded by itself: that is what stale
-# gradients do (docs/disciplines.md).
+# With 0.05 the accuracy of four workers on MNIST-5k varies between runs if each push is folded by itself, because gradients are
+# stale (docs/disciplines.md).
 LEARNING_RATE = 0.03
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What decides a run.
+    """The options of a run.
 
-    `straggler` maps a worker to the factor by which its compute time is stretched. Of the responses to pulls,
-    `pull_delay_share` come `pull_delay_s` seconds late (PSP-SGD, section 4.2).
-    `push_dtype` is what gradients are pushed in, by torch's name of it.
-    `warm_start` and `weights_file` are files of weights to begin with and to write at the end.
+    `straggler` maps a worker to the factor that stretches its compute time. A share `pull_delay_share` of pull responses comes
+    `pull_delay_s` seconds late (PSP-SGD, section 4.2). `push_dtype` is torch's name for the type of pushed gradients.
+    `warm_start` and `weights_file` name the files of initial and final weights.
     """
 
     sync: str = "bsp"
@@ -42,12 +41,12 @@ class TrainingOptions:
 
     @staticmethod
     def read(path: Path) -> "TrainingOptions":
-        """Read what `save` wrote."""
+        """Read the file of `save`."""
         return TrainingOptions(**json.loads(path.read_text()))
 
 
 def extra_wait_ns(options: TrainingOptions, rank: int, step_cpu_ns: int) -> int:
-    """The honest wait of one step: (F - 1) x the step's processor time for a straggler of factor F, and injected computing.
+    """Return the injected wait of one step in ns: (F - 1) x the step's processor time for a straggler, plus `compute_ms`.
 
     >>> extra_wait_ns(TrainingOptions(straggler={"0": 3.0}, compute_ms=1.0), 0, 2_000_000)
     5000000

@@ -1,6 +1,6 @@
 """Reading ahead: a thread prepares the next batches while the worker computes (Rudra, section 3.2: the learner's I/O thread).
 
-For iterables that are not a torch DataLoader, which has its own workers. Refuses to know what a batch is.
+It serves iterables other than a torch DataLoader, which has workers of its own.
 """
 
 import queue
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item]):
-    """An iterator over `items` whose next `depth` are made by a thread; an error in making one is raised when it is due.
+    """An iterator over `items`; a thread prepares the next `depth` of them. An error is raised when its item is due.
 
     >>> with Prefetch(iter(range(5)), depth=2) as ahead:
     ...     list(ahead)
@@ -35,7 +35,7 @@ class Prefetch(Generic[Item]):
             self._put((None, error, False))
 
     def _put(self, entry: tuple[Item | None, BaseException | None, bool]) -> bool:
-        """Wait for room; False when nobody wants more."""
+        """Wait for room and add an entry. Returns False after `close`."""
         while not self._ends.is_set():
             try:
                 self._queue.put(entry, timeout=0.05)
@@ -51,13 +51,13 @@ class Prefetch(Generic[Item]):
         item, error, is_item = self._queue.get()
         if is_item:
             return item  # type: ignore[return-value]
-        self._put((None, error, False))  # for whoever asks again
+        self._put((None, error, False))  # every later request raises it again
         if error is not None:
             raise error
         raise StopIteration
 
     def close(self) -> None:
-        """Make no more, and end the thread."""
+        """Stop and join the thread."""
         self._ends.set()
         self._thread.join()
 

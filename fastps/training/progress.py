@@ -11,7 +11,7 @@ from fastps.store.observer import WorkerStatistics
 
 
 class LiveWorkers:
-    """Live progress on a terminal: a line a worker, from the job's own counters. Use as a context manager."""
+    """Live progress on a terminal: one line per worker, from the job's counters. Use as a context manager."""
 
     def __init__(self, console: Console, title: str, budget_samples: int) -> None:
         self._live = Live(console=console, refresh_per_second=8, transient=True)
@@ -27,7 +27,7 @@ class LiveWorkers:
         self._live.__exit__(*exception)
 
     def show(self, rows: Sequence[WorkerStatistics], seconds: float) -> None:
-        """Draw the workers as they stand now; `seconds` is the time since the first row was seen."""
+        """Draw the workers' current rows; `seconds` is the time since the first row."""
         drawn = sum(row.samples for row in rows)
         table = Table(title=f"{self._title}: {min(1.0, drawn / self._budget):.0%} of the samples")
         for heading in ("worker", "steps", "steps/s", "loss", "staleness", "waiting", "state"):

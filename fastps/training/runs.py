@@ -1,7 +1,4 @@
-"""Whole training runs from outside: launch the workers, show progress, merge what they measured into one row, compare rows.
-
-Refuses to train: training.py does, in the workers.
-"""
+"""Training runs from the outside: launch the workers, show progress, merge their measurements into one row, compare rows."""
 
 import json
 import tempfile
@@ -26,7 +23,7 @@ from fastps.training.progress import LiveWorkers
 
 
 class RunFailedError(Error):
-    """A run's workers did not all finish; the report was shown already. `exit_code` is for the command line."""
+    """Not all workers of a run finished. The report has been shown; `exit_code` is for the command line."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__("the run was interrupted" if outcome.interrupted else "the run failed")
@@ -43,7 +40,7 @@ def train(
     trace: Path | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
-    """Run one training job on `data`, recorded into `trace` if given, and return its row, with what injected faults cost.
+    """Run one training job on `data`, recorded into `trace` if given. Returns its row, with the cost of injected faults.
 
     Raises RunFailedError.
     """
@@ -66,7 +63,7 @@ def results_of(
     trace: Path | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Row]:
-    """Run one training job on `data` and return what each worker measured. Raises RunFailedError."""
+    """Run one training job on `data` and return each worker's measurements. Raises RunFailedError."""
     return _run(options, data, console, NO_OPTIONS, progress, trace, clock)[0]
 
 
@@ -79,7 +76,7 @@ def _run(
     trace: Path | None,
     clock: Clock,
 ) -> tuple[list[Row], Outcome]:
-    """What each worker measured who came to the end, worker 0 first, and how the job ended."""
+    """Return the measurements of each worker that finished, worker 0 first, and the job's outcome."""
     with tempfile.TemporaryDirectory(prefix="fastps-") as folder:
         file = Path(folder) / "options.json"
         options.save(file)
@@ -125,9 +122,9 @@ def _run_watched(
 
 
 def merged(options: TrainingOptions, results: Sequence[Row], began_ns: int | None = None) -> Row:
-    """One row of a run from its workers' results: seconds from the common start to the last end, steps of all workers.
+    """Merge the workers' results into one row: seconds from the common start to the last end, steps of all workers.
 
-    `began_ns` is the start where results cannot tell it: replacements begin late, and count the steps of all before them.
+    `began_ns` gives the start for runs with replacements, which begin late and count the steps of their predecessors.
     """
     if began_ns is None:
         began_ns = min(row["began_ns"] for row in results)
@@ -168,7 +165,7 @@ def compare(
     progress: bool = True,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Row]:
-    """The same training under each policy, one after the other, on the same seed and data."""
+    """Run the same training under each policy in sequence, with the same seed and data."""
     rows = []
     for policy in policies:
         rows.append(train(replace(options, sync=policy.spec), data, console, progress=progress, clock=clock))

@@ -1,11 +1,11 @@
-"""Real gradients in virtual time: what a training run of a simulation would have learned, and when.
+"""Real gradients in virtual time: the training that a simulation describes, with its accuracy over virtual time.
 
-A simulation's trace says which worker read which version of which shard, and which pushes each update folded. This plays it
-again with weights: each worker's gradient is computed by torch with the very weights that it had read, and each update is the
-store's compiled fold with the policy's scales. Refuses to decide anything, and to keep a version that nobody reads any more.
+A simulation's trace names the version of each shard that a worker read, and the pushes that each update folded. This module
+replays the trace with weights: torch computes each gradient with the versions that the worker had read, and each update is the
+store's compiled fold with the policy's scales. A version is freed after its last read.
 
-What differs from a live run: the weights are cut over the shards in equal parts, as the simulation has them, and not at borders
-of parameters; no device is asked how long anything takes.
+Two things differ from a live run: shards are equal parts of the weights, as in the simulation, not cut at parameters; and times
+come from the simulation, not from a device.
 """
 
 from collections import Counter, deque
@@ -37,15 +37,15 @@ _BEGIN, _COMPUTED, _RECEIVE, _FOLD, _DROP, _GRANT, _TIMER, _LEAVE, _PULL = range
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualTraining:
-    """What is trained beside a simulation, whose batch, workers and seed it has.
+    """The training that accompanies a simulation; batch, workers and seed are the simulation's.
 
     Attributes:
         data: the images; the model is fastps.training.models.model_for's.
         learning_rate, momentum, weight_decay: of SGD.
         falls_at: shares of the run's pushes after which the learning rate falls to a tenth.
-        goal: a loss; it is reached when some worker's batches had less in 10 consecutive iterations, as R2SP's authors say that
-            a model has converged (section VI.A); None: no such goal.
-        looks: how often the test images are asked, at even distances of virtual time; the last look is at the end.
+        goal: a loss, reached once a worker's batches stay below it in 10 consecutive iterations (convergence in R2SP, section
+            VI.A); None: no goal.
+        looks: number of evaluations on the test images, evenly spaced in virtual time; the last one is at the end.
     """
 
     data: Dataset
@@ -72,11 +72,11 @@ def train_virtually(
     *,
     tick: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Simulate, then compute what was learned; the row has also `test_accuracy`, `accuracy_over_time`, `train_loss`, `goal_s`.
+    """Simulate, then train along the trace; the row also has `test_accuracy`, `accuracy_over_time`, `train_loss`, `goal_s`.
 
-    `accuracy_over_time` is a list of (virtual seconds, share of the test images named right); `train_loss` the mean loss of the
-    last tenth of the gradients; `goal_s` the virtual seconds until the goal, None where it was not reached. `tick(done, of)` is
-    called now and then while gradients are computed, in lines of the trace.
+    `accuracy_over_time` is a list of (virtual seconds, test accuracy); `train_loss` is the mean loss of the last tenth of the
+    gradients; `goal_s` is the virtual time of the goal in seconds, None if it was not reached. `tick(done, of)` is called from
+    time to time, in records of the trace.
 
     Raises UsageError, and what fastps.simulation.simulate.simulate raises.
 
@@ -124,16 +124,16 @@ class _Model:
 
     @property
     def weights(self) -> Floats:
-        """A copy of the weights."""
+        """Return a copy of the weights."""
         found: Floats = self._weights.numpy().copy()
         return found
 
     def load(self, parts: list[Floats]) -> None:
-        """Take on the weights of all shards, in order."""
+        """Set the weights from all shards, in order."""
         np.concatenate(parts, out=self._weights.numpy())
 
     def gradient(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[Floats, float]:
-        """The gradient of the mean loss of a batch, and that loss."""
+        """Return the gradient of a batch's mean loss, and the loss."""
         self._gradient.zero_()
         loss = torch.nn.functional.cross_entropy(self.module(inputs), labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -141,13 +141,13 @@ class _Model:
         return found, float(loss.detach())
 
     def accuracy(self) -> float:
-        """Share of the test images that are named right."""
+        """Return the fraction of correctly classified test images."""
         return accuracy(self.module, self._data)
 
 
 @dataclass
 class _Pushed:
-    """A push on its way: its gradient, and by what its parts are scaled."""
+    """A push in flight: its gradient, and the scales of its parts."""
 
     gradient: Floats
     scale: float
@@ -156,7 +156,7 @@ class _Pushed:
 
 
 class _Shard:
-    """A range of the weights, its version, the versions that will still be read, and the pushes that it has received."""
+    """A range of the weights: its version, the versions still to be read, and the received pushes."""
 
     def __init__(self, weights: Floats, reads: Counter[int], training: VirtualTraining, policy: Policy) -> None:
         self.weights = weights
@@ -170,7 +170,7 @@ class _Shard:
         self.received: dict[int, deque[_Pushed]] = {}
 
     def read(self, version: int) -> Floats:
-        """The weights of a version, one read of which is done."""
+        """Return the weights of a version and count one read."""
         self._reads[version] -= 1
         found = self._kept[version]
         if self._reads[version] <= 0 and version != self.version:
@@ -178,7 +178,7 @@ class _Shard:
         return found
 
     def fold(self, pushes: list[tuple[_Pushed, int]], part: slice, learning_rate: float) -> None:
-        """One update of (push, its staleness); kernels/protocol/batch.pyx scales a live one in the same way."""
+        """Fold one update of (push, staleness) pairs, scaled as in the live store."""
         hyper = Hyper(learning_rate, self._training.momentum, 0.0, self._training.weight_decay)
         ordered = []
         for pushed, staleness in pushes:
@@ -213,7 +213,7 @@ class _Shard:
 
 
 class _Replay:
-    """A trace played again, with weights and gradients."""
+    """Replays a trace with weights and gradients."""
 
     def __init__(self, policy: Policy, simulation: Simulation, training: VirtualTraining, trace: npt.NDArray[np.void]) -> None:
         self._policy, self._training, self._trace = policy, training, trace
@@ -227,8 +227,8 @@ class _Replay:
         self._batches = [Batches(training.data, options, worker) for worker in range(simulation.workers)]
         self._views = [[shard.weights for shard in self._shards] for _ in range(simulation.workers)]
         self._made: list[deque[_Pushed]] = [deque() for _ in range(simulation.workers)]
-        self._taken = [[0] * policy.shards for _ in range(simulation.workers)]  # pushes of `made` that a shard has received
-        self._forgotten = [0] * simulation.workers  # and how many of its first pushes `made` has no more
+        self._taken = [[0] * policy.shards for _ in range(simulation.workers)]  # by worker and shard: received pushes of `made`
+        self._forgotten = [0] * simulation.workers  # by worker: pushes removed from the front of `made`
         self._first_samples = [0] * simulation.workers
         self._losses: list[float] = []
         self._loss_of = [float("inf")] * simulation.workers
@@ -238,7 +238,7 @@ class _Replay:
         self._of = max(1, simulation.workers * simulation.steps)
 
     def run(self, tick: Callable[[int, int], None] | None) -> tuple[list[tuple[float, float]], float]:
-        """Returns the accuracy over virtual time, and the mean loss of the last tenth of the gradients."""
+        """Return the accuracy over virtual time, and the mean loss of the last tenth of the gradients."""
         curve: list[tuple[float, float]] = []
         ended_ns = int(self._trace["time_ns"][self._trace["kind"] == _RECEIVE][-1])
         looks = [ended_ns * (index + 1) // self._training.looks for index in range(self._training.looks)]
@@ -271,11 +271,11 @@ class _Replay:
             self._done += shard == 0
             self._forget(worker)
         elif line["kind"] == _DROP:
-            # What is dropped is the push that has just come; an older one of the worker may be in the sum.
+            # The dropped push is the latest one; an older push of the worker may be in the sum.
             self._shards[shard].received[worker].pop()
 
     def _begin(self, worker: int, line: dict[str, int]) -> None:
-        """A step begins: its gradient is a matter of the weights that it begins with, so it is computed now."""
+        """Begin a step: compute its gradient now, because it depends only on the weights read at the start."""
         if self._policy.overlap:
             self._views[worker][0] = self._shards[0].read(line["version"])
         self._model.load(self._views[worker])
@@ -296,13 +296,13 @@ class _Replay:
             self.goal_ns = now_ns
 
     def _forget(self, worker: int) -> None:
-        """Let go of the gradients that all shards have received."""
+        """Free the gradients that all shards have received."""
         while self._forgotten[worker] < min(self._taken[worker]):
             self._made[worker].popleft()
             self._forgotten[worker] += 1
 
     def _fold(self, update: list[dict[str, int]]) -> None:
-        """Fold the pushes of one update, in order of the workers as a live sum has them."""
+        """Fold the pushes of one update in worker order, as a live sum does."""
         shard = self._shards[update[0]["shard"]]
         pushes = [
             (shard.received[line["worker"]].popleft(), line["detail"])
@@ -317,7 +317,7 @@ class _Replay:
 
 
 def _reads(trace: npt.NDArray[np.void], policy: Policy) -> list[Counter[int]]:
-    """How often each version of each shard will be read."""
+    """Count the reads of each version of each shard."""
     counts: list[Counter[int]] = [Counter() for _ in range(policy.shards)]
     lines = trace[trace["kind"] == (_BEGIN if policy.overlap else _PULL)]
     for shard in range(policy.shards):
@@ -327,7 +327,7 @@ def _reads(trace: npt.NDArray[np.void], policy: Policy) -> list[Counter[int]]:
 
 
 def _updates(trace: npt.NDArray[np.void]) -> Iterator[tuple[list[dict[str, int]], dict[str, int]]]:
-    """The trace's lines, those of one update together: (the lines of a fold, or none; the line, or the first of them)."""
+    """Group the trace's records by update: (records of a fold, or none; the record, or the first of them)."""
     names = trace.dtype.names
     assert names is not None
     update: list[dict[str, int]] = []
@@ -346,5 +346,5 @@ def _updates(trace: npt.NDArray[np.void]) -> Iterator[tuple[list[dict[str, int]]
 
 
 def _base(line: dict[str, int]) -> tuple[int, int]:
-    """The shard, and its version before the update that a fold's line is of."""
+    """Return a fold record's shard, and the shard's version before that update."""
     return line["shard"], line["version"] + line["detail"]

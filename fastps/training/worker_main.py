@@ -1,7 +1,7 @@
 """The main job: one worker's training loop on real images.
 
-Run by the launcher as `python -m fastps.training.worker_main OPTIONS.json`; the worker writes what it measured to a file beside
-it. Refuses to show anything: report.py and compare.py do.
+The launcher runs it as `python -m fastps.training.worker_main OPTIONS.json`. The worker writes its measurements to a file
+beside the options.
 """
 
 import copy
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What one worker measured; times in nanoseconds on the machine's one monotonic clock."""
+    """The measurements of one worker; times in ns of the machine's monotonic clock."""
 
     rank: int
     steps: int
@@ -57,11 +57,11 @@ class WorkerResult:
 
 
 class Batches:
-    """The images in an order that all workers agree on, a new one every pass; nobody shares a sample.
+    """Batches in an order common to all workers, new in every pass; no sample is drawn twice in a pass.
 
-    With `draw`, which counts for all workers together, each batch is the next of the one order, so that a lost worker's share
-    is served by the others. Without it each worker has a share of its own, from `begun` samples on: the same whoever is slow,
-    as schemes need that keep all workers level.
+    With `draw`, a counter common to all workers, each batch is the next of that order, so other workers draw a lost worker's
+    samples. Without it each worker has a fixed share, from `begun` samples on, independent of the workers' speeds: schemes that
+    keep all workers level need this.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Batches:
             yield self.next()
 
     def next(self, tuned: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch, of `tuned` samples if that is not 0; a new pass begins where the last one ends."""
+        """Return the next batch, of `tuned` samples unless that is 0; a new pass follows the end of the last."""
         size = tuned or self._options.batch_size
         first = self._next if self._draw is None else self._draw(size)
         self._next += size
@@ -93,7 +93,7 @@ class Batches:
         return inputs_of(self._data, self._data.train_images[index]), torch.from_numpy(self._data.train_labels[index])
 
     def _order(self, position: int) -> torch.Tensor:
-        """The pass that a sample's place lies in: the whole of it, or this worker's share."""
+        """Return the pass of a sample's position: all of it, or this worker's share."""
         samples = len(self._data.train_labels)
         rank, workers = (0, 1) if self._draw is not None else (self._rank % self._options.workers, self._options.workers)
         number = position // len(range(rank, samples, workers))
@@ -104,7 +104,7 @@ class Batches:
 
 
 class TrainingRun:
-    """One worker's run: steps until all workers together have drawn the run's budget of samples."""
+    """One worker's run: steps until all workers together have drawn the budget of samples."""
 
     def __init__(self, options: TrainingOptions, data: Dataset, rank: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._options = options
@@ -117,14 +117,14 @@ class TrainingRun:
         self._drawn_before = load(resume).drawn if resume else 0
         torch.manual_seed(options.seed)
         self._model = model_for(data)
-        # Weights at the end of each epoch, kept by worker 0 and judged when the clock is off.
+        # Weights at the end of each epoch; worker 0 keeps them and evaluates them after the timed part.
         self._snapshots: list[tuple[float, dict[str, torch.Tensor]]] = []
 
     def run(self) -> WorkerResult:
-        """Train, then return what was measured; worker 0 also judges the snapshots and the final weights."""
+        """Train and return the measurements; worker 0 also evaluates the weights of each epoch and the final ones."""
         options = self._options
         if options.straggler:
-            torch.set_num_threads(1)  # processor time of the step is then the time of this thread
+            torch.set_num_threads(1)  # so that a step's processor time is this thread's
         inner = torch.optim.SGD(self._model.parameters(), lr=options.learning_rate, momentum=options.momentum)
         seeds = {"seed": options.seed}
         push_dtype = getattr(torch, options.push_dtype)
@@ -168,7 +168,7 @@ class TrainingRun:
         )
 
     def _steps(self, optimizer: DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
-        """Step until the budget is drawn. Batches are read ahead, unless the grant decides their size."""
+        """Step until the budget is drawn. Read batches ahead, unless grants decide their size."""
         with Prefetch(() if self._policy.tune else batches) as ahead:
             while not self._finished(optimizer):
                 tuned = optimizer.worker.batch_size
@@ -177,7 +177,7 @@ class TrainingRun:
                     self._keep_snapshot(optimizer, began_ns)
 
     def _batches(self, worker: Worker) -> Batches:
-        """Where all workers are at the same step, each has its share from its step on; elsewhere they draw from one order."""
+        """Return fixed shares for schemes that keep all workers level, else batches drawn from one order."""
         if self._policy.is_level:
             return Batches(self._data, self._options, self._rank, worker.steps * self._options.batch_size)
         return Batches(self._data, self._options, self._rank, draw=worker.store.arena.draw)
@@ -192,9 +192,9 @@ class TrainingRun:
         optimizer.step()
 
     def _drawn(self, optimizer: DistributedOptimizer) -> int:
-        """Samples that all workers together have drawn."""
+        """Return the samples drawn by all workers together."""
         if optimizer.policy.is_level and not optimizer.policy.warm_up:
-            # All are at the same step, also those who resumed or joined.
+            # All workers are at the same step, also after a resume or a join.
             steps = optimizer.worker.earlier_steps + optimizer.worker.steps
             return steps * self._options.batch_size * self._options.workers
         return self._drawn_before + sum(row.samples for row in optimizer.statistics())
@@ -215,13 +215,13 @@ class TrainingRun:
 
 
 def save_weights(model: torch.nn.Module, file: Path) -> None:
-    """Write a model's weights as arrays (.npz): nothing that would have to be unpickled."""
+    """Write a model's weights as arrays (.npz), without pickle."""
     with file.open("wb") as stream:
         np.savez(stream, **{name: value.numpy() for name, value in model.state_dict().items()})
 
 
 def load_weights(model: torch.nn.Module, file: Path) -> None:
-    """Begin with the weights that `save_weights` wrote. Raises UsageError for a file of other weights."""
+    """Load the weights of `save_weights`. Raises UsageError for another model's file."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             model.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files})
@@ -230,7 +230,7 @@ def load_weights(model: torch.nn.Module, file: Path) -> None:
 
 
 def main(options_file: str) -> None:
-    """Run this process's worker as the options file says, on the data set saved beside it, and write its result there, too."""
+    """Run this process's worker with the options and the data set beside them; write the result there, too."""
     path = Path(options_file)
     worker = rank()
     result = TrainingRun(TrainingOptions.read(path), open_saved(path.parent), worker).run()

@@ -1,11 +1,11 @@
 /* Every acquire, release, pause and futex of fastps is in this file, and nowhere else.
  *
- * Refuses to be a general atomics library. Each function names the one word of the protocol that it serves. A release and the
+ * Each function names the one word of the protocol that it serves. A release and the
  * acquire that reads it share a label. Label, word, publisher -> reader, and what is published:
  *
  *   [TAIL]     lane.tail      producer -> combiner       the descriptors below it, and the slots that they name
  *   [HEAD]     lane.head      combiner -> producer       that slots below it were read for the last time
- *   [TURN]     lock           combiner -> next combiner  everything that the combiner wrote under the lock
+ *   [LOCK]     lock           combiner -> next combiner  everything that the combiner wrote under the lock
  *   [PENDING]  lock's flag    pusher   -> combiner       the pusher's [TAIL] to a combiner that may already have read it
  *   [COMMIT]   commit         combiner -> everyone       weights, rule state, record and scheduler state of one version
  *   [PIN]      lane.pin       reader   -> combiner       which buffer is being read; paired with [COMMIT], see below
@@ -78,12 +78,12 @@ static inline uint64_t fps_head_acquire(const uint64_t *head) {
     return __atomic_load_n(head, __ATOMIC_ACQUIRE);
 }
 
-/* -- [TURN] and [PENDING] ---------------------------------------------------------------------------------------------- */
+/* -- [LOCK] and [PENDING] ---------------------------------------------------------------------------------------------- */
 static inline uint64_t fps_lock_load(const uint64_t *lock) {
     fps_failpoint_load();
     return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
 }
-/* Acquires what the last combiner released by [TURN], and the tails of those who set the flag by [PENDING]. */
+/* Acquires what the last combiner released by [LOCK], and the tails of the pushers that set the flag by [PENDING]. */
 static inline int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine) {
     fps_failpoint_store();
     if (fps_mutant(FPS_MUTANT_TAKE_WITHOUT_COMPARING)) return __atomic_store_n(lock, mine, __ATOMIC_RELEASE), 1;

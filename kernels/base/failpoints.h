@@ -3,9 +3,7 @@
  * Each access to shared memory by the protocol calls one of three macros just before it: fps_failpoint_load and
  * fps_failpoint_store for atomic accesses, and FPS_FAILPOINT for a store that needs no order of its own: a descriptor, a record, a
  * work item, scheduler state, a fold's output. A test then counts stores and dies at the n-th, or a seeded scheduler runs another
- * coroutine there. Mutants are deliberate faults: switching one on shows that a check finds it.
- *
- * Refuses to change the protocol of a build that trains. */
+ * coroutine there. Mutants are deliberate faults: switching one on shows that a check finds it. */
 #ifndef FPS_FAILPOINTS_H
 #define FPS_FAILPOINTS_H
 
@@ -22,9 +20,9 @@
     MUTANT(TAIL_FIRST, "tail-first", "the tail is released before the descriptor is written")                            \
     MUTANT(FORGET_HELPERS, "forget-helpers", "a combiner does not wait for the helpers of its fold")                     \
     MUTANT(DONE_FIRST, "done-first", "a helper marks its chunk as done before it has folded it")                         \
-    MUTANT(FORGET_HEADS, "forget-heads", "who recovers a lock does not write the words that follow from its last commit") \
-    MUTANT(BREAK_AT_ONCE, "break-at-once", "who recovers a lock does not wait for the helpers of its fold")              \
-    MUTANT(FORGET_GENERATION, "forget-generation", "who marks a dead worker marks the lane's present owner")             \
+    MUTANT(FORGET_HEADS, "forget-heads", "recovery of a lock does not write the words that follow from its last commit") \
+    MUTANT(BREAK_AT_ONCE, "break-at-once", "recovery of a lock does not wait for the helpers of its fold")               \
+    MUTANT(FORGET_GENERATION, "forget-generation", "a dead worker's mark hits the lane's present owner")                  \
     MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
 
 enum {

@@ -32,8 +32,7 @@ static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *li
     for (int64_t j = 0; j < FPS_LINE_VECTORS; j++) FPS_STORE_STREAMING(line + j * FPS_WIDTH, values[j]);
 }
 
-static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_roofline_job *job, int64_t first, int64_t
-last,
+static inline __attribute__((always_inline)) void FPS_ISA(sgd_streaming)(const fps_roofline_job *job, int64_t first, int64_t last,
                                                                          const int count) {
     const FPS_VECTOR none = {0}, momentum = none + job->momentum, minus_rate = none + job->minus_rate;
     int64_t i = first;

@@ -1,9 +1,9 @@
-/* Coroutines for the simulated processes of chaos_machine.pyx: each has a stack of its own, and one runs at a time, in
+/* Coroutines for the simulated processes: each has a stack of its own, and one runs at a time, in
  * one thread.
  *
  * A switch is a setjmp and a longjmp, without the system call of swapcontext; only a coroutine's first step needs a context. A
- * coroutine that is never resumed needs no clean-up: that is how a worker dies. What it refuses to be: for anything but a test
- * (glibc's checked longjmp refuses to change stacks, so who includes this is compiled with -U_FORTIFY_SOURCE). */
+ * coroutine that is never resumed needs no clean-up: that is how a worker dies. For tests only:
+ * glibc's checked longjmp refuses to change stacks, so modules that include this are compiled with -U_FORTIFY_SOURCE. */
 #ifndef FPS_COROUTINE_H
 #define FPS_COROUTINE_H
 
@@ -37,7 +37,7 @@ static void fps_coroutine_begin(fps_coroutine *c, void (*body)(int), int number)
     c->number = number;
     c->has_begun = c->has_ended = 0;
 }
-/* Back to whoever resumed; returns when resumed again. */
+/* Switch back to the resumer; returns when resumed again. */
 static void fps_coroutine_yield(fps_coroutine *c) {
     if (_setjmp(c->place) == 0) _longjmp(fps_coroutine_home, 1);
 }

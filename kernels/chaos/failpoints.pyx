@@ -1,7 +1,4 @@
-"""The failpoints for Python: count the stores to shared memory, die at the n-th, switch a mutant on.
-
-Refuses to be part of a build that trains.
-"""
+"""The failpoints for Python: count the stores to shared memory, die at the n-th, switch a mutant on."""
 
 from libc.stdint cimport int64_t
 

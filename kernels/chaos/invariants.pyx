@@ -3,8 +3,6 @@
 It knows only what the protocol promises, not how the protocol works, and reads what is published: commit words, records,
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
 worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
-
-Refuses to be part of the protocol, or of a build that trains.
 """
 
 from libc.math cimport fabs
@@ -291,14 +289,14 @@ cdef class InvariantChecker:
                     continue
                 if known.cursor[index] != self.posted[index] \
                         or <int64_t> self.arena.lane_shard(index, shard).head != known.cursor[index]:
-                    self.fail(b"ledger: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
+                    self.fail(b"push log: worker %ld posted %ld descriptors, done with are %ld", index, self.posted[index],
                               known.cursor[index])
                 # Of a null push it is not visible whether it was folded or dropped.
                 uncertain = known.nulls[index] if self.may_drop else 0
                 folded = self.arena.lane_shard(index, shard).folded
                 if not known.folded[index] - uncertain <= folded <= known.folded[index] \
                         or folded + self.arena.lane_shard(index, shard).dropped != known.folded[index] + known.dropped[index]:
-                    self.fail(b"ledger: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
+                    self.fail(b"push log: worker %ld's counter says that %ld are folded, seen were %ld", index, folded,
                               known.folded[index])
                 if state_workers(state)[index].live and not (dead >> index) & 1:
                     self.fail(b"state: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)

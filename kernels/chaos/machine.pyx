@@ -5,8 +5,7 @@ for a while, or kill it. A dead process is never resumed, but another may take i
 every access, and jumps when all processes sleep. Each process may have a wrong clock. One seed gives one history. The invariant
 checker looks at every event.
 
-Refuses to know what a process does, and what a job is. Of the arena it reads only what makes a death worth having: which
-process holds a shard lock, and which one helps.
+Of the arena it reads only what makes a death interesting: which process holds a shard lock, and which one helps.
 """
 
 from cpython.ref cimport PyObject
@@ -233,7 +232,7 @@ cdef class Machine:
             if self.processes[index].state == SLEEPS and self.processes[index].event == event:
                 self.processes[index].state = RUNS
 
-    # -- who runs next -----------------------------------------------------------------------------
+    # -- which process runs next -----------------------------------------------------------------------------
 
     cdef void _run(self) noexcept nogil:
         cdef int32_t next_one

@@ -1,7 +1,7 @@
 """The workers of a simulated job: each one's life around the real lanes, shard locks and shared folds.
 
 A simulated worker drives the same WorkerLane as a real one: wait for the grant, pull, write the slot, push, look at the peers,
-leave. Refuses to be a second protocol, and to know when a worker is stopped or killed.
+leave.
 """
 
 from cpython.ref cimport PyObject

@@ -2,8 +2,6 @@
 
 One seed gives one history: it decides which worker runs when, which one is stopped or killed, and what each clock says. This
 file makes a job, plays it, and reports its outcome.
-
-Refuses to know how processes are stopped and killed, what a worker does, and what must be true of it.
 """
 
 import mmap

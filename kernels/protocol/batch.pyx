@@ -2,8 +2,6 @@
 
 The scheduler has decided what becomes of a push. This file writes its slot and its scales into the work item, moves its lane's
 cursor, and counts what an observer may see: staleness, gaps, arrivals and the push outcome.
-
-Refuses to know why a push is folded, who folds it, which buffers are read and written, and when the commit is published.
 """
 
 cimport cython

@@ -21,7 +21,7 @@ cdef class Combiner:
     cdef Batch batch
     cdef Commit commit
     cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining
-    cdef uint32_t generation    # of this lane's owner, who holds the lock: a later owner of the lane does not
+    cdef uint32_t generation    # of the owner that holds the lock: a later owner of the lane does not hold it
     cdef int awaiting           # what is waited for while COMBINE_AWAITING
     # Scratch, allocated once.
     cdef uint64_t *tails

@@ -3,8 +3,8 @@
 This is flat combining. A worker that has posted tries the lock. If another lane holds it, the worker sets the PENDING flag, and
 that combiner drains again before it releases. So no push is stranded, although no worker waits for the lock.
 
-Refuses to know processes (callers prove an owner dead before they recover its lock), clocks (times come in descriptors and as
-arguments), files, and Python objects on the way of a push.
+Callers prove an owner dead before they recover its lock. Times come in descriptors and as arguments. The path of a push uses no
+Python object.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t

@@ -3,8 +3,6 @@
 One flip of the commit word publishes everything of a commit: weights, rule state, cursors and the scheduler state. A combiner
 that dies before the flip leaves nothing that another process reads. The next combiner derives the words that follow from a
 commit (heads, grants, the deadline) again.
-
-Refuses to know the shard lock, which its caller holds; which pushes are in the commit, and why; and arithmetic.
 """
 
 cimport cython

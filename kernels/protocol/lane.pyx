@@ -1,7 +1,6 @@
 """A lane as its worker uses it: slots, posts, waits and shard locks, over all shards.
 
-docs/architecture.md has a picture of the life of a push after backward. Refuses to know processes, clocks (times are arguments)
-and files.
+docs/architecture/protocol.md has a picture of the life of a push after backward. Times are arguments.
 """
 
 from libc.math cimport NAN

@@ -1,6 +1,6 @@
 """A lane as a reader: it pins the published buffers of all shards, so that no fold writes into what its worker reads.
 
-A pull copies nothing. Refuses to know what is in the buffers, and who publishes them.
+A pull copies nothing.
 """
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t

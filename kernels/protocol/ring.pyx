@@ -1,8 +1,8 @@
 """A lane's ring of descriptors: single producer, single consumer, fixed 64-byte descriptors, and no copy of the payload.
 
 The producer posts a descriptor and continues. The gradient that it names stays in its slot until the consumer's head has passed
-the descriptor. The two indices lie on cache lines of their own, and one side writes each. Refuses to be a queue with several
-producers, and to block.
+the descriptor. The two indices lie on cache lines of their own, and one side writes each. No
+operation blocks.
 
 `Ring` is the same ring on any memory, for tests and for `fastps bench lane`.
 """

@@ -1,7 +1,4 @@
-"""All shard locks as one lane takes them: combine, recover a dead owner's lock, or hold one to write buffers by hand.
-
-Refuses to know what the lane posts and what it waits for.
-"""
+"""All shard locks as one lane takes them: combine, recover a dead owner's lock, or hold one to write buffers by hand."""
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t

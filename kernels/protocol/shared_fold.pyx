@@ -4,8 +4,6 @@ The combiner writes the work item and issues a ticket; each claim takes one chun
 which its core may still have in its cache. A lane announces that it helps before its first claim, and withdraws that after its
 last chunk. So the combiner, which looks once no chunk is left to claim, knows which lanes to wait for. A chunk has the same
 bits whichever lane folds it, and goes into buffers that nobody reads. The combiner folds again what a dead helper left undone.
-
-Refuses to know which pushes are folded and why, which process is dead, and arithmetic.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t

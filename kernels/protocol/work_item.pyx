@@ -3,8 +3,6 @@
 The combiner writes an item into the shard's work area before it publishes the ticket. The combiner and its helpers read the
 item from there and make a job of it. Every number that is read is checked, because any process of the job may have written over
 the area. This file has the only writer and the only reader.
-
-Refuses to know who folds which chunk, and why these pushes are folded.
 """
 
 cimport cython

@@ -1,7 +1,7 @@
 """A worker's own lane: its steps, one compiled call for each part of a step, and the tally of them that observers read.
 
 Every step passes through here. Waits, recording, and pushes that another thread or a server delivers belong to the callers.
-Refuses to know clocks (times are arguments), and to wait.
+Times are arguments, and no function here waits.
 """
 
 from libc.math cimport NAN

@@ -1,7 +1,7 @@
 """Bounded staleness: which workers may continue under SSP and DSSP, and for how many extra steps.
 
 DSSP is Zhao et al., "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", Algorithms 1 and 2; SSP is its
-special case without room between the bounds. Refuses to know what is folded.
+special case without room between the bounds.
 """
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t

@@ -1,8 +1,7 @@
 """The scheduler's decisions: which pushes are folded and which workers may continue, as pure functions of state and event.
 
 There is no clock, no input or output, and no Python object: time comes in as an argument, decisions go out. The live store and
-the simulator run this same object code. Refuses to know gradients, weights, the memory of other processes, and the names of the
-disciplines.
+the simulator run this same object code.
 
 An event is a push, a leave, a join or a timer. The answer is an action (what is folded); grants are written into the workers of
 the scheduler state. The caller fires every timer that is due at or before an event's time before that event. The caller also

@@ -1,7 +1,4 @@
-"""A policy's values, checked one by one and together, and written as the scheduler's words.
-
-Refuses to know the names of disciplines, and what the values do.
-"""
+"""A policy's values, checked one by one and together, and written as the scheduler's words."""
 
 from libc.math cimport isfinite
 from libc.stdint cimport int64_t

@@ -5,7 +5,6 @@ The gap is r T / N after the last grant, with T the slowest worker's mean iterat
 here: the mean is exponential with weight 1/8 for the newest; a worker's time as a function of its batch is the least-squares
 line through all its iterations, or the line through the origin while they say nothing about its slope; a batch grows to at most
 16 times the worker's first. The slowest is the winner of a tournament, so that no decision reads all workers.
-Refuses to know what is folded, and where the time comes from.
 """
 
 from libc.stdint cimport int32_t, int64_t

@@ -1,6 +1,6 @@
 """The scheduler as a Python object with memory of its own, for tests, the tables of papers, and the benchmark.
 
-Refuses to decide anything: it calls the decisions that the live store and the simulator call.
+It calls the same decisions as the live store and the simulator.
 """
 
 from libc.stdint cimport int32_t, int64_t, uintptr_t

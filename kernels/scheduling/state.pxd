@@ -28,7 +28,7 @@ cdef enum:
     SCALE_STALENESS = 5     # each push times 1 / its staleness (1 where that is 0)
     SCALE_BATCH = 6         # each push's learning rate times its batch / its worker's first batch
 
-    WAITS_FOR_ALL = 1       # in the list of all who wait
+    WAITS_FOR_ALL = 1       # in the list of all waiting workers
     WAITS_IN_BUCKET = 2     # in the list of its bucket
 
     COMBINED_MOST = 1024    # pushes of one combined sum, as many as a fold takes (FPS_MAX_PUSHES of fold.h)
@@ -96,7 +96,7 @@ cdef struct worker_t:
     double fit_n, fit_batch, fit_ns, fit_batch_batch, fit_batch_ns  # sums for time = a + k * batch
     double line_constant    # a and k
     double line_slope
-    int32_t generation      # of the owner who joined last
+    int32_t generation      # of the latest owner
     int32_t said_leave      # its last descriptor is LEAVE; 0: it lives, or it died
 
 # A worker's places in lists. Apart from worker_t, so that a change of a neighbour is a change of few bytes.

@@ -6,8 +6,6 @@ next bucket. The slowest worker is the first of the first bucket (the fewest pus
 first); the fastest clock is the last bucket's. A worker that waits until the slowest has come nearer waits in the bucket of its
 clock. When the slowest clock rises, the frontier moves over the buckets that it reaches and releases their workers. The
 frontier passes no bucket twice, and a push makes at most one. So no decision grows with the number of workers.
-
-Refuses to know why a worker waits or is granted a step.
 """
 
 from libc.stdint cimport int8_t, int32_t, int64_t

@@ -2,8 +2,7 @@
 
 The scheduler trusts its links: an index out of range would be a store anywhere, and a ring of links an endless loop. Any
 process of the job may have written over the arena, so a combiner checks the state once each time it takes a shard lock, which
-reads all lanes anyway. Refuses to be a checksum: numbers that only count are not checked. Refuses to be a lock: a process that
-writes while the state is in use is not found.
+reads all lanes anyway. Numbers that only count are not checked, and a write while the state is in use is not detected.
 """
 
 from libc.stdint cimport int32_t, int64_t

@@ -3,8 +3,6 @@
 Numbers meet in matches of seven, the winners meet again, and so on: six matches for 100,000 numbers. A change rises only as far
 as it changes a winner, which is rarely more than one match. The block of memory has no pointers and lists the matches that
 changed in a commit, so that a copy can follow without reading the rest.
-
-Refuses to know what the numbers mean.
 """
 
 from libc.stdint cimport int32_t, int64_t

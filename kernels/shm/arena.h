@@ -1,6 +1,6 @@
 /* The arena's words: what every attached process agrees on, byte for byte.
  *
- * Refuses to be a place for behaviour. All offsets are in bytes from the arena's start. Words that another process writes at
+ * All offsets are in bytes from the arena's start. Words that another process writes at
  * the same time have a cache line of their own, grouped by writer. */
 #ifndef FPS_ARENA_H
 #define FPS_ARENA_H
@@ -39,7 +39,7 @@ _Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping
 #define FPS_LANE_FAILED 3 /* ended by an error that it had time to write into its message */
 #define FPS_LANE_LEAVING 4 /* posted LEAVE and pushes no more, but still combines: its death matters */
 #define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's combiner retires it */
-#define FPS_LANE_JOINING 6 /* has a new owner, who may push once each shard's combiner has let it join */
+#define FPS_LANE_JOINING 6 /* has a new owner, which may push once each shard's combiner has let it join */
 #define FPS_LANE_SERVING 7 /* the server's lane: it combines and never pushes */
 
 /* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
@@ -92,7 +92,7 @@ typedef struct {
     int64_t granted; /* [GRANT] steps that the worker may have begun, as far as this shard is concerned */
     int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
     int64_t folded, dropped, staleness_sum, staleness_max;
-    int64_t generation; /* [GRANT] of the owner who joined last */
+    int64_t generation; /* [GRANT] of the latest owner */
     /* Line of the worker. */
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
@@ -125,7 +125,7 @@ typedef struct {
 
 /* The words of a shard: one flip of its commit word publishes everything of it. */
 typedef struct {
-    uint64_t lock; /* [TURN] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
+    uint64_t lock; /* [LOCK] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
     uint8_t pad_lock[56];
     uint64_t commit; /* [COMMIT] (version : 40 | epoch : 16 | weights buffer : 7 | record : 1) */
     uint8_t pad_commit[56];
@@ -172,8 +172,8 @@ typedef struct {
 } fps_work;
 _Static_assert(sizeof(fps_work) == 3 * FPS_LINE, "claims, completions and the item have a line each");
 
-/* The ticket of so many chunks, of which `left` are unclaimed. Equal tickets of two folds are no danger: who may claim says so
- * before it looks, and no fold is issued while anybody does. */
+/* The ticket of so many chunks, of which `left` are unclaimed. Equal tickets of two folds are harmless: a lane announces a claim
+ * before it reads the ticket, and no fold is issued while any lane announces one. */
 static inline uint64_t fps_ticket_pack(uint64_t chunks, uint64_t left) { return (chunks << FPS_MAX_CHUNKS) | left; }
 static inline uint64_t fps_ticket_chunks(uint64_t ticket) { return ticket >> FPS_MAX_CHUNKS; }
 static inline uint64_t fps_ticket_left(uint64_t ticket) { return ticket & ((1ULL << FPS_MAX_CHUNKS) - 1); }
@@ -181,8 +181,8 @@ static inline uint64_t fps_ticket_left(uint64_t ticket) { return ticket & ((1ULL
 static inline uint64_t fps_chunks_of(uint64_t chunks, uint64_t part, uint64_t parts) {
     return (1ULL << (chunks * (part + 1) / parts)) - (1ULL << (chunks * part / parts));
 }
-/* The chunk to claim of those that are left, which are some: the first of one's own, or the last of all, so that whoever ends
- * its own part early takes of another's where that one comes to last. */
+/* The chunk to claim when some are left: the first of the lane's own part, or else the last of all, so that a lane that is done
+ * early helps where the other lane arrives last. */
 static inline uint64_t fps_ticket_choose(uint64_t ticket, uint64_t own) {
     uint64_t left = fps_ticket_left(ticket);
     return left & own ? __builtin_ctzll(left & own) : 63 - __builtin_clzll(left);

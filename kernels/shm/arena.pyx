@@ -1,7 +1,4 @@
-"""The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted.
-
-Refuses to know where the words lie, and the protocol of a push.
-"""
+"""The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, strncpy

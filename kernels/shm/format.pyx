@@ -1,7 +1,4 @@
-"""A fresh arena: what its memory holds before the first process attaches.
-
-Refuses to own memory or files, and to decide where things lie.
-"""
+"""A fresh arena: what its memory holds before the first process attaches."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy

@@ -1,8 +1,7 @@
 """A mapping of shared memory that lives until its last user ends: NumPy views, and tensors that torch frees at any time.
 
 `SharedMapping` exports the buffer protocol, so NumPy reads and writes it without a copy. `SharedMapping.tensor` gives a DLPack
-capsule over a part of it, which torch takes without a copy; the capsule's deleter needs no GIL. Refuses to know the
-layout, and torch.
+capsule over a part of it, which torch takes without a copy; the capsule's deleter needs no GIL.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""The kernel's memory policies for a part of a mapping: mbind(2), without a library.
-
-Refuses to know which nodes there are, and what should lie where.
-"""
+"""The kernel's memory policies for a part of a mapping: mbind(2), without a library."""
 
 import errno
 import os

@@ -1,7 +1,4 @@
-"""The arena's words for Python: sizes and offsets as the compiler lays them out, for tests that read or write raw memory.
-
-Refuses to know what a word means, and who may write it.
-"""
+"""The arena's words for Python: sizes and offsets as the compiler lays them out, for tests that read or write raw memory."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy

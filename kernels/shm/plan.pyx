@@ -1,7 +1,6 @@
 """How the arena's memory is cut into header, control words, scheduler state, weights, rule state and slots.
 
-A header's measures decide every place in it, so a header that another process wrote is checked by computing it again. Refuses
-to be a view of memory.
+A header's measures decide every place in it, so a header that another process wrote is checked by computing it again.
 """
 
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t

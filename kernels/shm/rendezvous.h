@@ -1,7 +1,7 @@
-/* The answering thread: hands the arena's memfd and this process's pidfd to whoever connects and may have them.
+/* The answering thread: hands the arena's memfd and this process's pidfd to each client that may have them.
  *
  * It is a plain pthread that never takes the interpreter's lock, so a joiner gets its answer while Python is busy.
- * What it refuses to be: a server. It serves one client after the other, in at most FPS_CLIENT_SECONDS each, keeps
+ * It serves one client after the other, in at most FPS_CLIENT_SECONDS each, keeps
  * nothing but the first layout that differed from ours, and waits in poll() only. (Python.h, included before, asks for
  * the GNU names.)
  *
@@ -70,7 +70,7 @@ typedef struct {
     int stop;                     /* eventfd: readable when the thread shall end */
     int timer;                    /* timerfd: readable when the present client has had its time */
     int client;                   /* being served, or -1; read by others only in a forked child */
-    uid_t user;                   /* the only one who gets an answer */
+    uid_t user;                   /* the only user that gets an answer */
     uint32_t abi;
     int32_t place;
     unsigned char layout_hash[FPS_HASH_BYTES];
@@ -226,7 +226,7 @@ static void *fps_listener_run(void *argument) {
     }
 }
 
-/* Let go of everything but the thread, in this process only: nothing here reaches those who share the descriptors. */
+/* Let go of everything but the thread, in this process only: processes that share the descriptors are not affected. */
 static void fps_listener_discard(fps_listener *a) {
     const int descriptors[6] = {a->socket_fd, a->memfd, a->pidfd, a->stop, a->timer, a->client};
     for (int i = 0; i < 6; i++)
@@ -260,7 +260,7 @@ static int fps_listener_create_thread(fps_listener *a) {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&a->thread, NULL, fps_listener_run, a);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!error) pthread_setname_np(a->thread, "fastps-answer"); /* for whoever looks with top or a debugger */
+    if (!error) pthread_setname_np(a->thread, "fastps-answer"); /* shown by top and debuggers */
     return error;
 }
 

@@ -1,7 +1,4 @@
-"""The listening thread as a Python object, and its messages as bytes.
-
-Refuses to know how names are made, which process connects, what an offer means to a job, and the arena behind the memfd.
-"""
+"""The listening thread as a Python object, and its messages as bytes."""
 
 from libc.errno cimport errno
 from libc.stdint cimport int32_t, uint32_t, uint64_t

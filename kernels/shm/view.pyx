@@ -1,7 +1,4 @@
-"""A checked view of an arena's memory: where each of its parts lies, and its measures.
-
-Refuses to own memory or files, and to know what changes in the memory.
-"""
+"""A checked view of an arena's memory: where each of its parts lies, and its measures."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -110,7 +107,7 @@ cdef class ArenaView:
     cdef char *state(self, uint64_t buffer) noexcept nogil:
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
 
-    # -- places, for those who make views of them --------------------------------------------------
+    # -- places, for views --------------------------------------------------
 
     def weights_offset(self, int buffer):
         """Byte offset of a weights buffer."""

@@ -16,14 +16,11 @@ typedef struct {
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
     int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
-    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float
-    *,
+    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
                          float *);
-    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float
-    *,
+    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
                 const float *, float *);
-    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float
-    *,
+    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
                           float *, const float *, float *);
     void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
     void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);

@@ -123,8 +123,7 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
 }
 
 /* Number of gradients that the rule's loop sums in registers. */
-static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1;
-}
+static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
 
 /* Whether a single pass of the rule's loop, which reads `at_once` gradients, takes all `count` of them: neither inputs nor
  * results are read again, so nothing has to stay in the cache. */
@@ -161,8 +160,7 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
         finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
                                                                       state, state_out);
     else if (job->rule == FPS_RULE_ADAM)
-        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights,
-        weights_out,
+        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights, weights_out,
                                                                         state, state_out, state + stride,
                                                                         state_out + place->out_stride);
     else {

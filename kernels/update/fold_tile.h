@@ -147,17 +147,19 @@ static inline __attribute__((always_inline)) float FPS_ISA(sgd_element)(
  * cache line at a time, whose results are in registers or the nearest cache when they are stored. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
     const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
-    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int
-    decay, const int momentum, const int first, const int nesterov) { FPS_LOCALS(by, pushed, count, each); int32_t most = 0;
-    int64_t i = 0; if (streaming) {
+    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int decay,
+    const int momentum, const int first, const int nesterov) {
+    FPS_LOCALS(by, pushed, count, each);
+    int32_t most = 0;
+    int64_t i = 0;
+    if (streaming) {
         int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
         float weights[FPS_LINE_FLOATS] FPS_ON_LINE, buffers[FPS_LINE_FLOATS] FPS_ON_LINE;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
                 float buffer = momentum && !first ? buffer_in[i + j] : 0;
-                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each,
-                decay,
+                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each, decay,
                                                   momentum, first, nesterov);
                 buffers[j] = buffer;
                 mosts[j] = FPS_ISA(larger)(mosts[j], weights[j]);
@@ -170,8 +172,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
 #pragma GCC ivdep
     for (; i < length; i++) {
         float buffer = momentum && !first ? buffer_in[i] : 0;
-        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum,
-        first,
+        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum, first,
                                             nesterov);
         if (momentum) buffer_out[i] = buffer;
         weights_out[i] = weight;
@@ -220,8 +221,8 @@ static __attribute__((noinline)) int FPS_ISA(sgd_streaming)(
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. All pushes
  * share the lerp of the mean. */
 static inline __attribute__((always_inline)) float FPS_ISA(adam_element)(
-    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float
-    *square, const int applied, const int count, const int each, const int decay, const int shrink) {
+    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float *square,
+    const int applied, const int count, const int each, const int decay, const int shrink) {
 #pragma GCC unroll 4
     for (int k = 0; k < applied; k++) {
         float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
@@ -250,8 +251,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
                 float mean = mean_in[i + j], square = square_in[i + j];
-                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied,
-                count,
+                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied, count,
                                                    each, decay, shrink);
                 means[j] = mean;
                 squares[j] = square;
@@ -266,8 +266,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
 #pragma GCC ivdep
     for (; i < length; i++) {
         float mean = mean_in[i], square = square_in[i];
-        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each,
-        decay,
+        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each, decay,
                                              shrink);
         mean_out[i] = mean;
         square_out[i] = square;

@@ -2,7 +2,7 @@
 
 import pytest
 
-hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the build with test hooks: make test-hooks")
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
 from fastps.diagnostics import chaos, chaos_worlds  # noqa: E402
 from fastps.kernels.chaos.world import World  # noqa: E402

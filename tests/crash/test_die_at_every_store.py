@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the build with test hooks: make test-hooks")
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
 
 import numpy as np  # noqa: E402
 
@@ -167,7 +167,7 @@ class Job:
     def posts_of_victim(self) -> int:
         return int(self.arena.counters(VICTIM)["posted"])
 
-    def ledger(self) -> list[tuple[int, int]]:
+    def push_log(self) -> list[tuple[int, int]]:
         """For each lane, the descriptors posted and its pushes' outcomes. Asserts that each push was folded or dropped."""
         counters = [self.arena.counters(index) for index in range(3)]
         for index, of_lane in enumerate(counters):
@@ -215,7 +215,7 @@ def _expected(case: Case) -> Iterator[tuple[list[tuple[int, int]], bytes]]:
         job.begin()
         job.live(min(posts, PUSHES), leaves=posts > PUSHES)
         job.survive()
-        yield job.ledger(), job.bits()
+        yield job.push_log(), job.bits()
 
 
 def _check_deaths(case: Case, every: int) -> None:
@@ -229,8 +229,8 @@ def _check_deaths(case: Case, every: int) -> None:
         job, _ = _die(case, store)
         posts = job.posts_of_victim()
         job.survive()
-        ledger, bits = expected[posts]
-        assert job.ledger() == ledger, f"died at store {store} after {posts} posts"
+        pushes, bits = expected[posts]
+        assert job.push_log() == pushes, f"died at store {store} after {posts} posts"
         assert bits == job.bits(), f"died at store {store} after {posts} posts: other bits"
         for shard in range(SHARDS):
             assert job.lanes[0].owner(shard) == -1, f"died at store {store}: the lock of shard {shard} is held"

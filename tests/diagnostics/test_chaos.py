@@ -1,4 +1,4 @@
-"""`fastps chaos` from the build that people train with: it finds the build with test hooks, or says how to make it."""
+"""`fastps chaos` from the build that people train with: it finds the failpoint build, or says how to make it."""
 
 import json
 import subprocess

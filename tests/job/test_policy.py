@@ -125,9 +125,9 @@ REFUSED = {
         "r2sp:0.8,pull=0.5: a partial pull goes with a grant that each shard gives by itself (next-version or bounded),"
         " found round-robin"
     ),
-    "r2sp,shards=4": "r2sp:0.8,shards=4: grants in a fixed order are of one coordinator: expected shards=1, found 4",
+    "r2sp,shards=4": "r2sp:0.8,shards=4: a fixed order of grants needs one coordinator: expected shards=1, found 4",
     "asp,stagger=0.5,shards=4": (
-        "asp,stagger=0.5,shards=4: grants in a fixed order are of one coordinator: expected shards=1, found 4"
+        "asp,stagger=0.5,shards=4: a fixed order of grants needs one coordinator: expected shards=1, found 4"
     ),
     "asp,stagger=2": "asp,stagger=2: expected relax of 0 to 1, found 2.0",
     "ssp:3,stagger=0.5": "ssp:3,stagger=0.5: low is read with grant 'bounded' only, found grant 'round-robin'",

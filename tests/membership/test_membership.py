@@ -64,7 +64,7 @@ def test_the_others_go_on_without_the_dead_and_with_who_comes_in_its_place_and_m
             assert began > 0, "a joiner begins at the slowest worker's clock"
         for values in store.weight_views(store.committed()[0]):
             assert np.isfinite(values).all()
-            if sync in ("asp", "ssp:2", "dssp:1,4", "r2sp:0.5"):  # every push is one update: the ledger is the version
+            if sync in ("asp", "ssp:2", "dssp:1,4", "r2sp:0.5"):  # every push is one update: the push log is the version
                 assert values[0] == 1.0 - store.version / 1024
                 assert sum(store.arena.counters(lane)["folded"] for lane in range(4)) == store.version
 

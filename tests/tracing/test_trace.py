@@ -1,4 +1,4 @@
-"""Recorded runs: what is written, what a crash leaves, that doctored ledgers are caught, and what is made of a trace."""
+"""Recorded runs: what is written, what a crash leaves, that doctored push logs are caught, and what is made of a trace."""
 
 import itertools
 import json
@@ -66,7 +66,7 @@ def recorded(file: Path, sync: str, workers: int = 3, steps: int = 40, delay_s: 
 
 
 @pytest.mark.parametrize("sync", SPECS)
-def test_the_ledger_of_every_discipline_is_whole_and_right(sync: str, tmp_path: Path) -> None:
+def test_the_push_log_of_every_discipline_is_whole_and_right(sync: str, tmp_path: Path) -> None:
     trace = recorded(tmp_path / "run.trace", sync)
     assert check(trace) == []
     assert is_complete(trace)
@@ -94,7 +94,7 @@ def test_times_of_a_step_follow_each_other_and_processor_time_is_apart_from_slee
     assert set(slow["samples"]) == {4}
 
 
-# -- doctored ledgers ------------------------------------------------------------------------------
+# -- doctored push logs ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
