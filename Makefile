@@ -45,8 +45,8 @@ demo: $(VENV)/.installed  ## train with 4 workers on real images, then compare t
 test: $(VENV)/.installed hooks lint test-hooks  ## lint, types and the tests (samples of those that are long)
 	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
-test-fast: $(VENV)/.installed  ## unit tests alone: neither processes, nor times, nor full sizes
-	$(BIN)/python -m pytest -q -m unit $(PARALLEL)
+test-fast: $(VENV)/.installed  ## unit tests without torch: neither processes, nor times, nor full sizes
+	$(BIN)/python -m pytest -q -m "unit and not torch and not exhaustive" $(PARALLEL)
 
 # Several hundred MB of other frameworks, which only tests/clients needs.
 $(VENV)/.clients: $(VENV)/.installed

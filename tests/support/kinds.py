@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-_STARTS_PROCESSES = {"subprocess", "multiprocessing", "fork", "Popen", "Launcher", "ForkedCrew", "LaunchedCrew", "compare"}
+_STARTS_PROCESSES = {
+    "subprocess",
+    "multiprocessing",
+    "fork",
+    "Popen",
+    "Launcher",
+    "ForkedCrew",
+    "LaunchedCrew",
+    "ServerProcess",
+    "compare",
+    "spawn",
+    "train",
+}
 _PROCESS_MODULES = ("subprocess", "multiprocessing", "tests.support.processes", "tests.support.commands")
 
 

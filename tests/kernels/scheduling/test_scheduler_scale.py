@@ -23,6 +23,7 @@ def compiled(spec: str) -> Scheduler:
     return Scheduler(WORKERS, alternate=True, **parse_policy(spec).values(WORKERS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("spec", "oracle"),
     [

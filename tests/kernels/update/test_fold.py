@@ -39,6 +39,7 @@ from tests.support.fold_jobs import (
 )
 
 
+@pytest.mark.exhaustive
 @ROWS
 @MODES
 def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int) -> None:
