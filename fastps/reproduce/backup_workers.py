@@ -15,6 +15,7 @@ from fastps.job.disciplines import ASP
 from fastps.job.specs import parse_policy
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.reproduce.expectations import Between, InOrder, Near
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, error, learn
 from fastps.simulation.compute_models import ComputeModel
@@ -133,10 +134,21 @@ def _table_1(effort: Effort) -> dict[str, float]:
     return {f"mean staleness, layer {layer}": fmean(staleness[layer][workers * 5 :]) for layer in (0, 11, 12, 18)}
 
 
+PAPER = "backup-workers"
+ITEMS = (
+    Item(name="Figure 3", says=""),
+    Item(name="Figure 4", says=""),
+    Item(name="Figure 5", says=""),
+    Item(name="Figure 6", says=""),
+    Item(name="Figure 2", says=""),
+    Item(name="Table 1", says=""),
+)
+
 ROWS = (
     Row(
         id="backup-workers/figure-3",
         source="Figure 3",
+        items=("Figure 3",),
         claim="Of 100 gradients the 98th comes within 2 s in 80 % of the iterations, the last in 30 %.",
         measure=_figure_3,
         expect=(Near({"k = 98": 0.8, "k = 100": 0.3}, 0.1),),
@@ -145,6 +157,7 @@ ROWS = (
     Row(
         id="backup-workers/figure-4",
         source="Figure 4",
+        items=("Figure 4",),
         claim="Mean times to collect k gradients are 1.4 to 1.8 s but for the final few, where they grow exponentially.",
         measure=_figure_4,
         expect=(
@@ -157,6 +170,7 @@ ROWS = (
     Row(
         id="backup-workers/figure-6",
         source="Figures 5 and 6",
+        items=("Figure 5", "Figure 6"),
         claim="With N + b = 100 machines b = 4 is estimated to converge fastest.",
         measure=_figure_6,
         expect=(Between({"best b": (2, 6), "time with it / without backups": (0, 1)}),),
@@ -166,6 +180,7 @@ ROWS = (
     Row(
         id="backup-workers/figure-2",
         source="Figure 2",
+        items=("Figure 2",),
         claim="MNIST: the error is 0.36 % without staleness, 0.47 % with 20 and 0.79 % with 50 steps of it (real gradients).",
         measure=_figure_2,
         learns=True,
@@ -180,6 +195,7 @@ ROWS = (
     Row(
         id="backup-workers/table-1",
         source="Table 1",
+        items=("Table 1",),
         claim="40 workers, asynchronously: mean staleness 39.0 in the bottom layer (0), 19.8 in 11, 11.4 in 12 and 14.5 in 18.",
         measure=_table_1,
         expect=(

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from fastps.job.specs import parse_policy
 from fastps.reproduce.expectations import Between, InOrder, Near
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, Found, error, learn, lognormal, play, time_to
 from fastps.simulation.compute_models import ComputeModel
@@ -117,10 +118,22 @@ def _average_ssp(effort: Effort) -> dict[str, float]:
     }
 
 
+PAPER = "dssp"
+ITEMS = (
+    Item(name="Table I", says=""),
+    Item(name="Figure 4", says=""),
+    Item(name="Theorem 2", says=""),
+    Item(name="Section V.B.1", says=""),
+    Item(name="Section V.B.2", says=""),
+    Item(name="Figure 2", says=""),
+    Item(name="Figure 3", says=""),
+)
+
 ROWS = (
     Row(
         id="dssp/table-1-speed",
         source="Table I, Figure 4",
+        items=("Table I", "Figure 4"),
         claim="Two cards of different speed: SSP is about as slow as BSP, DSSP as fast as ASP (seconds over ASP's).",
         measure=_relative_times,
         expect=(Near({sync: seconds / ASP_SECONDS for sync, seconds in TABLE_1.items()}, 0.15, relative=True),),
@@ -129,6 +142,7 @@ ROWS = (
     Row(
         id="dssp/table-1-as-printed",
         source="Table I, Algorithm 1, line 17",
+        items=("Table I",),
         claim="DSSP takes 1.008 times ASP's time; line 17 read to the letter, as 'printed'. The other two readings are shown"
         " only.",
         measure=_readings,
@@ -142,6 +156,7 @@ ROWS = (
     Row(
         id="dssp/theorem-2",
         source="Theorem 2",
+        items=("Theorem 2",),
         claim="No worker goes on while it is more than s_U = 15 ahead (with hard_bound).",
         measure=_largest_gap,
         expect=(Between({"largest lead of a granted worker": (0, 15)}),),
@@ -150,6 +165,7 @@ ROWS = (
     Row(
         id="dssp/figure-3-with-fully-connected",
         source="section V.B.1",
+        items=("Section V.B.1",),
         claim="Downsized AlexNet, 4 equal servers: ASP has the largest throughput, DSSP and SSP nearly the same, BSP the"
         " least.",
         measure=lambda effort: _four_servers(effort, 10e6, 50),
@@ -160,6 +176,7 @@ ROWS = (
     Row(
         id="dssp/figure-3-without-fully-connected",
         source="section V.B.2",
+        items=("Section V.B.2",),
         claim="ResNets on 4 equal servers: BSP has the largest throughput, then SSP, DSSP and ASP.",
         measure=_busy_servers,
         expect=(InOrder(("asp", "dssp:3,15", "mean of ssp:3 to 15", "bsp")),),
@@ -172,6 +189,7 @@ ROWS = (
     Row(
         id="dssp/figure-2",
         source="Figure 2",
+        items=("Figure 2",),
         claim="With R = [0, 4] the controller lets the fastest worker run r* = 3 more iterations, where its wait is least.",
         measure=_figure_2,
         expect=(Near({"r* of the controller": 3, "r of the least wait": 3}, 0),),
@@ -180,6 +198,7 @@ ROWS = (
     Row(
         id="dssp/table-1-accuracy",
         source="Table I",
+        items=("Table I",),
         claim="Time to an accuracy near the best, over ASP's: DSSP 1.01, SSP 1.86 to 1.91, BSP 2.06 (real gradients).",
         measure=_table_1_accuracy,
         learns=True,
@@ -192,6 +211,7 @@ ROWS = (
     Row(
         id="dssp/average-ssp",
         source="Figures 3 and 4",
+        items=("Figure 3", "Figure 4"),
         claim="DSSP [3, 15] reaches a high accuracy sooner than SSP does on the average of 3 to 15, and ends no lower (real"
         " gradients).",
         measure=_average_ssp,

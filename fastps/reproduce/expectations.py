@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan, nextafter
 from typing import Any, Protocol
 
 Numbers = Mapping[str, float]
@@ -21,6 +21,9 @@ class Expectation(Protocol):
 
     def misses(self, measured: Numbers) -> list[str]:
         """Return a sentence for each number that violates the expectation."""
+
+    def contradictions(self) -> "list[Expectation]":
+        """Return expectations of one number each that no numbers meet that meet this one: a check that it can fail."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,25 @@ class Near:
             if not abs(_of(measured, name) - number) <= (abs(number) if self.relative else 1.0) * self.by * (1 + 1e-9)
         ]
 
+    def contradictions(self) -> list[Expectation]:
+        """Return each number moved up and down by more than twice the tolerance.
+
+        >>> Near({"r": 3.0}, 0).contradictions()[0].misses({"r": 3.0})
+        ['r: expected 3, found 3']
+        """
+        moved = []
+        for name, number in self.numbers.items():
+            by = self.by * abs(number) if self.relative else self.by
+            far = 2.1 * by + 1e-6 * abs(number) + 1e-9
+            moved += [Near({name: number + far}, by), Near({name: number - far}, by)]
+        return list(moved)
+
 
 @dataclass(frozen=True)
 class InOrder:
     """The numbers rise in this order; for ties, each may be below the one before by the share `slack` of it.
+
+    With `margin`, each is below the next by more than this share of it.
 
     >>> InOrder(("r2sp", "asp", "bsp")).misses({"r2sp": 0.7, "asp": 0.9, "bsp": 0.8})
     ['expected asp (0.9) < bsp (0.8)']
@@ -66,6 +84,7 @@ class InOrder:
 
     names: Sequence[str]
     slack: float = 0.0
+    margin: float = 0.0
 
     @property
     def expected(self) -> Any:
@@ -75,6 +94,8 @@ class InOrder:
     @property
     def tolerance(self) -> str:
         """Such as "order, ties within 1 %"."""
+        if self.margin:
+            return f"order, apart by more than {100 * self.margin:g} %"
         return f"order, ties within {100 * self.slack:g} %" if self.slack else "order"
 
     def misses(self, measured: Numbers) -> list[str]:
@@ -82,9 +103,18 @@ class InOrder:
         found = []
         for one, next_ in zip(self.names, self.names[1:], strict=False):
             low, high = _of(measured, one), _of(measured, next_)
-            if not (low < high or (self.slack and high >= low * (1 - self.slack))):
+            if not (low < high * (1 - self.margin) or (self.slack and high >= low * (1 - self.slack))):
                 found.append(f"expected {one} ({short(low)}) < {next_} ({short(high)})")
         return found
+
+    def contradictions(self) -> list[Expectation]:
+        """Return each pair of neighbors the other way round, apart by more than a tie.
+
+        >>> [each.expected for each in InOrder(("r2sp", "asp", "bsp")).contradictions()]
+        ['asp < r2sp', 'bsp < asp']
+        """
+        pairs = zip(self.names, self.names[1:], strict=False)
+        return [InOrder((next_, one), margin=self.slack) for one, next_ in pairs]
 
 
 @dataclass(frozen=True)
@@ -114,6 +144,18 @@ class Between:
             for name, ends in self.ranges.items()
             if not ends[0] <= _of(measured, name) <= ends[1]
         ]
+
+    def contradictions(self) -> list[Expectation]:
+        """Return the values above each range and those below it.
+
+        >>> [each.expected for each in Between({"b": (2, float("inf"))}).contradictions()]
+        [{'b': 'at most 2'}]
+        """
+        beyond: list[Expectation] = []
+        for name, (least, most) in self.ranges.items():
+            beyond += [Between({name: (nextafter(most, inf), inf)})] if most < inf else []
+            beyond += [Between({name: (-inf, nextafter(least, -inf))})] if least > -inf else []
+        return beyond
 
 
 def _of(measured: Numbers, name: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from fastps.reproduce.expectations import InOrder, Near
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import SECOND, Found, error, learn, lognormal, play
 from fastps.simulation.simulate import Simulation
@@ -94,10 +95,17 @@ def _errors(effort: Effort) -> dict[str, float]:
     }
 
 
+PAPER = "psp-sgd"
+ITEMS = (
+    Item(name="Table 1", says=""),
+    Item(name="Figure 3", says=""),
+)
+
 ROWS = (
     Row(
         id="psp-sgd/table-1-times",
         source="Table 1",
+        items=("Table 1",),
         claim="Running times with 0.16 % of the answers 4 s late, over those of synchronous SGD.",
         measure=_both_readings,
         expect=(Near(RATIOS, 0.06),),
@@ -109,6 +117,7 @@ ROWS = (
     Row(
         id="psp-sgd/figure-3",
         source="Figure 3",
+        items=("Figure 3",),
         claim="Without injected delays partial push and pull are faster, too (seconds an update).",
         measure=_undelayed,
         expect=(InOrder(("c=20, 75%", "c=28, 90%", "c=32, 100%")),),
@@ -117,6 +126,7 @@ ROWS = (
     Row(
         id="psp-sgd/table-1-errors",
         source="Table 1",
+        items=("Table 1",),
         claim="Errors 0.148, 0.157 (c=28, 90 %), 0.161 (c=28, 100 %), and 0.291 with c=20, 75 % (real gradients).",
         measure=_errors,
         learns=True,

@@ -16,6 +16,7 @@ from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.reproduce.expectations import Between, InOrder, Near
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, Found, learn, lognormal, play, time_to
 from fastps.simulation.simulate import TRACE_KINDS, Simulation, simulate
@@ -262,10 +263,25 @@ def _tuned_batches(effort: Effort) -> dict[str, float]:
     return {kind: float(batches[CLUSTER_B.index(kind)]) for kind in TUNED}
 
 
+PAPER = "r2sp"
+ITEMS = (
+    Item(name="Figure 7a", says=""),
+    Item(name="Figure 1", says=""),
+    Item(name="Figure 3", says=""),
+    Item(name="Figure 10", says=""),
+    Item(name="Figure 8", says=""),
+    Item(name="Section III.C", says=""),
+    Item(name="Figure 4a", says=""),
+    Item(name="Table II", says=""),
+    Item(name="Figure 11", says=""),
+    Item(name="Figure 12", says=""),
+)
+
 ROWS = (
     Row(
         id="r2sp/figure-7a-times",
         source="Figure 7a",
+        items=("Figure 7a",),
         claim="R2SP's iterations are around 30 % shorter than BSP's with the network-intensive VGG16 and AlexNet.",
         measure=_both_readings,
         expect=(Near(FASTER, 0.1),),
@@ -275,6 +291,7 @@ ROWS = (
     Row(
         id="r2sp/figure-7a-order",
         source="Figure 7a",
+        items=("Figure 7a",),
         claim="R2SP has the shortest iterations of all schemes with each model, ASP and SSP are between it and BSP.",
         measure=_iterations,
         expect=(
@@ -289,6 +306,7 @@ ROWS = (
     Row(
         id="r2sp/figure-1",
         source="Figure 1",
+        items=("Figure 1",),
         claim="Under BSP each direction of a server's port is idle more than half of the time, although the network is the"
         " bottleneck.",
         measure=_port_use,
@@ -302,6 +320,7 @@ ROWS = (
     Row(
         id="r2sp/figure-3",
         source="Figure 3",
+        items=("Figure 3",),
         claim="Three workers: all transfer at once under BSP, no more than two under R2SP.",
         measure=_contending,
         expect=(Near({"bsp": 3}, 0), Between({"r2sp:1": (1, 2)})),
@@ -310,6 +329,7 @@ ROWS = (
     Row(
         id="r2sp/figure-10",
         source="Figure 10",
+        items=("Figure 10",),
         claim="Batch size tuning makes R2SP converge around 40 % sooner in cluster-B (real gradients).",
         measure=_tuned_training,
         learns=True,
@@ -323,6 +343,7 @@ ROWS = (
     Row(
         id="r2sp/figure-8-bsp-r2sp",
         source="Figure 8",
+        items=("Figure 8",),
         claim="VGG16: 15 of 16 gaps between updates are zero under BSP, almost none under R2SP.",
         measure=_zero_gaps,
         expect=(Near({"bsp": 15 / 16}, 0.01), Between({"r2sp:0.8": (0, 0.05)})),
@@ -331,6 +352,7 @@ ROWS = (
     Row(
         id="r2sp/figure-8-asp-ssp",
         source="Figure 8",
+        items=("Figure 8",),
         claim="VGG16: 75 % of the gaps are zero under ASP and 83 % under SSP.",
         measure=_zero_gaps_by_spread,
         expect=(Near({"asp": 0.75, "ssp:5": 0.83}, 0.1),),
@@ -343,6 +365,7 @@ ROWS = (
     Row(
         id="r2sp/worst-staleness",
         source="section III.C",
+        items=("Section III.C",),
         claim="N workers under R2SP: no update misses more than N - 1 others.",
         measure=_worst_of_r2sp,
         expect=(Near({f"N = {workers}": workers - 1 for workers in (3, 8, 16)}, 0),),
@@ -351,6 +374,7 @@ ROWS = (
     Row(
         id="r2sp/figure-4a",
         source="Figure 4a",
+        items=("Figure 4a",),
         claim="3 workers, progress gap bounded by 1: the sequence that is drawn makes an update that misses 4 = 2 (N - 1).",
         measure=_figure_4a,
         expect=(Near({"staleness of worker 1's next push": 4}, 0),),
@@ -358,6 +382,7 @@ ROWS = (
     Row(
         id="r2sp/worst-staleness-of-ssp",
         source="section III.C",
+        items=("Section III.C",),
         claim="With the gap bounded by 1, 2 (N - 1) is the worst staleness.",
         measure=_worst_of_ssp,
         expect=(Near({"N = 3": 4}, 0),),
@@ -368,6 +393,7 @@ ROWS = (
     Row(
         id="r2sp/table-2",
         source="Table II",
+        items=("Table II",),
         claim="Batches tuned so that all take as long as the slowest: 512, 901 and 1264.",
         measure=_tuned_batches,
         expect=(Near(TUNED, 0.02, relative=True),),
@@ -377,6 +403,7 @@ ROWS = (
     Row(
         id="r2sp/figure-11",
         source="Figure 11",
+        items=("Figure 11",),
         claim="AlexNet and VGG16: the narrower the links, the larger R2SP's speed-up over BSP.",
         measure=_throttled,
         expect=tuple(
@@ -391,6 +418,7 @@ ROWS = (
     Row(
         id="r2sp/figure-12-best",
         source="Figure 12",
+        items=("Figure 12",),
         claim="VGG16: iterations are shortest with a relaxation factor of 0.8.",
         measure=_best_relaxation,
         expect=(Near({"best r": 0.8}, 0.1),),
@@ -401,6 +429,7 @@ ROWS = (
     Row(
         id="r2sp/figure-12-shape",
         source="Figure 12",
+        items=("Figure 12",),
         claim="Workers are blocked less with a smaller factor, and iterations are longer at both ends than at 0.8.",
         measure=_relaxation_ends,
         expect=(

@@ -30,12 +30,13 @@ class Verdict:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """id, paper, claim, expected, measured, tolerance, ok, note; also source, seconds."""
+        """id, paper, claim, expected, measured, tolerance, ok, note; also source, items, seconds."""
         expected = [expectation.expected for expectation in self.row.expect]
         return {
             "id": self.row.id,
             "paper": self.row.paper,
             "source": self.row.source,
+            "items": list(self.row.items),
             "claim": self.row.claim,
             "expected": expected[0] if len(expected) == 1 else expected,
             "measured": {name: number if isfinite(number) else None for name, number in self.measured.items()},
@@ -52,22 +53,26 @@ class Row:
 
     Attributes:
         id: "paper/what", which `fastps reproduce` takes.
-        source: the table or figure.
+        source: where the paper says it.
+        items: the tables, figures and claims (`Item.name`) of which the row measures all or a part.
         claim: the paper's statement in a sentence.
         measure: returns the numbers for an effort.
         expect: the expectations; all must hold.
         learns: whether gradients are computed, which takes much longer than virtual time alone.
         assumed: parameters that the paper's text does not give, with the reason for each.
+        tried: each other setting that was tried for this row, with its outcome.
         why_not: the reason of a known disagreement; shown only if the row does not hold.
     """
 
     id: str
     source: str
+    items: Sequence[str]
     claim: str
     measure: Callable[[Effort], Numbers]
     expect: Sequence[Expectation]
     learns: bool = False
     assumed: str = ""
+    tried: Sequence[str] = ()
     why_not: str = ""
 
     @property
@@ -83,4 +88,6 @@ class Row:
             parts = [f"not reproduced: {'; '.join(misses)}.", self.why_not or "No reason is known."]
         if self.assumed:
             parts.append(f"Assumed: {self.assumed}")
+        if self.tried:
+            parts.append(f"Also tried: {'; '.join(self.tried)}.")
         return Verdict(self, measured, not misses, " ".join(parts), seconds)

@@ -1,13 +1,16 @@
-"""All rows by name, and the measurement of selected ones."""
+"""All items and rows by name, and the measurement of selected ones."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from fastps.errors import UsageError
 from fastps.reproduce import backup_workers, dssp, psp_sgd, r2sp, rudra
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row, Verdict
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-ROWS: tuple[Row, ...] = (*dssp.ROWS, *psp_sgd.ROWS, *rudra.ROWS, *r2sp.ROWS, *backup_workers.ROWS)
+PAPERS = (dssp, psp_sgd, rudra, r2sp, backup_workers)
+ITEMS: dict[str, Sequence[Item]] = {paper.PAPER: paper.ITEMS for paper in PAPERS}
+ROWS: tuple[Row, ...] = tuple(row for paper in PAPERS for row in paper.ROWS)
 
 
 def choose(names: Sequence[str]) -> list[Row]:
@@ -41,3 +44,18 @@ def reproduce(
         if after is not None:
             after(verdicts[-1])
     return verdicts
+
+
+def items_of(rows: Iterable[Row]) -> dict[str, list[Item]]:
+    """Return, by paper, the items that can be judged by these rows alone: those whose rows are all among them.
+
+    Items that no row measures are judged with all rows of their paper.
+    """
+    chosen = {row.id for row in rows}
+
+    def judged(paper: str, item: Item) -> bool:
+        all_of_paper = [row for row in ROWS if row.paper == paper]
+        own = [row for row in all_of_paper if item.name in row.items]
+        return all(row.id in chosen for row in own or all_of_paper)
+
+    return {paper: [item for item in items if judged(paper, item)] for paper, items in ITEMS.items()}

@@ -8,6 +8,7 @@ from math import exp
 from statistics import fmean
 
 from fastps.reproduce.expectations import Between, InOrder, Near
+from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.runs import MS, SECOND, error, learn, lognormal, play
 from fastps.simulation.simulate import Simulation
@@ -173,10 +174,23 @@ SERVER = (
     " bounds as the paper says, takes 2073 s (Table 2); times vary as much as makes hardsync with 8 samples take Table 3's"
     " 1995 s (13 %). These two are put in. A step computes as long as "
 )
+PAPER = "rudra"
+ITEMS = (
+    Item(name="Figure 4", says=""),
+    Item(name="Figure 5", says=""),
+    Item(name="Table 1", says=""),
+    Item(name="Table 2", says=""),
+    Item(name="Table 4", says=""),
+    Item(name="Figure 9", says=""),
+    Item(name="Figure 8a", says=""),
+    Item(name="Figure 8b", says=""),
+)
+
 ROWS = (
     Row(
         id="rudra/figure-4",
         source="Figure 4, section 5.1",
+        items=("Figure 4",),
         claim="30 learners: <sigma> is n with n = 1, 2, 30, and sigma exceeds 2 n with a probability below 0.0001.",
         measure=_staleness,
         expect=(
@@ -188,6 +202,7 @@ ROWS = (
     Row(
         id="rudra/figure-5",
         source="Figure 5",
+        items=("Figure 5",),
         claim="30-softsync does not learn with alpha_0 (90 % error) and does with alpha_0 / n; 4-softsync errs less with"
         " alpha_0 / n (real gradients).",
         measure=_modulation,
@@ -203,6 +218,7 @@ ROWS = (
     Row(
         id="rudra/table-1-order",
         source="Table 1",
+        items=("Table 1",),
         claim="Of their time, learners compute 12 % in Rudra-base, 57 % in adv and all in adv*: the order.",
         measure=_overlaps,
         expect=(InOrder(("base", "adv", "adv*")), Near({"adv*": 0.9956}, 0.01)),
@@ -211,6 +227,7 @@ ROWS = (
     Row(
         id="rudra/table-1-values",
         source="Table 1",
+        items=("Table 1",),
         claim="The same: the shares themselves.",
         measure=_overlaps,
         expect=(Near(OVERLAPS, 0.1),),
@@ -223,6 +240,7 @@ ROWS = (
     Row(
         id="rudra/table-2",
         source="Table 2",
+        items=("Table 2",),
         claim="Configurations with the same mu lambda err alike, whatever the staleness, and the error rises with mu lambda"
         " (real gradients).",
         measure=_constant_product,
@@ -238,6 +256,7 @@ ROWS = (
     Row(
         id="rudra/table-4",
         source="Table 4, Figure 9",
+        items=("Table 4", "Figure 9"),
         claim="ImageNet, minutes an epoch: 330 with base-hardsync, 270 with base-softsync, 212 with adv, 125 with adv*: the"
         " order.",
         measure=_table_4,
@@ -249,6 +268,7 @@ ROWS = (
     Row(
         id="rudra/figure-8-mu-128",
         source="Figure 8a",
+        items=("Figure 8a",),
         claim="Speed-up with 30 learners of 128 samples: hardsync has the least, 1-softsync and lambda-softsync about the"
         " same.",
         measure=lambda effort: _speedups(effort, 128),
@@ -261,6 +281,7 @@ ROWS = (
     Row(
         id="rudra/figure-8-mu-4",
         source="Figure 8b",
+        items=("Figure 8b",),
         claim="With 4 samples: hardsync has the least speed-up, lambda-softsync a subdued one, 1-softsync the most (1.32"
         " times as much in Table 2).",
         measure=_small_batches,

@@ -9,9 +9,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fastps.errors import UsageError
+from fastps.reproduce import items
 from fastps.reproduce.expectations import short
+from fastps.reproduce.items import outcomes
 from fastps.reproduce.row import Effort, Row, Verdict
-from fastps.reproduce.rows import reproduce
+from fastps.reproduce.rows import items_of, reproduce
 
 INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
 a footnote, after "Assumed". All times are virtual: the store's own scheduler plays them
@@ -67,8 +69,10 @@ def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Table:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Return a text such as "30 of 35 rows"."""
-    return f"{sum(verdict.ok for verdict in verdicts)} of {len(verdicts)} rows"
+    """Return a text such as "30 of 35 rows: 12 of 20 tables, figures and claims hold in full, ..."."""
+    found = outcomes(items_of([verdict.row for verdict in verdicts]), verdicts)
+    rows = f"{sum(verdict.ok for verdict in verdicts)} of {len(verdicts)} rows"
+    return f"{rows}: {items.summary(found)}" if found else rows
 
 
 def notes(verdicts: Sequence[Verdict]) -> str:
@@ -89,13 +93,28 @@ def markdown(verdicts: Sequence[Verdict], command: str) -> str:
     """Format the results as a document: a table for each paper, then the notes."""
     parts = [f"`{command}` gives {summary(verdicts)}.\n"]
     for paper in dict.fromkeys(verdict.row.paper for verdict in verdicts):
-        parts.append(f"## {paper}\n\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|")
+        parts.append(
+            f"## {paper}\n\n{_coverage(paper, verdicts)}\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|"
+        )
         chosen = [verdict for verdict in verdicts if verdict.row.paper == paper]
         parts.extend(f"| {' | '.join(_cells(verdict))} |" for verdict in chosen)
         parts.append("")
         parts.extend(_footnote(verdict) for verdict in chosen if _footnote(verdict))
         parts.append("")
     return "\n".join(parts)
+
+
+def _coverage(paper: str, verdicts: Sequence[Verdict]) -> str:
+    """The table of a paper's items: what each shows, its rows, its outcome, and what no row measures."""
+    known = {paper: items_of([verdict.row for verdict in verdicts]).get(paper, [])}
+    found = outcomes(known, verdicts)
+    lines = ["| table, figure or claim | what it shows | rows | outcome | not measured |", "|---|---|---|---|---|"]
+    for item in known[paper]:
+        own = [verdict.row for verdict in verdicts if verdict.row.paper == paper and item.name in verdict.row.items]
+        rows = ", ".join(row.id.partition("/")[2] for row in own)
+        cells = [item.name, _literal(item.says), rows, found[paper, item.name].value, _literal(item.left_out)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cells(verdict: Verdict) -> list[str]:
