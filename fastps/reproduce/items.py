@@ -61,8 +61,9 @@ def summary(found: Mapping[tuple[str, str], Outcome]) -> str:
     '1 of 2 tables, figures and claims hold in full, 0 as far as they are measured, 1 does not, 0 are not covered'
     """
     count = {kind: list(found.values()).count(kind) for kind in Outcome}
+    no, missing = count[Outcome.NO], count[Outcome.NOT_COVERED]
     return (
         f"{count[Outcome.HOLDS]} of {len(found)} tables, figures and claims hold in full,"
-        f" {count[Outcome.IN_PART]} as far as they are measured, {count[Outcome.NO]} {'does' if count[Outcome.NO] == 1 else 'do'} not, {count[Outcome.NOT_COVERED]}"
-        f" {'is' if count[Outcome.NOT_COVERED] == 1 else 'are'} not covered"
+        f" {count[Outcome.IN_PART]} as far as they are measured, {no} {'does' if no == 1 else 'do'} not,"
+        f" {missing} {'is' if missing == 1 else 'are'} not covered"
     )
