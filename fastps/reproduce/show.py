@@ -93,9 +93,9 @@ def markdown(verdicts: Sequence[Verdict], command: str) -> str:
     """Format the results as a document: a table for each paper, then the notes."""
     parts = [f"`{command}` gives {summary(verdicts)}.\n"]
     for paper in dict.fromkeys(verdict.row.paper for verdict in verdicts):
-        parts.append(
-            f"## {paper}\n\n{_coverage(paper, verdicts)}\n| row | the paper says | expected | we get | tolerance | ok |\n|---|---|---|---|---|---|"
-        )
+        parts.append(f"## {paper}\n\n{_coverage(paper, verdicts)}")
+        parts.append("| row | the paper says | expected | we get | tolerance | ok |")
+        parts.append("|---|---|---|---|---|---|")
         chosen = [verdict for verdict in verdicts if verdict.row.paper == paper]
         parts.extend(f"| {' | '.join(_cells(verdict))} |" for verdict in chosen)
         parts.append("")
