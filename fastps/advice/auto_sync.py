@@ -167,7 +167,7 @@ def _state_of(worker: Worker) -> Callable[[Store], None]:
     """Return the function that copies the rule's state into a new store: its tensors, and each parameter's step count."""
 
     def write(store: Store) -> None:
-        worker.hold_turns()
+        worker.lock_shards()
         try:
             _, buffers = worker.store.committed()
             for plane in range(store.layout.planes):  # the moving average of the weights is the last
@@ -177,6 +177,6 @@ def _state_of(worker: Worker) -> Callable[[Store], None]:
             for count, steps in zip(store.rule_steps(0), worker.store.rule_steps(buffers), strict=True):
                 count[0] = steps[0]
         finally:
-            worker.release_turns(False)
+            worker.unlock_shards(False)
 
     return write

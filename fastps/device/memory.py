@@ -35,7 +35,7 @@ _LEAST_ARGS_BYTES = 1 << 16
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 
 
-def board_dtype(shards: int) -> np.dtype[Any]:
+def handle_table_dtype(shards: int) -> np.dtype[Any]:
     """The dtype of a lane's handle table, at the end of its room for model buffers. Read and write it under the shard locks."""
     handle = f"V{HANDLE_BYTES}"
     return np.dtype(
@@ -43,13 +43,13 @@ def board_dtype(shards: int) -> np.dtype[Any]:
     )
 
 
-def board_bytes(shards: int) -> int:
+def handle_table_bytes(shards: int) -> int:
     """Size of a handle table in bytes.
 
-    >>> board_bytes(1)
+    >>> handle_table_bytes(1)
     256
     """
-    return board_dtype(shards).itemsize
+    return handle_table_dtype(shards).itemsize
 
 
 @dataclass(frozen=True)
@@ -122,44 +122,44 @@ class DeviceArena:
     # -- setup: memory and handle tables -------------------------------------------------------------
 
     @property
-    def homes(self) -> tuple[int, ...]:
+    def owner_lanes(self) -> tuple[int, ...]:
         """The owner lane of each shard."""
-        return self._layout.homes
+        return self._layout.owner_lanes
 
     def show(self) -> None:
         """Allocate the shards that this lane owns, and write its handle table. The caller holds the shard locks."""
-        board = np.zeros((), board_dtype(len(self._regions)))
+        table = np.zeros((), handle_table_dtype(len(self._regions)))
         for shard, region in enumerate(self._regions):
-            if self.homes[shard] == self._rank:
+            if self.owner_lanes[shard] == self._rank:
                 self._bases[shard] = self._device.allocate(region.size)
-                board["memory"][shard] = np.void(self._device.export(self._bases[shard]))
-        board["identity"] = self._device.identity.encode()
-        board["computed"] = np.void(self._device.export_event(self._computed))
-        board["folded"] = np.void(self._device.export_event(self._folded))
-        board["ready"] = SHOWN
-        self.board(self._rank)[...] = board
+                table["memory"][shard] = np.void(self._device.export(self._bases[shard]))
+        table["identity"] = self._device.identity.encode()
+        table["computed"] = np.void(self._device.export_event(self._computed))
+        table["folded"] = np.void(self._device.export_event(self._folded))
+        table["ready"] = SHOWN
+        self.handle_table(self._rank)[...] = table
 
-    def board(self, lane: int) -> Any:
+    def handle_table(self, lane: int) -> Any:
         """A lane's handle table. It may change unless the caller holds the shard locks."""
-        dtype = board_dtype(len(self._regions))
+        dtype = handle_table_dtype(len(self._regions))
         room = self._store.extra_view(lane)
         return room[self._layout.extra_bytes - dtype.itemsize :].view(dtype).reshape(())
 
     def is_ready(self) -> bool:
         """Whether all owner lanes wrote their handles, and lane 0 the first weights. The caller holds the shard locks."""
-        boards = [self.board(home) for home in self.homes]
-        return all(board["ready"] >= SHOWN for board in boards) and (self._rank == 0 or self.board(0)["ready"] >= FILLED)
+        tables = [self.handle_table(owner) for owner in self.owner_lanes]
+        return all(table["ready"] >= SHOWN for table in tables) and (self._rank == 0 or self.handle_table(0)["ready"] >= FILLED)
 
     def open(self) -> None:
         """Map the memory of the other owner lanes. The caller holds the shard locks, or knows that the tables do not change."""
-        for shard, home in enumerate(self.homes):
-            if home != self._rank and not self._bases[shard]:
-                self._bases[shard] = self._device.open(bytes(self.board(home)["memory"][shard]))
+        for shard, owner in enumerate(self.owner_lanes):
+            if owner != self._rank and not self._bases[shard]:
+                self._bases[shard] = self._device.open(bytes(self.handle_table(owner)["memory"][shard]))
 
     def unmap(self) -> None:
         """Unmap the memory of other owner lanes. No views of it may exist any more."""
-        for shard, home in enumerate(self.homes):
-            if home != self._rank and self._bases[shard]:
+        for shard, owner in enumerate(self.owner_lanes):
+            if owner != self._rank and self._bases[shard]:
                 self._device.close(self._bases[shard])
                 self._bases[shard] = 0
 
@@ -172,7 +172,9 @@ class DeviceArena:
     def near_shards(self) -> list[int]:
         """The shards on this lane's device."""
         identity = self._device.identity.encode()
-        return [shard for shard, home in enumerate(self.homes) if self.board(home)["identity"].item() == identity]
+        return [
+            shard for shard, owner in enumerate(self.owner_lanes) if self.handle_table(owner)["identity"].item() == identity
+        ]
 
     def fill(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
         """Write the first weights (float32, one array per parameter), state and average; return when the copies are done."""
@@ -190,7 +192,7 @@ class DeviceArena:
                 if rule.initial_value(plane):
                     values[:] = rule.initial_value(plane)
                     self._write(self.plane_address(0, plane, index), values)
-        self.board(0)["ready"] = FILLED
+        self.handle_table(0)["ready"] = FILLED
 
     def _write(self, address: int, values: npt.NDArray[np.float32]) -> None:
         self._device.copy(address, values.ctypes.data, values.nbytes, self._stream)
@@ -248,10 +250,10 @@ class DeviceArena:
             if lane == self._rank or state not in PRESENT:
                 continue
             if lane not in self._peers:
-                board = self.board(lane)
-                if board["ready"] < SHOWN:
+                table = self.handle_table(lane)
+                if table["ready"] < SHOWN:
                     continue  # the lane has posted no push yet
-                handles = bytes(board["computed"]), bytes(board["folded"])
+                handles = bytes(table["computed"]), bytes(table["folded"])
                 self._peers[lane] = self._device.open_event(handles[0]), self._device.open_event(handles[1])
             found.append(self._peers[lane])
         return found

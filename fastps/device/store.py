@@ -34,7 +34,7 @@ _PAUSE_NS = 2_000_000
 class DeviceWorker(Worker):
     """A worker of a DeviceStore. Its gradients and weights are the device's arrays."""
 
-    _turns_are_plain = False
+    _combines_itself = False
 
     def __init__(self, store: Store, rank: int, listener: Listener, generation: int = 0) -> None:
         assert isinstance(store, DeviceStore)
@@ -52,39 +52,39 @@ class DeviceWorker(Worker):
     def _begin(self, arena: DeviceArena) -> None:
         """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
-        self._with_turns(arena.show)
+        self._with_locks(arena.show)
         self.wait_until(
-            lambda: self._with_turns(arena.is_ready),
+            lambda: self._with_locks(arena.is_ready),
             _PAUSE_NS,
             lambda: (
                 f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
-                f" {sorted(set(arena.homes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
+                f" {sorted(set(arena.owner_lanes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
             ),
         )
-        self._with_turns(arena.open)
+        self._with_locks(arena.open)
         if self.rank == 0:
             assert isinstance(self.store, DeviceStore)
             first = self.store.take_first_weights()
-            self._with_turns(lambda: arena.fill(first))
+            self._with_locks(lambda: arena.fill(first))
         own = arena.own_shards()
         self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
         self.lane.fold_with(arena.fold, own)
 
-    def release_turns(self, publish: bool) -> None:
-        """See Worker.release_turns. Orders reads and writes made under the locks before the next folds and reads."""
+    def unlock_shards(self, publish: bool) -> None:
+        """See Worker.unlock_shards. Orders reads and writes made under the locks before the next folds and reads."""
         if publish and self._devices is not None:
             self._devices.synchronize_all()
         elif self._devices is not None:
             self._devices.mark_computed()
-        super().release_turns(publish)
+        super().unlock_shards(publish)
 
-    def _with_turns(self, call: Callable[[], Any]) -> Any:
+    def _with_locks(self, call: Callable[[], Any]) -> Any:
         """Call it under the locks of all shards."""
-        self.hold_turns()
+        self.lock_shards()
         try:
             return call()
         finally:
-            self.release_turns(False)
+            self.unlock_shards(False)
 
     @property
     def devices(self) -> DeviceArena:
@@ -159,7 +159,7 @@ class DeviceWorker(Worker):
             self._devices = None
         arena.unmap()
         super().close()
-        if self.rank in arena.homes:
+        if self.rank in arena.owner_lanes:
             self._wait_until_closed()
 
     def _wait_until_closed(self) -> None:

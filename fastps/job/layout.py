@@ -49,7 +49,7 @@ class Layout:
 
     Attributes:
         gradient_type: the precision in which gradients are pushed. They are always summed and applied in single precision.
-        homes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
+        owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
         server: which processes combine: the waiting "workers", or a server "process".
     """
 
@@ -61,7 +61,7 @@ class Layout:
     extra_bytes: int = 0
     faults: FaultPolicy = DEFAULT_FAULTS
     gradient_type: GradientType = "float32"
-    homes: tuple[int, ...] = ()
+    owner_lanes: tuple[int, ...] = ()
     server: str = "workers"
 
     @property
@@ -110,12 +110,12 @@ class Layout:
     @property
     def host_floats(self) -> int:
         """Floats of a weights buffer in the arena: 0 if the weights are on devices."""
-        return 0 if self.homes else self.buffer_floats
+        return 0 if self.owner_lanes else self.buffer_floats
 
     @property
     def host_shards(self) -> list[tuple[int, int]]:
         """The range of floats of each shard in a buffer in the arena: empty ranges if the weights are on devices."""
-        return [(0, 0) for _ in self.shards] if self.homes else self.shards
+        return [(0, 0) for _ in self.shards] if self.owner_lanes else self.shards
 
     def text(self) -> str:
         """The description as JSON. It is hashed, and sent to a peer whose hash differs."""
@@ -134,7 +134,7 @@ class Layout:
             "groups": self.groups,
             "extra_bytes": self.extra_bytes,
             "gradient_type": self.gradient_type,
-            "homes": list(self.homes),
+            "owner_lanes": list(self.owner_lanes),
             "server": self.server,
             "parameters": [asdict(parameter) for parameter in self.parameters],
         }
@@ -183,7 +183,7 @@ def first_difference(mine: str, theirs: str) -> str:
             raise TypeError
     except (ValueError, TypeError, KeyError):
         return "there the description is not one of fastps"
-    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "homes", "server"):
+    for key in ("abi", "byte_order", "workers", "sync", "faults", "rule", "groups", "owner_lanes", "server"):
         if own.get(key) != other.get(key):
             return f"here {key.replace('_', ' ')} is {_shown(own.get(key))}, there it is {_shown(other.get(key))}"
     for index in range(max(len(own["parameters"]), len(other["parameters"]))):

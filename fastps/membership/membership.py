@@ -119,7 +119,7 @@ class Membership:
     def _lose_server(self, server: Owner, now_ns: int) -> None:
         """Go on without the server under any fault policy. Raises WorkerDiedError if it owned the memory on devices."""
         error = self._peers.error(server)
-        if self._store.layout.homes:
+        if self._store.layout.owner_lanes:
             raise WorkerDiedError(
                 f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume"
                 " from its last checkpoint)",

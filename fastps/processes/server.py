@@ -55,7 +55,7 @@ class Server:
         try:
             while True:
                 called = self.lane.event()
-                self._take_turns()
+                self._combine()
                 now_ns = self._clock.now_ns()
                 if now_ns - self._looked_ns >= config.LIVENESS_NS:
                     self._looked_ns = now_ns
@@ -80,7 +80,7 @@ class Server:
                 return False
         return True
 
-    def _take_turns(self) -> None:
+    def _combine(self) -> None:
         if self._is_lost:
             return
         outcome = self.lane.try_combine(self._clock.now_ns())
@@ -109,11 +109,11 @@ class Server:
                 if self._arena.mark_dead(*dead):
                     logger.warning("%s; the job goes on without it", error)
                 self._peers.forget(dead)
-                self._take_turns()
+                self._combine()
             else:
                 # The other workers end with an error that names it. Its lane stays unchanged for them to see.
                 self._peers.dismiss(dead)
-                self._is_lost = bool(self._store.layout.homes)
+                self._is_lost = bool(self._store.layout.owner_lanes)
 
     def _is_over(self) -> bool:
         """Whether no worker is left and none can join: a joiner connects to a worker or to the creator."""

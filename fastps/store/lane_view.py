@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.membership.job_memory import JobMemory
-from fastps.store.waiting import TurnTaker
+from fastps.store.waiting import LaneWaiter
 
 _MOST_NAMED = 256  # combinations of buffers whose views are cached
 
 
-class LaneView(TurnTaker):
+class LaneView(LaneWaiter):
     """An attached lane, as its own process reads it. `Worker` adds the methods that change it."""
 
     begun_at: int

@@ -16,7 +16,7 @@ class ServedWorker(Worker):
     """
 
     is_served: bool
-    _turns_are_plain = False
+    _combines_itself = False
 
     def _make_lane(self) -> WorkerLane:
         lane = super()._make_lane()
@@ -35,21 +35,21 @@ class ServedWorker(Worker):
         if self.is_served:
             self._check_not_forked()
             self.lane.call_server()
-            with self._turn_lock:  # finish with a lock that it recovered from a dead worker and could not release yet
+            with self._combine_lock:  # finish with a lock that it recovered from a dead worker and could not release yet
                 self._settle(self.lane.try_combine(self._clock.now_ns()))
         else:
             super().try_combine()
 
     def take_over(self) -> None:
         """Combine from now on, because the server is gone."""
-        with self._turn_lock:
+        with self._combine_lock:
             self.is_served = False
             self.lane.hand_over(False)
             self.cores.share_among(self._takers())
 
-    def release_turns(self, publish: bool) -> None:
+    def unlock_shards(self, publish: bool) -> None:
         """Release the shard locks as a Worker does, then wake the server for the pushes that were posted meanwhile."""
-        super().release_turns(publish)
+        super().unlock_shards(publish)
         self.try_combine()
 
     def _timeout_text(self) -> str:

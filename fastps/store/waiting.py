@@ -23,8 +23,10 @@ from fastps.system.deadline import Deadline
 _Found = TypeVar("_Found")
 
 
-class TurnTaker:
-    """Lane `rank` of a store. Only one thread may use it; with overlap, the push thread combines too.
+class LaneWaiter:
+    """Lane `rank` of a store: it waits, and combines while it waits.
+
+    Only one thread may use it; with overlap, the push thread combines too.
 
     Attributes:
         rank: this worker's lane.
@@ -45,7 +47,7 @@ class TurnTaker:
         self._looked_ns = self._clock.now_ns()
         self._shards = store.arena.shards
         self._responses = LateResponses(0.0, 0, 0, self._clock)
-        self._turn_lock = threading.RLock()
+        self._combine_lock = threading.RLock()
 
     def _make_lane(self) -> WorkerLane:
         try:
@@ -65,7 +67,7 @@ class TurnTaker:
         """Combine on every shard whose lock is free. Raises ProtocolError; UsageError in a forked child or if fenced."""
         if self.forked:
             raise self._forked_error()
-        with self._turn_lock:
+        with self._combine_lock:
             self._settle(self.lane.try_combine(self._clock.now_ns()))
 
     def _settle(self, outcome: int) -> None:
@@ -97,16 +99,16 @@ class TurnTaker:
 
     def recover_lock(self, owner: Owner, now_ns: int) -> None:
         """Recover the shard locks of a lane's owner. The caller has proved that the owner's process has ended."""
-        with self._turn_lock:
+        with self._combine_lock:
             self.lane.recover_lock(owner[0], now_ns, owner[1])
 
     def recover_stale_locks(self, now_ns: int) -> None:
         """Recover the shard locks of ended owners whose successor in the lane died before it could recover them."""
-        with self._turn_lock:
+        with self._combine_lock:
             self.lane.recover_stale_locks(now_ns)
 
-    def hold_turns(self) -> None:
-        """Take every shard lock, in order, and keep them to copy optimizer state. Call `release_turns` soon after.
+    def lock_shards(self) -> None:
+        """Take every shard lock, in order, and keep them to copy optimizer state. Call `unlock_shards` soon after.
 
         If an exception interrupts this method, it releases every lock.
         """
@@ -121,12 +123,12 @@ class TurnTaker:
     def _held_text(self, shard: int) -> str:
         return f"worker {self.rank} waited for the lock of shard {shard}, which worker {self.lane.owner(shard)} holds"
 
-    def release_turns(self, publish: bool) -> None:
+    def unlock_shards(self, publish: bool) -> None:
         """Release every shard lock. With `publish`, publish the spare buffers of all shards first."""
         self._release(range(self._shards), publish)
 
     def _release(self, shards: range, publish: bool) -> None:
-        with self._turn_lock:
+        with self._combine_lock:
             for outcome in [self.lane.release(publish, shard, self._clock.now_ns()) for shard in shards]:
                 self._settle(outcome)
 

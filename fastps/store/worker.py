@@ -53,7 +53,7 @@ class Worker(LaneView):
         injected_transfer_ns: the duration given to `transfer_ms`, in ns.
     """
 
-    _turns_are_plain = True  # whether try_combine is not overridden
+    _combines_itself = True  # whether try_combine is not overridden
 
     def __init__(self, store: JobMemory, rank: int, listener: rendezvous.Listener, generation: int = 0) -> None:
         super().__init__(store, rank)
@@ -66,7 +66,7 @@ class Worker(LaneView):
         self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them
-        self._pushes_itself = self._turns_are_plain and not policy.overlap
+        self._pushes_itself = self._combines_itself and not policy.overlap
         lane.granted_ns = self._clock.now_ns()
         self._pulled_at = self._idle_at = -1  # posts at the last pull, and at the last pull without a push before it
         self._pulls_in_a_row = 0

@@ -143,11 +143,11 @@ class BufferRounds:
         self._worker.wait_until(has_come, _PAUSE_NS, text)
 
     def _with_locks(self, act: Callable[[], None]) -> None:
-        self._worker.hold_turns()
+        self._worker.lock_shards()
         try:
             act()
         finally:
-            self._worker.release_turns(False)
+            self._worker.unlock_shards(False)
 
     def _read(self, number: int) -> None:
         """Average the buffers that live workers, and workers that left in good order, have published."""

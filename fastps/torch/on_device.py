@@ -12,7 +12,7 @@ import torch
 import torch.utils.dlpack
 
 from fastps.device.interface import Device
-from fastps.device.memory import board_bytes
+from fastps.device.memory import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
@@ -44,8 +44,8 @@ class DevicePlacement(HostPlacement):
     def layout(self, layout: Layout) -> Layout:
         """Make worker 0, or the server, the owner of all shards, and give each lane room for its handles."""
         shards = len(layout.shards)
-        home = layout.lanes if layout.has_server else 0
-        return replace(layout, homes=(home,) * shards, extra_bytes=layout.extra_bytes + board_bytes(shards))
+        owner = layout.lanes if layout.has_server else 0
+        return replace(layout, owner_lanes=(owner,) * shards, extra_bytes=layout.extra_bytes + handle_table_bytes(shards))
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """See HostPlacement.join. Ignores `write_state`: earlier state is published after joining.

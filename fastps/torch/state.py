@@ -22,20 +22,20 @@ MakeTensors = Callable[[list[Any]], Tensors]
 
 def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
     """Copies of the moving average of the weights."""
-    worker.hold_turns()
+    worker.lock_shards()
     try:
         _, buffers = worker.store.committed()
         views = worker.store.plane_views(buffers, worker.store.layout.planes - 1)
         return [average.clone() for average in tensors_of(views)]
     finally:
-        worker.release_turns(False)
+        worker.unlock_shards(False)
 
 
 def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any] | None]:
     """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step."""
-    worker.hold_turns()
+    worker.lock_shards()
     try:
         _, buffers = worker.store.committed()
         steps = [int(count[0]) for count in worker.store.rule_steps(buffers)]
@@ -44,7 +44,7 @@ def entries(
             for plane, name in enumerate(rule.planes)
         }
     finally:
-        worker.release_turns(False)
+        worker.unlock_shards(False)
     of_each = [{name: tensors[index] for name, tensors in planes.items()} for index in range(len(groups))]
     return [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
 
@@ -62,14 +62,14 @@ class _Buffers:
 @contextlib.contextmanager
 def _republished(worker: Worker) -> Iterator[_Buffers]:
     """Hold all shard locks inside the block, which writes the free buffers; publish them at its end unless it raised."""
-    worker.hold_turns()
+    worker.lock_shards()
     published = False
     try:
         spares = [worker.lane.spare(shard) for shard in range(worker.store.arena.shards)]
         yield _Buffers(*worker.store.committed(), [pair[0] for pair in spares], [pair[1] for pair in spares])
         published = True
     finally:
-        worker.release_turns(published)
+        worker.unlock_shards(published)
 
 
 def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:

@@ -59,31 +59,32 @@ struct fps_value {
 };
 
 /* One tensor's own storage, whose data pointer moves from value to value. */
-struct fps_home {
+struct fps_owned_storage {
     c10::Storage storage;  /* null: none yet */
     void *data = nullptr;  /* the data pointer set last */
 };
 
-/* Deleter of a home's data pointer. Its context is a storage that keeps the memory of all values mapped. */
+/* Deleter of an owned storage's data pointer. Its context is a storage that keeps the memory of all values mapped. */
 static void fps_let_go(void *kept) { delete static_cast<c10::Storage *>(kept); }
 
-/* tensor.data = value, for a tensor in its home: one pointer is written, and every tensor that shares the storage follows. */
-static inline bool fps_point(PyObject *tensor, fps_home &home, const fps_value &value) {
+/* tensor.data = value, for a tensor in its owned storage: one pointer is written, and every tensor that shares the storage
+ * follows. */
+static inline bool fps_point(PyObject *tensor, fps_owned_storage &owned, const fps_value &value) {
     c10::TensorImpl *impl = fps_impl(tensor);
-    if (!impl || !home.storage || !value.data) return false;
+    if (!impl || !owned.storage || !value.data) return false;
     c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
-    if (storage != home.storage.unsafeGetStorageImpl() || !value.has_form_of(impl)) return false;
+    if (storage != owned.storage.unsafeGetStorageImpl() || !value.has_form_of(impl)) return false;
     at::DataPtr &own = storage->_mutable_data_ptr_no_checks();
-    if (own.get() != home.data || own.get_deleter() != fps_let_go || storage->nbytes() != value.nbytes) return false;
+    if (own.get() != owned.data || own.get_deleter() != fps_let_go || storage->nbytes() != value.nbytes) return false;
     own = at::DataPtr(value.data, own.release_context(), fps_let_go, own.device());
-    home.data = value.data;
+    owned.data = value.data;
     return true;
 }
 
-/* tensor.data = values: the same shape and strides over other memory, in a new home if that memory is the CPU's. The version
+/* tensor.data = values: the same shape and strides over other memory, in a new owned storage if that memory is the CPU's. The version
  * counter stays unchanged. */
-static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_home &home, const fps_value &value) {
-    home = fps_home();
+static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_owned_storage &owned, const fps_value &value) {
+    owned = fps_owned_storage();
     c10::TensorImpl *shown = fps_plain(tensor), *from = fps_plain(values);
     if (!shown || !from || !fps_alike(shown, from)) return false;
     if (!shown->allow_tensor_metadata_change() || shown->key_set() != from->key_set() ||
@@ -95,9 +96,9 @@ static inline bool fps_settle(PyObject *tensor, PyObject *values, fps_home &home
         return true;
     }
     at::DataPtr own(value.data, new c10::Storage(memory), fps_let_go, memory.device());
-    home.storage = c10::Storage(c10::Storage::use_byte_size_t(), value.nbytes, std::move(own), nullptr, false);
-    home.data = value.data;
-    shown->set_storage_keep_dtype(home.storage);
+    owned.storage = c10::Storage(c10::Storage::use_byte_size_t(), value.nbytes, std::move(own), nullptr, false);
+    owned.data = value.data;
+    shown->set_storage_keep_dtype(owned.storage);
     return true;
 }
 

@@ -14,11 +14,11 @@ cdef extern from "tensors/torch_tensors.hpp":
         fps_value()
         fps_value(object tensor) except +
 
-    cppclass fps_home:
+    cppclass fps_owned_storage:
         pass
 
-    bint fps_point(object tensor, fps_home &home, const fps_value &value) except +
-    bint fps_settle(object tensor, object values, fps_home &home, const fps_value &value) except +
+    bint fps_point(object tensor, fps_owned_storage &owned, const fps_value &value) except +
+    bint fps_settle(object tensor, object values, fps_owned_storage &owned, const fps_value &value) except +
     const void *fps_storage(object tensor) except +
     bint fps_version(object tensor, int64_t *version) except +
     bint fps_grad_is(object tensor, const fps_value &value, bint *same) except +
@@ -56,12 +56,12 @@ cdef class CompiledLoops:
     cdef list tensors
     cdef vector[int64_t] remembered
     cdef vector[const void *] storages      # each tensor's, when it was last shown or remembered
-    cdef vector[fps_home] homes
-    cdef object memory              # which the homes point into
+    cdef vector[fps_owned_storage] owned
+    cdef object memory              # which the owned storages point into
 
     def __init__(self, list tensors not None):
         self.tensors = tensors
-        self.homes.resize(len(tensors))
+        self.owned.resize(len(tensors))
         self.remember()
 
     def prepare(self, list values not None, memory=None):
@@ -71,8 +71,8 @@ cdef class CompiledLoops:
         return Values(values, memory)
 
     cdef int _check(self, Values values) except -1:
-        if values.known.size() != self.homes.size():
-            raise ValueError(f"expected {self.homes.size()} tensors, found {values.known.size()}")
+        if values.known.size() != self.owned.size():
+            raise ValueError(f"expected {self.owned.size()} tensors, found {values.known.size()}")
         return 0
 
     def show(self, Values values not None):
@@ -80,20 +80,20 @@ cdef class CompiledLoops:
         cdef Py_ssize_t i
         self._check(values)
         if values.memory is None or values.memory is not self.memory:
-            self._leave_homes()
+            self._drop_storages()
             self.memory = values.memory
         for i in range(len(self.tensors)):
-            if fps_point(self.tensors[i], self.homes[i], values.known[i]):
+            if fps_point(self.tensors[i], self.owned[i], values.known[i]):
                 continue
-            if not fps_settle(self.tensors[i], values.tensors[i], self.homes[i], values.known[i]):
+            if not fps_settle(self.tensors[i], values.tensors[i], self.owned[i], values.known[i]):
                 self.tensors[i].data = values.tensors[i]
             self.storages[i] = fps_storage(self.tensors[i])
 
-    cdef void _leave_homes(self):
-        """Drop all homes, because a home keeps only the memory mapped in which it was made."""
-        cdef size_t count = self.homes.size()
-        self.homes.clear()
-        self.homes.resize(count)
+    cdef void _drop_storages(self):
+        """Drop all storages, because each keeps only the memory mapped in which it was made."""
+        cdef size_t count = self.owned.size()
+        self.owned.clear()
+        self.owned.resize(count)
 
     cdef int64_t _version(self, Py_ssize_t i) except -1:
         cdef int64_t version = 0

@@ -99,7 +99,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None
     assert "Traceback" not in outcome.stderr
 
 
-def test_sides_take_turns() -> None:
+def test_sides_combine() -> None:
     order: list[str] = []
 
     def side(name: str, seconds: float) -> float:

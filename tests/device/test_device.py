@@ -16,7 +16,7 @@ import pytest
 import fastps
 from fastps.device.host import HostDevice
 from fastps.device.interface import HANDLE_BYTES, DeviceLostError
-from fastps.device.memory import board_bytes
+from fastps.device.memory import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
@@ -166,12 +166,12 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(stride) // 4 for stride in np.zeros(shape, np.float32).strides)
 
 
-def make_store(update: Update, sync: str, workers: int, homes: tuple[int, ...]) -> DeviceStore:
-    """A job whose shards are homed at the given workers; its weights are `first_weights`."""
+def make_store(update: Update, sync: str, workers: int, owner_lanes: tuple[int, ...]) -> DeviceStore:
+    """A job whose shards lie on the devices of the given workers; its weights are `first_weights`."""
     policy, weights = parse_policy(sync), first_weights()
     parameters = place([(name, shape, contiguous(shape), 0) for name, shape in SHAPES.items()], policy.shards)
     layout = Layout(parameters, 1, update.rule, policy, workers)
-    layout = replace(layout, homes=homes, extra_bytes=board_bytes(len(layout.shards)))
+    layout = replace(layout, owner_lanes=owner_lanes, extra_bytes=handle_table_bytes(len(layout.shards)))
 
     def write(views: list[Any]) -> None:
         for view, values in zip(views, weights.values(), strict=True):
@@ -217,7 +217,7 @@ def run_workers(
 
 
 @pytest.mark.parametrize(
-    ("update", "sync", "homes"),
+    ("update", "sync", "owner_lanes"),
     [
         (fastps.SGD(lr=0.1, momentum=0.9, nesterov=True), "bsp", (0,)),
         (fastps.Adam(lr=0.01, weight_decay=0.1), "bsp,ema=0.9", (1,)),
@@ -226,16 +226,18 @@ def run_workers(
     ],
     ids=["nesterov", "adam-average", "two-devices", "adagrad"],
 )
-def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(update: Update, sync: str, homes: tuple[int, ...]) -> None:
-    identities = ["one", "two"] if len(set(homes)) > 1 else ["one", "one"]
+def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
+    update: Update, sync: str, owner_lanes: tuple[int, ...]
+) -> None:
+    identities = ["one", "two"] if len(set(owner_lanes)) > 1 else ["one", "one"]
     on_cpu = fastps.Store.create(first_weights(), update, sync=sync, workers=2)
     expected = run_workers(on_cpu, 2, 12, identities)[0][0]
-    found = run_workers(make_store(update, sync, 2, homes), 2, 12, identities)
+    found = run_workers(make_store(update, sync, 2, owner_lanes), 2, 12, identities)
     for weights, _ in found:
         for name, values in weights.items():
             assert np.array_equal(values, expected[name]), name
-    assert sum(folds for _, folds in found) >= 12 * len(homes)
-    if len(set(homes)) > 1:
+    assert sum(folds for _, folds in found) >= 12 * len(owner_lanes)
+    if len(set(owner_lanes)) > 1:
         assert all(folds >= 12 for _, folds in found), "each device's own worker folds its shards"
 
 
@@ -299,7 +301,7 @@ def test_folds_wait_for_gradients_that_are_still_computed_and_for_weights_that_a
     assert [child.outcome for child in children] == [[], []], "the steps whose weights were not those of their version"
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["home", "guest"])
+@pytest.mark.parametrize("victim", [0, 1], ids=["owner", "other"])
 def test_a_killed_worker_is_named_within_two_seconds_and_the_others_end(victim: int) -> None:
     store = make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,))
 
@@ -325,6 +327,6 @@ def test_what_a_device_cannot_do_is_refused_by_name() -> None:
 def test_workers_that_place_shards_differently_are_told_so() -> None:
     update = fastps.SGD(lr=0.1)
     with make_store(update, "bsp", 2, (0,)) as store:
-        other = replace(store.layout, homes=(1,))
-        with pytest.raises(fastps.LayoutError, match="homes"):
+        other = replace(store.layout, owner_lanes=(1,))
+        with pytest.raises(fastps.LayoutError, match="owner lanes"):
             fastps.Store.connect(store.job, other, [update.hyper])

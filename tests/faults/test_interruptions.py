@@ -181,7 +181,7 @@ def test_who_is_interrupted_while_it_takes_all_turns_holds_none() -> None:
         assert holder.lane.hold(1)
         clock.arm(6)
         with pytest.raises(KeyboardInterrupt):
-            other.hold_turns()
+            other.lock_shards()
         assert [other.lane.owner(shard) for shard in range(3)] == [-1, 0, -1]
         holder.lane.release(False, 1)
         other.close()
@@ -190,13 +190,13 @@ def test_who_is_interrupted_while_it_takes_all_turns_holds_none() -> None:
 def test_turns_that_are_let_go_of_are_free_although_a_helper_was_away() -> None:
     with _store("asp", floats=400_000) as store, store.attach(0) as holder, store.attach(1) as other:
         holder.lane.share_folds(1)
-        holder.hold_turns()
+        holder.lock_shards()
         other.gradients["w"][:] = 1.0
         other.push(store.hypers)
         _set_helping(store, 1, 1)
         back = threading.Timer(0.2, _set_helping, (store, 1, 0))
         back.start()
-        holder.release_turns(False)
+        holder.unlock_shards(False)
         back.join()
         assert (store.version, holder.lane.owner()) == (1, -1)
 
@@ -206,7 +206,7 @@ def test_a_served_worker_lets_go_of_a_turn_that_it_broke_while_a_helper_was_away
 
         def die_with_the_turn() -> None:
             other = store.attach(1)
-            other.hold_turns()
+            other.lock_shards()
             os.kill(os.getpid(), signal.SIGKILL)
 
         child = processes.start(die_with_the_turn)
@@ -261,7 +261,7 @@ def test_a_turn_is_broken_whose_owners_successor_died_before_it_could(have_met: 
             owner = store.attach(1)
             while not told[0]:
                 time.sleep(0.001)
-            owner.hold_turns()
+            owner.lock_shards()
             os.kill(os.getpid(), signal.SIGKILL)
 
         def die_before_the_claim() -> None:

@@ -245,7 +245,7 @@ class Life:
 
     def _hold(self, rank: int) -> None:
         worker = self._workers[rank]
-        worker.hold_turns()
+        worker.lock_shards()
         try:
             weights, states = self.store.committed()
             self.store.weight_views(weights)
@@ -256,7 +256,7 @@ class Life:
                 except RuntimeError:  # no buffer is free
                     return
         finally:
-            worker.release_turns(self._random.random() < 0.5)
+            worker.unlock_shards(self._random.random() < 0.5)
 
     def _leave(self, rank: int) -> None:
         self._workers.pop(rank).close()

@@ -15,7 +15,7 @@ import pytest
 
 import fastps
 from fastps.device.host import HostDevice
-from fastps.device.memory import board_bytes
+from fastps.device.memory import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
@@ -205,14 +205,14 @@ def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_j
 
 def test_who_holds_the_turns_by_hand_gives_them_back_to_the_server() -> None:
     with _store("asp", 2) as store, store.attach(0) as first, store.attach(1) as second:
-        first.hold_turns()
+        first.lock_shards()
         second.push(store.hypers)
         time.sleep(0.05)
         assert store.version == 0
         buffer, _ = first.lane.spare()
         for view in store.weight_views(buffer):
             view[:] = 5.0
-        first.release_turns(True)
+        first.unlock_shards(True)
         _until(lambda: store.version == 1)
         second.pull()
         assert second.weights["a"][0] == 5.0 - second.gradients["a"][0]
@@ -385,7 +385,7 @@ def _device_store(sync: str, workers: int, update: fastps.job.update_rules.Updat
     parameters = place([("a", (SIZE,), (1,), 0), ("b", (3, 5), (5, 1), 0)], policy.shards)
     layout = Layout(parameters, 1, update.rule, policy, workers, server="process")
     shards = len(layout.shards)
-    layout = replace(layout, homes=(layout.lanes,) * shards, extra_bytes=board_bytes(shards))
+    layout = replace(layout, owner_lanes=(layout.lanes,) * shards, extra_bytes=handle_table_bytes(shards))
 
     def write(views: list[Any]) -> None:
         for view in views:
