@@ -28,7 +28,7 @@ from fastps.torch.optimizer import DistributedOptimizer
 from fastps.training.data import Dataset, open_saved
 from fastps.training.models import accuracy, inputs_of, model_for
 from fastps.training.options import TrainingOptions, extra_wait_ns
-from fastps.training.prefetch import Prefetch
+from fastps.training.prefetch import prefetch
 
 if TYPE_CHECKING:
     from fastps.kernels.shm.arena import Histograms
@@ -169,7 +169,7 @@ class TrainingRun:
 
     def _steps(self, optimizer: DistributedOptimizer, batches: "Batches", began_ns: int) -> None:
         """Step until the budget is drawn. Read batches ahead, unless grants decide their size."""
-        with Prefetch(() if self._policy.tune else batches) as ahead:
+        with prefetch(() if self._policy.tune else batches) as ahead:
             while not self._finished(optimizer):
                 tuned = optimizer.worker.batch_size
                 self._step(optimizer, *(batches.next(tuned) if self._policy.tune else next(ahead)))
