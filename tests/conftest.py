@@ -28,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["AssertionError"]))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what the collection made out of garbage collections: they would pass over a million objects, here and in forks."""
+    gc.collect()
+    gc.freeze()
+
+
 def _shared_memory() -> set[str]:
     """Files under /dev/shm; not those of semaphores, and of an MPI job that a benchmark in the next process may run."""
     return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith(("sem.", "mpich_shm"))}
@@ -74,11 +80,10 @@ def nothing_is_left_behind() -> Iterator[None]:
     memory, descriptors = _shared_memory(), _descriptors()
     yield
     deadline = time.monotonic() + 5
-    while _left_behind(memory, descriptors) and time.monotonic() < deadline:
+    while (left := _left_behind(memory, descriptors)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-    left = _left_behind(memory, descriptors)
-    for child in _children():  # or the next test would fail, too
+    for child in _children() if left else ():  # or the next test would fail, too
         with contextlib.suppress(psutil.Error):
             child.kill()
             child.wait(10)

@@ -107,7 +107,11 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("recorded", ["asp", "ssp:1", "dssp:1,4", "r2sp", "asp,stagger=0.8"], indirect=True)
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("recorded", ["asp", "r2sp", *map(_slow, ("ssp:1", "dssp:1,4", "asp,stagger=0.8"))], indirect=True)
 def test_a_run_that_folds_each_push_is_replayed_by_plain_torch_to_the_bit(recorded: Any) -> None:
     live, pushes = recorded
     assert pushes["staleness"].max() > 0, "nothing was stale, so nothing was shown"
@@ -118,7 +122,7 @@ def test_a_run_that_folds_each_push_is_replayed_by_plain_torch_to_the_bit(record
 
 @pytest.mark.parametrize(
     ("recorded", "learning_rate"),
-    [("bsp", 0.05), ("backup:1", 0.05), ("softsync:1", 0.05), ("softsync:2", 0.025)],
+    [("backup:1", 0.05), ("softsync:2", 0.025), _slow("bsp", 0.05), _slow("softsync:1", 0.05)],
     indirect=["recorded"],
 )
 def test_a_run_that_folds_means_is_replayed_by_plain_torch_but_for_rounding(recorded: Any, learning_rate: float) -> None:

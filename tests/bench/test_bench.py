@@ -48,6 +48,7 @@ def _checked_document(command: str, *arguments: str, target: Path) -> tuple[dict
     return document, outcome.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmarks_of_single_kernels_run() -> None:
     """pytest-benchmark's, each once: timing is switched off."""
     folder = Path(__file__).parents[1]

@@ -23,7 +23,6 @@ from fastps.checkpoint.format import JSON_FILE, TENSORS_FILE
 from fastps.processes.launcher import Launcher
 from fastps.processes.options import JobOptions
 from tests.support import processes
-from tests.support.sizes import sample_and_full
 
 WEIGHTS = {"w": np.linspace(-1, 1, 30, dtype=np.float32).reshape(5, 6), "b": np.ones(3, np.float32)}
 UPDATES: dict[str, Any] = {
@@ -320,7 +319,8 @@ def test_checkpoints_every_so_many_updates_and_a_failure_goes_on(tmp_path: Path)
         assert optimizer.version == 5
 
 
-@sample_and_full(1, 2, "workers")
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_example_that_resumes_ends_with_the_same_bits(tmp_path: Path, workers: int) -> None:
     example = Path(__file__).parents[2] / "examples" / "resume.py"
 

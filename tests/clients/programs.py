@@ -1,12 +1,22 @@
 """Run a program as a user does: a script under `fastps run`, or alone."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _TESTS = Path(__file__).parents[1]
+
+
+def needs(*packages: str) -> None:
+    """Skip a module whose programs need packages that are not installed. They are not imported here, which takes seconds."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: it belongs to the extra fastps[clients]", allow_module_level=True)
 
 
 def run(script: str, folder: Path, *arguments: str, workers: int = 0, env: str = "auto", sync: str = "asp") -> Any:

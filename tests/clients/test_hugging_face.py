@@ -7,8 +7,8 @@ import pytest
 import fastps
 from tests.clients import digits, programs
 
-pytest.importorskip("accelerate", reason="the extra fastps[clients] is not installed")
-pytest.importorskip("transformers", reason="the extra fastps[clients] is not installed")
+programs.needs("accelerate", "transformers")
+
 
 ACCELERATED = """
 import json

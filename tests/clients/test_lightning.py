@@ -6,7 +6,8 @@ import pytest
 
 from tests.clients import digits, programs
 
-pytest.importorskip("lightning", reason="the extra fastps[clients] is not installed")
+programs.needs("lightning")
+
 
 PROGRAM = """
 import json, sys, warnings

@@ -63,7 +63,7 @@ def _results(folder: Path, method: str, arguments: list[str], monkeypatch: pytes
     return found
 
 
-@pytest.mark.parametrize("kind", ["script", "module"])
+@pytest.mark.parametrize("kind", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_forked_worker_has_what_a_new_process_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     folder = tmp_path / "scripts" if kind == "script" else tmp_path / "package"
     folder.mkdir()

@@ -122,7 +122,9 @@ def test_four_workers_equal_one_process_with_the_batches_of_all(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("sync", ["bsp", "asp", "ssp:1", "dssp:1,4"])
+@pytest.mark.parametrize(
+    "sync", ["bsp", "asp", *(pytest.param(sync, marks=pytest.mark.slow) for sync in ("ssp:1", "dssp:1,4"))]
+)
 def test_kills_of_a_torch_worker_are_named_by_the_others(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five kills a discipline: 20 with torch, beside the 180 of tests/store/test_store.py without."""
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -85,7 +85,7 @@ def _accuracy(sync: str, seed: int) -> float:
     return float(row["test_accuracy"])
 
 
-@pytest.mark.parametrize("sync", ["bsp", "dssp:3,15"])
+@pytest.mark.parametrize("sync", ["bsp", pytest.param("dssp:3,15", marks=pytest.mark.slow)])
 def test_real_images_are_learnt_by_four_workers(sync: str) -> None:
     assert _accuracy(sync, seed=0) >= BAR - 0.01, "a single seed; the slow test has the median"
 

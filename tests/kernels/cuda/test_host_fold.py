@@ -33,6 +33,7 @@ from tests.support.fold_jobs import (
     assert_same_bits,
     make_job,
 )
+from tests.support.sizes import sample_and_full
 
 DTYPES = pytest.mark.parametrize("dtype", list(launch_args.DTYPES))
 LONG = (4095, 4096, 4097, 9001)  # around a tile's border
@@ -201,12 +202,13 @@ def test_what_no_kernel_can_do_is_refused() -> None:
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
-def test_nvcc_compiles_every_kernel(tmp_path: Path) -> None:
+@sample_and_full(("sm_90",), ARCHITECTURES, "architectures")
+def test_nvcc_compiles_every_kernel(tmp_path: Path, architectures: tuple[str, ...]) -> None:
     compiler = shutil.which("nvcc")
     if compiler is None:
         pytest.skip("nvcc is not installed")
     binary = tmp_path / "fold.fatbin"
-    targets = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in ARCHITECTURES]
+    targets = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in architectures]
     command = [compiler, "--threads=2", *targets, *cuda.OPTIONS, "-Werror=all-warnings", "-fatbin", "--no-compress"]
     done = subprocess.run([*command, "-o", str(binary), str(cuda.SOURCE)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.kernels.protocol.ring import Ring
-
-STRESS_DESCRIPTORS = 10_000_000
+from tests.support.sizes import sample_and_full
 
 
 def test_new_ring_is_empty() -> None:
@@ -71,10 +70,11 @@ def _in_two_processes(size: int, count: int, seed: int) -> tuple[int, int]:
     return os.waitstatus_to_exitcode(status), empty
 
 
+@sample_and_full(1_000_000, 10_000_000, "descriptors")
 @pytest.mark.timeout(300)  # two that spin take turns by whole time slices on a machine that has no core for each
-def test_two_processes_exchange_ten_million_descriptors_in_order() -> None:
+def test_two_processes_exchange_millions_of_descriptors_in_order(descriptors: int) -> None:
     seed = random.Random(20261121).getrandbits(60)
-    exit_code, empty = _in_two_processes(256, STRESS_DESCRIPTORS, seed)
+    exit_code, empty = _in_two_processes(256, descriptors, seed)
     assert exit_code in (0, 3), f"producer failed, seed {seed}"
     assert empty > 0, "the ring was never empty: the test did not meet that case"
 
