@@ -10,8 +10,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # pip is silent for minutes, and verbose with -v. Show the build's own lines only, and the end of the log if it fails.
 SHOW_BUILD := 2>&1 | tee build/install.log | sed -un 's/^ *\(fastps: .*\)/\1/p' || { tail -n 50 build/install.log; exit 1; }
-# Run the tests in two processes. Tests that compare times (marked timing) have three chances.
-PARALLEL := -n 2 --dist worksteal
+# Run the tests in three processes, because many wait. Tests that compare times (marked timing) have three chances.
+PARALLEL := -n 3 --dist worksteal
 
 # Link the Python files into a build's folder ($1), beside its compiled modules, so that a changed Python file needs no rebuild.
 LINK_PYTHON = find $1/fastps -type l -delete; \
