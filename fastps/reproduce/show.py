@@ -18,8 +18,11 @@ from fastps.reproduce.rows import items_of, reproduce
 INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
 a footnote, after "Assumed". All times are virtual: the store's own scheduler plays them
 ([Virtual time](architecture/simulation.md)). "Real gradients" are torch's, each computed at its virtual moment with the weights
-that its worker would have read. Where a setting was chosen after others had been tried, the footnote says so and what
-they gave.
+that its worker would have read.
+
+What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and every one of its rows
+holds. What no row measures stands in the last column of a paper's first table, with the reason. Where a setting was chosen
+after others had been tried, the footnote says so and what they gave.
 
 """
 MOST_LINES = 6  # of a cell; a longer one stands in the row's footnote
