@@ -20,7 +20,7 @@ a footnote, after "Assumed". All times are virtual: the store's own scheduler pl
 ([Virtual time](architecture/simulation.md)). "Real gradients" are torch's, each computed at its virtual moment with the weights
 that its worker would have read.
 
-What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and every one of its rows
+What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and each of them
 holds. What no row measures stands in the last column of a paper's first table, with the reason. Where a setting was chosen
 after others had been tried, the footnote says so and what they gave.
 
