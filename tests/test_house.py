@@ -56,7 +56,6 @@ MODULES = {
     "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
     "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
-    "fastps/job/disciplines": "tests/job/test_policy.py",
     "fastps/job/fault_policy": "tests/membership/test_membership.py",
     "fastps/job/layout": "tests/job/test_limits.py",
     "fastps/job/specs": "tests/job/test_policy.py",
