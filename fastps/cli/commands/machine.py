@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastps.cli.commands import MACHINE, TRAIN, WATCH
 from fastps.cli.options import (
     SYNC_HELP,
     CheckpointDirectory,
@@ -54,6 +55,7 @@ START_METHOD_HELP = (
 )
 
 commands = typer.Typer()
+ORDER = 20
 
 
 def _command_of(arguments: list[str], module: bool) -> list[str]:
@@ -78,7 +80,7 @@ def _names_python(argument: str) -> bool:
 
 
 @commands.command(
-    rich_help_panel="Train",
+    rich_help_panel=TRAIN,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
@@ -139,7 +141,7 @@ def run(
 
 
 @commands.command(
-    rich_help_panel="Watch and explain a run",
+    rich_help_panel=WATCH,
     epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -",
 )
 def top(
@@ -174,7 +176,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
     "   |   fastps bench train -n 2",
 )
@@ -220,7 +222,7 @@ def _whole(name: str, text: str) -> int:
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
 )
 def doctor(

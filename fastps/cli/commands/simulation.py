@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from fastps.cli.commands import CHOOSE, MACHINE
 from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, Wide, console_of
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
@@ -12,10 +13,11 @@ from fastps.training.options import LEARNING_RATE
 FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
 
 commands = typer.Typer()
+ORDER = 40
 
 
 @commands.command(
-    rich_help_panel="Choose a discipline",
+    rich_help_panel=CHOOSE,
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
@@ -129,7 +131,7 @@ def simulate(
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -",
 )
 def reproduce(

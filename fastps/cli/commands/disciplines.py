@@ -2,15 +2,17 @@
 
 import typer
 
+from fastps.cli.commands import CHOOSE
 from fastps.cli.options import Json, Wide, console_of
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import MODIFIERS
 
 commands = typer.Typer()
+ORDER = 50
 
 
 @commands.command(
-    rich_help_panel="Choose a discipline",
+    rich_help_panel=CHOOSE,
     epilog="Examples:  fastps disciplines   |   fastps disciplines --json -",
 )
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
