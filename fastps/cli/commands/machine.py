@@ -25,6 +25,7 @@ from fastps.cli.options import (
     Seed,
     Server,
     TraceFile,
+    Wide,
     Workers,
     console_of,
     job_options_of,
@@ -150,6 +151,7 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
@@ -160,7 +162,7 @@ def top(
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
     try:
         show = looking.look_once if once else looking.watch
-        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval)
+        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval, wide=wide)
     except KeyboardInterrupt:
         raise typer.Exit from None
     if json_file is not None:
@@ -191,6 +193,7 @@ def bench(
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
     backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
     device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with all workers on GPU 0.")] = "cpu",
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
@@ -198,7 +201,7 @@ def bench(
 
     from fastps.bench.measure import SMOKE, BenchOptions
     from fastps.bench.run import run as run_bench
-    from fastps.bench.show import show
+    from fastps.cli.bench_report import show_benchmarks
     from fastps.system.json_report import write_json
 
     default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
@@ -208,7 +211,7 @@ def bench(
     )
     options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
     rows = run_bench(what, options)
-    show(rows, console_of(json_file))
+    show_benchmarks(rows, console_of(json_file), wide=wide)
     if json_file is not None:
         write_json(f"bench {what}", rows, json_file)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fastps.cli.commands import CHOOSE, WATCH
-from fastps.cli.options import Json, Wide, console_of
+from fastps.cli.options import Bar, Json, Wide, console_of
 
 commands = typer.Typer()
 ORDER = 30
@@ -84,7 +84,7 @@ def advise(
     ] = 0.0,
     wide: Wide = False,
     json_file: Json = None,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+    progress: Bar = True,
 ) -> None:
     """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
     from fastps.advice import advise as advice

@@ -201,7 +201,7 @@ def stragglers(
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
     from fastps.advice import stragglers as estimate
-    from fastps.cli.report import straggler_rows, straggler_tables, training_table
+    from fastps.cli.report import arrivals_table, splits_table, straggler_rows, straggler_verdict, training_table
     from fastps.cli.tables import show
     from fastps.system.json_report import write_json
     from fastps.training import runs
@@ -221,7 +221,10 @@ def stragglers(
     splits = estimate.splits(arrivals, law)
     show(console, training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
-    console.print(straggler_tables(arrivals, splits, known))
+    show(console, arrivals_table(arrivals), wide=wide)
+    if splits:
+        show(console, splits_table(splits, known), wide=wide)
+    console.print(straggler_verdict(arrivals, splits, known), markup=False, highlight=False)
     if plot is not None:
         from fastps.cli.plots import plot_arrivals
 
