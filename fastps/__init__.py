@@ -6,122 +6,34 @@ work. Two lines change a training loop:
     import fastps
     opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="dssp:3,15")
 
-This module is the public list and nothing else. A public name imports its module when it is first used.
+This module is the public list and nothing else. A public name imports its module when it is first used. Type checkers and
+editors read the same names in the stub beside it. The disciplines are not listed: their module's `__all__` names them.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastps.errors import (
-    ArenaError,
-    AttachError,
-    CheckpointError,
-    Error,
-    LayoutError,
-    NonFiniteGradientError,
-    ParameterChangedError,
-    PolicyError,
-    ProtocolError,
-    TimeoutExceededError,
-    UnsupportedError,
-    UsageError,
-    WorkerDiedError,
-)
-from fastps.version import __version__
-
-if TYPE_CHECKING:
-    from fastps.checkpoint.format import Checkpoint, load
-    from fastps.checkpoint.snapshot import save
-    from fastps.job.disciplines import ASP, BSP, DSSP, PSP, R2SP, SSP, BackupWorkers, HardSync, RudraAdv, RudraAdvStar, SoftSync
-    from fastps.job.environment import rank, world_size
-    from fastps.job.policy import Policy
-    from fastps.job.specs import parse_policies, parse_policy
-    from fastps.job.update_rules import SGD, Adagrad, Adam, RMSProp
-    from fastps.job.user_rules import UserRule, rule
-    from fastps.processes.spawn import spawn
-    from fastps.store.observer import Look, Observer, ShardStatistics, WorkerStatistics, observe
-    from fastps.store.store import Store
-    from fastps.store.worker import Worker
-    from fastps.torch.checkpoint import optimizer_state_dict
-    from fastps.torch.optimizer import DistributedOptimizer
-    from fastps.torch.rule_optimizer import RuleOptimizer
-    from fastps.torch.sampler import BatchSampler
-    from fastps.torch.schedules import GlobalStepLR, exponential_decay
-    from fastps.tracing.recorder import trace
-
-__all__ = [
-    "ASP",
-    "BSP",
-    "DSSP",
-    "PSP",
-    "R2SP",
-    "SGD",
-    "SSP",
-    "Adagrad",
-    "Adam",
-    "ArenaError",
-    "AttachError",
-    "BackupWorkers",
-    "BatchSampler",
-    "Checkpoint",
-    "CheckpointError",
-    "DistributedOptimizer",
-    "Error",
-    "GlobalStepLR",
-    "HardSync",
-    "LayoutError",
-    "Look",
-    "NonFiniteGradientError",
-    "Observer",
-    "ParameterChangedError",
-    "Policy",
-    "PolicyError",
-    "ProtocolError",
-    "RMSProp",
-    "RudraAdv",
-    "RudraAdvStar",
-    "RuleOptimizer",
-    "ShardStatistics",
-    "SoftSync",
-    "Store",
-    "TimeoutExceededError",
-    "UnsupportedError",
-    "UsageError",
-    "UserRule",
-    "Worker",
-    "WorkerDiedError",
-    "WorkerStatistics",
-    "__version__",
-    "exponential_decay",
-    "load",
-    "observe",
-    "optimizer_state_dict",
-    "parse_policies",
-    "parse_policy",
-    "rank",
-    "rule",
-    "save",
-    "spawn",
-    "trace",
-    "world_size",
-]
+from fastps import errors
+from fastps.version import __version__ as __version__
 
 _NAMES_OF = {
+    errors.__name__: (
+        "ArenaError",
+        "AttachError",
+        "CheckpointError",
+        "Error",
+        "LayoutError",
+        "NonFiniteGradientError",
+        "ParameterChangedError",
+        "PolicyError",
+        "ProtocolError",
+        "TimeoutExceededError",
+        "UnsupportedError",
+        "UsageError",
+        "WorkerDiedError",
+    ),
     "fastps.checkpoint.format": ("Checkpoint", "load"),
     "fastps.checkpoint.snapshot": ("save",),
-    "fastps.job.disciplines": (
-        "ASP",
-        "BSP",
-        "BackupWorkers",
-        "DSSP",
-        "HardSync",
-        "PSP",
-        "R2SP",
-        "RudraAdv",
-        "RudraAdvStar",
-        "SSP",
-        "SoftSync",
-    ),
     "fastps.job.environment": ("rank", "world_size"),
     "fastps.job.policy": ("Policy",),
     "fastps.job.specs": ("parse_policies", "parse_policy"),
@@ -139,15 +51,27 @@ _NAMES_OF = {
     "fastps.tracing.recorder": ("trace",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+_DISCIPLINES = "fastps.job.disciplines"
+
+
+def _discipline_names() -> list[str]:
+    return importlib.import_module(_DISCIPLINES).__all__  # type: ignore[no-any-return]
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'fastps' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
+    value: Any
+    if name == "__all__":
+        value = sorted([*_MODULE_OF, *_discipline_names(), "__version__"])
+    else:
+        module = _MODULE_OF.get(name)
+        if module is None and not name.startswith("_") and name in _discipline_names():
+            module = _DISCIPLINES
+        if module is None:
+            raise AttributeError(f"module 'fastps' has no attribute {name!r}")
+        value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULE_OF, *_discipline_names()})

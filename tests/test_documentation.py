@@ -1,10 +1,12 @@
 """The documentation is complete, and the code that it shows runs."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -37,8 +39,18 @@ def _run(*command: str) -> str:
 # -- What there is has its place
 
 
+def _loaded(path: Path) -> Any:
+    """The module of a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _names_on_api_page() -> set[str]:
-    return set(re.findall(r"^::: fastps\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE))
+    page = _loaded(DOCS / "hooks" / "disciplines.py").expanded((DOCS / "reference" / "api.md").read_text())
+    return set(re.findall(r"^::: fastps\.(\w+)$", page, re.MULTILINE))
 
 
 def test_api_page_has_every_public_name_and_no_other() -> None:
@@ -70,6 +82,20 @@ def test_table_of_environment_variables_has_those_of_the_sources_and_no_other() 
 def test_table_of_disciplines_has_every_head_and_every_modifier() -> None:
     rows = re.findall(r"^\| `([\w*]+)", (DOCS / "which-discipline.md").read_text(), re.MULTILINE)
     assert set(rows) == {*DISCIPLINES, *MODIFIERS}
+
+
+def test_tables_of_disciplines_are_those_of_the_code() -> None:
+    tables = _loaded(ROOT / "tools" / "discipline_tables.py")
+    assert tables.main(["--check"]) == 0, "run `python tools/discipline_tables.py`"
+    pages = "".join((DOCS / page).read_text() for page in tables.PAGES)
+    assert set(re.findall(r"<!-- disciplines: (\w+) -->", pages)) == set(tables.TABLES)
+
+
+def test_every_discipline_has_its_paragraph() -> None:
+    page = (DOCS / "disciplines.md").read_text().replace("\\*", "*")
+    heads = set(re.findall(r"^\*\*([a-z0-9]+\*?)(?::[\w,]+)?\*\*", page, re.MULTILINE))
+    without = sorted(set(DISCIPLINES) - heads - {"policy"})  # `policy` has a section
+    assert without == [], "write a paragraph that begins with the spec in bold, such as **ssp:s**, in docs/disciplines.md"
 
 
 def test_page_of_the_command_line_has_every_command() -> None:

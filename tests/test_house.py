@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # Rooms whose modules are parts of one thing that is tested as a whole.
 ROOMS = {
+    "fastps/cli/commands": "tests/cli/test_main.py",  # parsing and printing; what they call has tests of its own
     "fastps/reproduce": "tests/reproduce/test_reproduce.py",  # tables of the papers' rows, and what runs them
     "fastps/tracing": "tests/tracing/test_trace.py",  # what one part writes, another reads
     "kernels/scheduling": "tests/kernels/scheduling/test_scheduler.py",  # parts of one scheduler, compared with its oracles
@@ -19,7 +20,6 @@ ROOMS = {
 # Modules that are tested through another, which is named.
 MODULES = {
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
-    "fastps/cli/disciplines": "tests/cli/test_main.py",
     "fastps/job/plan": "tests/store/test_store.py",
     "fastps/membership/job_memory": "tests/store/test_store.py",
     "fastps/processes/failure_report": "tests/processes/test_launcher.py",
@@ -38,16 +38,13 @@ MODULES = {
     "fastps/version": "tests/cli/test_main.py",
     "fastps/checkpoint/format": "tests/checkpoint/test_checkpoint.py",
     "fastps/checkpoint/periodic": "tests/checkpoint/test_checkpoint.py",
-    "fastps/cli/chaos": "tests/diagnostics/test_chaos.py",
-    "fastps/cli/machine": "tests/diagnostics/test_doctor.py",
+    "fastps/cli/bench_report": "tests/cli/test_tables.py",
+    "fastps/cli/reproduce_report": "tests/cli/test_tables.py",
     "fastps/cli/options": "tests/cli/test_main.py",
     "fastps/cli/plots": "tests/advice/test_stragglers.py",
     "fastps/cli/report": "tests/cli/test_main.py",
-    "fastps/cli/simulation": "tests/simulation/test_simulate.py",
     "fastps/cli/simulation_report": "tests/simulation/test_simulate.py",
-    "fastps/cli/trace": "tests/tracing/test_trace.py",
     "fastps/cli/trace_report": "tests/tracing/test_trace.py",
-    "fastps/cli/training": "tests/cli/test_main.py",
     "fastps/device/cuda": "tests/bench/test_gpu_check.py",  # needs a GPU
     "fastps/device/host": "tests/device/test_device.py",
     "fastps/device/interface": "tests/device/test_device.py",
@@ -56,7 +53,6 @@ MODULES = {
     "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
     "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
     "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
-    "fastps/job/disciplines": "tests/job/test_policy.py",
     "fastps/job/fault_policy": "tests/membership/test_membership.py",
     "fastps/job/layout": "tests/job/test_limits.py",
     "fastps/job/specs": "tests/job/test_policy.py",

@@ -34,7 +34,7 @@ KERNELS = {
 
 # Functions over the limit: "file:function" and why it stays whole.
 LONG_FUNCTIONS: dict[str, str] = {
-    "fastps/cli/simulation.py:simulate": "its signature is the command line: an option for each line, each with its help",
+    "fastps/cli/commands/simulation.py:simulate": "its signature is the command line: an option in each line, with its help",
 }
 
 _CIMPORT = re.compile(

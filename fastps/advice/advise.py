@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastps.advice.replay import for_policy, policy_of, simulation_of, steady_part
+from fastps.job.disciplines import DISCIPLINES
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.simulation.simulate import Simulation, simulate
@@ -20,19 +21,13 @@ ABOUT_AS_FAST = 0.05  # share of the fastest one's speed within which staleness 
 def candidates(workers: int, batch: int = 1) -> list[str]:
     """Return the specs to compare: every discipline with a range of parameters.
 
-    >>> candidates(2)[:4]
-    ['bsp', 'asp', 'ssp:1', 'ssp:2']
+    One worker waits for no other, so for it only the disciplines without numbers are compared.
+
+    >>> candidates(2)[:4], candidates(1)
+    (['bsp', 'asp', 'ssp:1', 'ssp:2'], ['bsp', 'asp'])
     """
-    specs = ["bsp", "asp", *(f"ssp:{bound}" for bound in (1, 2, 3, 5, 10)), "dssp:1,4", "dssp:3,15", "dssp:5,30"]
-    if workers == 1:
-        return ["bsp", "asp"]
-    specs += [f"backup:{backups}" for backups in sorted({1, workers // 4, workers // 2} - {0, workers})]
-    divisors = [n for n in (1, 2, 4, 8, 16, 32) if n < workers]
-    specs += [f"softsync:{n}" for n in (*divisors, workers)]
-    specs += [f"adv:{divisors[-1]}", f"adv*:{divisors[-1]}"]
-    specs += [f"r2sp:{relax}" for relax in (0.5, 0.8, 1.0)] + ["r2sp:0.8,tune=true"]
-    specs += [f"psp:{max(1, round(0.75 * workers))},0.75", f"psp:{workers - 1},1", f"hardsync:{batch * workers}"]
-    return specs
+    rows = [row for row in DISCIPLINES.values() if workers > 1 or not row.numbers]
+    return [spec for row in rows for spec in row.advised(workers, batch)]
 
 
 def advise(

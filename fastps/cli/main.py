@@ -4,8 +4,11 @@ Errors are one sentence. Exit codes: 0 done, 1 the run failed, 2 wrong usage, 13
 numpy only when it needs them, so help and usage errors appear at once.
 """
 
+import importlib
 import logging
+import pkgutil
 import sys
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +16,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from typer.core import TyperGroup
 
-from fastps.cli import chaos, disciplines, machine, simulation, trace, training
+from fastps.cli import commands
 from fastps.errors import Error, PolicyError, UsageError
 from fastps.version import __version__
 
@@ -63,7 +66,13 @@ def common(
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler])
 
 
-for group in (training, machine, trace, simulation, disciplines, chaos):
+def _groups() -> list[ModuleType]:
+    """The files of commands in the order that they declare."""
+    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    return sorted((importlib.import_module(f"{commands.__name__}.{name}") for name in names), key=lambda group: group.ORDER)
+
+
+for group in _groups():
     app.add_typer(group.commands)
 
 

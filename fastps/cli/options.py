@@ -98,6 +98,7 @@ def _renamed(given: str | None, option: typer.CallbackParam) -> None:
 OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
+Bar = Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")]
 
 
 def console_of(json_file: str | None) -> Console:

@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.table import Table
-
 from fastps.advice.stragglers import Arrival, Split
 from fastps.cli.tables import Column, Rows
 
@@ -56,41 +53,41 @@ def straggler_rows(run: Row, arrivals: Sequence[Arrival], splits: Sequence[Split
     ]
 
 
-def straggler_tables(arrivals: Sequence[Arrival], splits: Sequence[Split], known: str) -> Group:
-    """The straggler report: the arrivals, the splits, and in a sentence which is best; `known` says whence iterations are."""
-    first = arrivals_table(arrivals, "time of the k-th gradient of a version")
+def arrivals_table(arrivals: Sequence[Arrival]) -> Rows:
+    """Make a table with one row per k: the arrival of a version's k-th gradient, in ms."""
+    cells = []
+    for row in arrivals:
+        times = (row.mean_s, row.median_s, row.p80_s, row.p95_s, row.p99_s)
+        cells.append([str(row.k), str(row.count), *(f"{1e3 * time:.2f}" for time in times)])
+    headings = ("k", "versions", "mean ms", "median", "80%", "95%", "99%")
+    return Rows("time of the k-th gradient of a version", [Column(heading) for heading in headings], cells)
+
+
+def splits_table(splits: Sequence[Split], known: str) -> Rows:
+    """Make a table with one row per split of the workers, the best first; times relative to the best.
+
+    `known` says whence the iterations are.
+    """
+    cells = []
+    for row in splits:
+        iterations = f"{row.iterations:.3g}" if row.iterations < 1000 else f"{row.iterations:,.0f}"
+        counts = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
+        cells.append([*counts, f"{row.time / splits[0].time:.3f}"])
+    headings = ("wait for N", "backups b", "mean ms", "iterations", "time / best")
+    return Rows(f"estimated time to converge, {known}", [Column(heading) for heading in headings], cells)
+
+
+def straggler_verdict(arrivals: Sequence[Arrival], splits: Sequence[Split], known: str) -> str:
+    """Say in a sentence which split is best, or that there is no estimate."""
     if not splits:
-        return Group(first, f"no estimate: {known} say nothing about {', '.join(str(row.k) for row in arrivals)} gradients")
+        return f"no estimate: {known} say nothing about {', '.join(str(row.k) for row in arrivals)} gradients"
     best = splits[0]
     verdict = f"estimated to converge first: wait for {best.waited_for}, {best.backups} backups"
     verdict += f" (backup:{best.backups})" if best.backups else " (bsp)"
     cores = len(os.sched_getaffinity(0))
     if len(arrivals) > cores:
         verdict += f"; but {len(arrivals)} workers shared {cores} cores here, which makes the first gradients look early"
-    return Group(first, splits_table(splits, f"estimated time to converge, {known}"), verdict)
-
-
-def arrivals_table(arrivals: Sequence[Arrival], title: str) -> Table:
-    """Make a table with one row per k: the arrival of a version's k-th gradient, in ms."""
-    table = Table(title=title)
-    for heading in ("k", "versions", "mean ms", "median", "80%", "95%", "99%"):
-        table.add_column(heading, justify="right")
-    for row in arrivals:
-        times = (row.mean_s, row.median_s, row.p80_s, row.p95_s, row.p99_s)
-        table.add_row(str(row.k), str(row.count), *(f"{1e3 * time:.2f}" for time in times))
-    return table
-
-
-def splits_table(splits: Sequence[Split], title: str) -> Table:
-    """Make a table with one row per split of the workers, the best first; times relative to the best."""
-    table = Table(title=title)
-    for heading in ("wait for N", "backups b", "mean ms", "iterations", "time / best"):
-        table.add_column(heading, justify="right")
-    for row in splits:
-        iterations = f"{row.iterations:.3g}" if row.iterations < 1000 else f"{row.iterations:,.0f}"
-        cells = (str(row.waited_for), str(row.backups), f"{1e3 * row.iteration_s:.2f}", iterations)
-        table.add_row(*cells, f"{row.time / splits[0].time:.3f}")
-    return table
+    return verdict
 
 
 def faults_text(row: Mapping[str, Any]) -> str:

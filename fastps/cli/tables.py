@@ -50,11 +50,12 @@ class Rows:
         chosen = list(range(len(self.columns)))
         if not wide and self._width_of(chosen) > width:
             chosen = [index for index in chosen if not self.columns[index].wide]
-        if self._width_of(chosen) > width:
-            return self._blocks(chosen)
         hidden = len(self.columns) - len(chosen)
         caption = f"{hidden} more with --wide" if hidden else None
-        table = Table(title=Text(self.title), caption=caption, title_justify="left", caption_justify="left")
+        if self._width_of(chosen) > width:
+            return self._blocks(chosen, caption)
+        is_tall = any("\n" in row[index] for row in self.cells for index in chosen)
+        table = Table(title=Text(self.title), caption=caption, title_justify="left", caption_justify="left", show_lines=is_tall)
         for index in chosen:
             column = self.columns[index]
             is_left = column.left or index == chosen[0]
@@ -73,13 +74,19 @@ class Rows:
         cells = [[self.columns[index].heading, *(row[index] for row in self.cells)] for index in chosen]
         return 1 + sum(_BORDER + max(cell_len(line) for cell in column for line in cell.split("\n")) for column in cells)
 
-    def _blocks(self, chosen: Sequence[int]) -> Text:
+    def _blocks(self, chosen: Sequence[int], caption: str | None) -> Text:
         first, *others = chosen
         lines = [self.title]
         for row in self.cells:
             lines.append(f"{self.columns[first].heading}: {row[first]}")
-            lines += [f"  {self.columns[index].heading}: {row[index]}" for index in others]
+            lines += [f"  {self.columns[index].heading}: {_indented(row[index])}" for index in others]
+        lines += [] if caption is None else [caption]
         return Text("\n".join(lines), overflow="fold")
+
+
+def _indented(cell: str) -> str:
+    """A cell of several lines below its heading."""
+    return cell if "\n" not in cell else "".join(f"\n    {line}" for line in cell.split("\n"))
 
 
 def show(console: Console, rows: Rows, *, wide: bool = False) -> None:

@@ -9,9 +9,9 @@ from contextlib import closing, nullcontext, suppress
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 
 from fastps.cli.report import Row
+from fastps.cli.tables import Column, Rows, show
 from fastps.errors import AttachError, Error, UsageError
 from fastps.membership import discovery
 from fastps.store.observer import Look, Observer, ShardStatistics, WorkerStatistics, observe
@@ -46,16 +46,18 @@ def choose_job(job: str | None, clock: Clock = SYSTEM_CLOCK) -> str:
     return job
 
 
-def look_once(job: str, console: Console, *, interval_s: float = 1.0, clock: Clock = SYSTEM_CLOCK) -> list[Row]:
+def look_once(
+    job: str, console: Console, *, interval_s: float = 1.0, wide: bool = False, clock: Clock = SYSTEM_CLOCK
+) -> list[Row]:
     """Print the job as it is, with the rates of `interval_s` seconds, and return its rows."""
     with closing(_attach(job, clock)) as observer:
         before = observer.look()
         clock.sleep_ns(int(interval_s * 1e9))
         now = observer.look()
-    return _shown(job, before, now, console)
+    return _shown(job, before, now, console, wide)
 
 
-def watch(job: str, console: Console, *, interval_s: float = 1.0, clock: Clock = SYSTEM_CLOCK) -> list[Row]:
+def watch(job: str, console: Console, *, interval_s: float = 1.0, wide: bool = False, clock: Clock = SYSTEM_CLOCK) -> list[Row]:
     """Show the job until it ends, which a last line says, or until Ctrl-C; returns the last rows.
 
     Without a terminal only the last look is printed.
@@ -66,15 +68,17 @@ def watch(job: str, console: Console, *, interval_s: float = 1.0, clock: Clock =
         with suppress(KeyboardInterrupt), live or nullcontext():
             while not now.over:
                 if live is not None:
-                    live.update(tables(job, rows_of(before, now), now), refresh=True)
+                    drawn = (table.at(console.width, wide) for table in tables(job, rows_of(before, now), now))
+                    live.update(Group(*drawn), refresh=True)
                 clock.sleep_ns(int(interval_s * 1e9))
                 before, now = now, observer.look()
-    return _shown(job, before, now, console)
+    return _shown(job, before, now, console, wide)
 
 
-def _shown(job: str, before: Look | None, now: Look, console: Console) -> list[Row]:
+def _shown(job: str, before: Look | None, now: Look, console: Console, wide: bool) -> list[Row]:
     rows = rows_of(before, now)
-    console.print(tables(job, rows, now))
+    for table in tables(job, rows, now):
+        show(console, table, wide=wide)
     if now.over:
         console.print(last_line(job, now), highlight=False, markup=False)
     return rows
@@ -116,38 +120,35 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
     return [*workers, *shards]
 
 
-def tables(job: str, rows: Sequence[Row], look: Look) -> Group:
+def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
     """Make the tables: one row per worker, and one per shard, or one for all shards if they are many."""
     mark = "" if look.settled else " (versions were published meanwhile)"
-    workers = Table(title=f"job {job}{mark}")
-    for heading in ("worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped"):
-        workers.add_column(heading, justify="left" if heading == "state" else "right")
-    for row in rows:
-        if row["kind"] == "worker":
-            workers.add_row(
-                str(row["worker"]),
-                row["state"],
-                str(row["steps"]),
-                _rate(row["steps_per_s"]),
-                "-" if row["loss"] is None else f"{row['loss']:.3f}",
-                f"{row['staleness_mean']:.2f}",
-                str(row["staleness_max"]),
-                f"{row['wait_share']:.0%}",
-                str(row["folded"]),
-                str(row["dropped"]),
-            )
-    return Group(workers, _shard_table([row for row in rows if row["kind"] == "shard"]))
+    headings = ("worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped")
+    columns = [Column(name, wide=name in ("max", "folded", "dropped"), left=name == "state") for name in headings]
+    cells = [
+        [
+            str(row["worker"]),
+            row["state"],
+            str(row["steps"]),
+            _rate(row["steps_per_s"]),
+            "-" if row["loss"] is None else f"{row['loss']:.3f}",
+            f"{row['staleness_mean']:.2f}",
+            str(row["staleness_max"]),
+            f"{row['wait_share']:.0%}",
+            str(row["folded"]),
+            str(row["dropped"]),
+        ]
+        for row in rows
+        if row["kind"] == "worker"
+    ]
+    return [Rows(f"job {job}{mark}", columns, cells), _shard_table([row for row in rows if row["kind"] == "shard"])]
 
 
-def _shard_table(shards: Sequence[Row]) -> Table:
-    table = Table()
-    for heading in ("shard", "version", "folds/s"):
-        table.add_column(heading, justify="right")
-    table.add_column("pushes by staleness")
+def _shard_table(shards: Sequence[Row]) -> Rows:
+    columns = [*(Column(heading) for heading in ("shard", "version", "folds/s")), Column("pushes by staleness", left=True)]
     if len(shards) <= _MOST_SHARD_LINES:
-        for row in shards:
-            table.add_row(str(row["shard"]), str(row["version"]), _rate(row["folds_per_s"]), bars(row["staleness"]))
-        return table
+        cells = [[str(row["shard"]), str(row["version"]), _rate(row["folds_per_s"]), bars(row["staleness"])] for row in shards]
+        return Rows("shards", columns, cells)
     versions = [row["version"] for row in shards]
     rates = [row["folds_per_s"] for row in shards if row["folds_per_s"] is not None]
     counts: dict[int, int] = {}
@@ -155,8 +156,8 @@ def _shard_table(shards: Sequence[Row]) -> Table:
         for staleness, count in row["staleness"]:
             counts[staleness] = counts.get(staleness, 0) + count
     mean = sum(rates) / len(rates) if rates else None
-    table.add_row(f"all {len(shards)}", f"{min(versions)} to {max(versions)}", _rate(mean), bars(sorted(counts.items())))
-    return table
+    cells = [[f"all {len(shards)}", f"{min(versions)} to {max(versions)}", _rate(mean), bars(sorted(counts.items()))]]
+    return Rows("shards", columns, cells)
 
 
 def bars(histogram: Sequence[tuple[int, int]], width: int = _BARS_WIDTH) -> str:

@@ -9,26 +9,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from fastps.job.disciplines import DISCIPLINES
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 
-# Timers are in simulated time, in which a push takes some tens of microseconds.
-SPECS = (
-    "bsp",
-    "asp",
-    "ssp:1",
-    "ssp:3",
-    "dssp:1,3,hard_bound=true",
-    "backup:1",
-    "softsync:2",
-    "adv:2",
-    "r2sp:0.8",
-    "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean",
-    "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean,pull=0.5,shards=2",
-    "policy:fold=each,grant=bounded,low=2,high=2,release=printed",
-    "policy:fold=count,grant=next-version,divisor=2,scale=mean",
-    "policy:fold=count,grant=at-once,divisor=1,scale=mean",
-)
+SPECS = tuple(spec for row in DISCIPLINES.values() for spec in row.chaos)
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ def bound_of(policy: Policy) -> int:
     """Return the largest lead over the slowest worker at a grant; -1 if the policy guarantees none."""
     if policy.fold == "all":
         return 0
-    if policy.grant == "bounded" and (policy.hard_bound or policy.release == "printed"):
+    if policy.grant == "bounded" and (policy.hard_bound or (policy.release == "printed" and policy.low == policy.high)):
         return policy.high
     return -1
 

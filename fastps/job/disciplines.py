@@ -1,14 +1,17 @@
 """The disciplines of the five papers: a table of rows, each a few values of a Policy, and the specs that name them.
 
 Where a paper leaves a choice open, the docstring names the choice and its reason. docs/disciplines.md has a paragraph for each
-row. A discipline is data, not a class.
+row. A discipline is data, not a class. The table is the only list of disciplines: specs, advice, chaos, `fastps disciplines`,
+the documentation's table and the tests read it, and the names of `__all__` are public names of fastps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fastps.errors import PolicyError
 from fastps.job.policy import DEFAULT_SHARDS, LEAST_WARM_UP, MAX_BOUND, Policy
+
+__all__ = ["ASP", "BSP", "DSSP", "PSP", "R2SP", "SSP", "BackupWorkers", "HardSync", "RudraAdv", "RudraAdvStar", "SoftSync"]
 
 
 def BSP() -> Policy:  # noqa: N802 - the papers' names
@@ -222,117 +225,188 @@ def _number(value: object) -> str:
 
 @dataclass(frozen=True)
 class Discipline:
-    """A row of the table: the usage of the spec, the function that builds the policy, and what a user should know."""
+    """A row of the table.
+
+    Attributes:
+        usage: the form of the spec, options in brackets.
+        build: makes the policy from the spec's numbers and options.
+        paper: where the discipline is from, with the place in the paper; "-" for none.
+        does: what it does, one sentence.
+        staleness: the versions between the weights of a gradient and those that it changes, in words; N is the workers.
+        use: when to use it, one sentence.
+        examples: specs that show every option; tests build and schedule each for 4 workers.
+        numbers: the types of the spec's numbers.
+        defaults: how many trailing numbers may be omitted.
+        options: the names that may follow as name=value.
+        advised: returns the specs that `fastps advise` tries for so many workers and such a batch; none by default.
+        chaos: the specs that `fastps chaos` plays. One more changes the history of every seed.
+    """
 
     usage: str
     build: Callable[..., Policy]
     paper: str
     does: str
+    staleness: str
     use: str
+    examples: tuple[str, ...]
     numbers: tuple[type, ...] = ()
-    defaults: int = 0  # how many trailing numbers may be omitted
+    defaults: int = 0
     options: tuple[str, ...] = ()
+    advised: Callable[[int, int], Sequence[str]] = lambda workers, batch: ()
+    chaos: tuple[str, ...] = ()
+
+
+def _divisors(workers: int) -> list[int]:
+    """Values of n-softsync's n below the number of workers."""
+    return [n for n in (1, 2, 4, 8, 16, 32) if n < workers]
+
+
+def _backups(workers: int, batch: int) -> list[str]:
+    return [f"backup:{backups}" for backups in sorted({1, workers // 4, workers // 2} - {0, workers})]
 
 
 DISCIPLINES: dict[str, Discipline] = {
     "bsp": Discipline(
         "bsp",
         BSP,
-        paper="-",
-        does="Every step waits for all workers and folds one mean.",
-        use="Workers are equally fast, or results must repeat to the bit.",
+        paper="Zhao et al. (DSSP), section I.A.1",
+        does="Each version takes one push of every live worker and folds their mean; each worker waits for the slowest.",
+        staleness="0",
+        use="Workers are equally fast, or results must repeat to the bit. The default.",
+        examples=("bsp",),
+        advised=lambda workers, batch: ["bsp"],
+        chaos=("bsp",),
     ),
     "asp": Discipline(
         "asp",
         ASP,
-        paper="-",
-        does="No worker waits; each push is an update of its own.",
+        paper="Zhao et al. (DSSP), section I.A.2",
+        does="Each push is an update of its own; no worker waits.",
+        staleness="about N - 1; no bound with a slow worker",
         use="Throughput counts most, and the step size bears stale gradients.",
+        examples=("asp",),
+        advised=lambda workers, batch: ["asp"],
+        chaos=("asp",),
     ),
     "ssp": Discipline(
         "ssp:s",
         SSP,
-        paper="Zhao et al. (DSSP)",
-        does="A worker is at most s steps ahead of the slowest.",
+        paper="Zhao et al. (DSSP), Algorithm 1",
+        does="As asp, but a worker more than s pushes ahead of the slowest waits.",
+        staleness="bounded",
         use="Workers slow down now and then, none for good.",
+        examples=("ssp:3",),
         numbers=(int,),
+        advised=lambda workers, batch: [f"ssp:{bound}" for bound in (1, 2, 3, 5, 10)],
+        chaos=("ssp:1", "ssp:3"),
     ),
     "dssp": Discipline(
         "dssp:lo,hi[,release=next-push|printed][,hard_bound=true]",
         DSSP,
-        paper="Zhao et al. (DSSP)",
-        does="As ssp, with a bound between lo and hi that follows the workers' speeds.",
-        use="No single bound fits, because speeds change or differ.",
+        paper="Zhao et al. (DSSP), Algorithms 1 and 2",
+        does="As ssp:lo, but a controller gives the fastest worker up to hi - lo extra steps where they shorten its wait.",
+        staleness="not bounded, unless hard_bound=true",
+        use="No single bound fits, because speeds differ and change.",
+        examples=("dssp:3,15", "dssp:3,15,release=next-push", "dssp:3,15,release=printed", "dssp:3,15,hard_bound=true"),
         numbers=(int, int),
         options=("release", "hard_bound"),
+        advised=lambda workers, batch: ["dssp:1,4", "dssp:3,15", "dssp:5,30"],
+        chaos=("dssp:1,3,hard_bound=true",),
     ),
     "backup": Discipline(
         "backup:b",
         BackupWorkers,
-        paper="Chen et al. (backup workers)",
-        does="As bsp, without the b slowest pushes of each step.",
-        use="A few workers are slow at random, and gradients must not be stale.",
+        paper="Chen et al. (backup workers), Algorithms 3 and 4",
+        does="As bsp, but a version takes the first N - b pushes; later ones are dropped.",
+        staleness="0",
+        use="A few workers are slow at random, and the work of b workers may be lost.",
+        examples=("backup:1",),
         numbers=(int,),
+        advised=_backups,
+        chaos=("backup:1",),
     ),
     "psp": Discipline(
         "psp:c,f[,shards=K][,push_timeout=S][,pull_timeout=S]",
         PSP,
-        paper="PSP-SGD",
-        does="A step waits for c pushes, and for a fraction f of the shards.",
+        paper="PSP-SGD, Algorithm 1",
+        does="A shard takes c pushes of a version (partial push); a step waits for a fraction f of the shards (partial pull).",
+        staleness="0, with some stale blocks",
         use="Single messages come late on a network of many servers.",
+        examples=("psp:3,0.75", "psp:3,0.75,shards=8", "psp:3,0.75,push_timeout=0.5", "psp:3,0.75,pull_timeout=0.5"),
         numbers=(int, float),
         options=("shards", "push_timeout", "pull_timeout"),
+        advised=lambda workers, batch: [f"psp:{max(1, round(0.75 * workers))},0.75", f"psp:{workers - 1},1"],
     ),
     "hardsync": Discipline(
         "hardsync:B",
         HardSync,
-        paper="Gupta et al. (Rudra)",
-        does="As bsp, with the learning rate scaled by the root of the batch over B.",
-        use="The learning rate was tuned for a batch of B.",
+        paper="Gupta et al. (Rudra), section 3.2",
+        does="As bsp, with the learning rate times sqrt(samples / B).",
+        staleness="0",
+        use="The total batch is large, and the learning rate was tuned for a batch of B.",
+        examples=("hardsync:128",),
         numbers=(int,),
+        advised=lambda workers, batch: [f"hardsync:{batch * workers}"],
     ),
     "softsync": Discipline(
         "softsync:n",
         SoftSync,
-        paper="Gupta et al. (Rudra)",
-        does="An update is the mean of N / n pushes of any version; no worker waits.",
+        paper="Gupta et al. (Rudra), equation 5",
+        does="An update is the mean of N / n pushes of any version, and the rate is divided by n; no worker waits.",
+        staleness="about n",
         use="A middle between updates of all workers (n = 1) and asp (n = N).",
+        examples=("softsync:2",),
         numbers=(int,),
+        advised=lambda workers, batch: [f"softsync:{n}" for n in (*_divisors(workers), workers)],
+        chaos=("softsync:2",),
     ),
     "adv*": Discipline(
         "adv*:n[,groups=G]",
         RudraAdvStar,
-        paper="Gupta et al. (Rudra)",
+        paper="Gupta et al. (Rudra), section 3.3",
         does="As adv, with push and pull in threads of their own.",
+        staleness="a little more than adv",
         use="The tree is to be simulated with hidden transfers.",
+        examples=("adv*:1", "adv*:1,groups=3"),
         numbers=(int,),
         options=("groups",),
+        advised=lambda workers, batch: [f"adv*:{n}" for n in _divisors(workers)[-1:]],
     ),
     "adv": Discipline(
         "adv:n[,groups=G]",
         RudraAdv,
-        paper="Gupta et al. (Rudra)",
+        paper="Gupta et al. (Rudra), section 3.3",
         does="As softsync, through a tree: a leaf passes its workers' pushes on together.",
-        use="The tree of many learners is to be simulated.",
+        staleness="about n",
+        use="The tree of many learners is to be simulated; on one machine it saves link time only.",
+        examples=("adv:1", "adv:1,groups=3"),
         numbers=(int,),
         options=("groups",),
+        advised=lambda workers, batch: [f"adv:{n}" for n in _divisors(workers)[-1:]],
+        chaos=("adv:2",),
     ),
     "r2sp": Discipline(
         "r2sp[:r][,tune=true]",
         R2SP,
-        paper="Chen, Wang and Li (R2SP)",
-        does="Updates and grants come in a fixed order, evenly apart.",
-        use="All workers share one link that bsp fills in bursts.",
+        paper="Chen, Wang and Li (R2SP), sections III to V",
+        does="Updates come one at a time in a fixed order, and grants in the same order, evenly spaced.",
+        staleness="N - 1",
+        use="All workers share one link that bsp fills in bursts; tune=true evens out their speeds with batch sizes.",
+        examples=("r2sp", "r2sp:0.5", "r2sp,tune=true", "r2sp:0.5,tune=true"),
         numbers=(float,),
         defaults=1,
         options=("tune",),
+        advised=lambda workers, batch: ["r2sp:0.5", "r2sp:0.8", "r2sp:1", "r2sp:0.8,tune=true"],
+        chaos=("r2sp:0.8",),
     ),
     "auto": Discipline(
         "auto[:steps]",
         Auto,
         paper="-",
-        does="Trains under bsp for some steps, then takes what fastps advise says.",
+        does="Trains under bsp for 32 steps, or as many as you say, and then under what fastps advise recommends.",
+        staleness="that of the choice",
         use="You do not know which to take.",
+        examples=("auto", "auto:100"),
         numbers=(int,),
         defaults=1,
     ),
@@ -340,8 +414,22 @@ DISCIPLINES: dict[str, Discipline] = {
         "policy:fold=F,grant=G,...",
         Policy,
         paper="-",
-        does="Any combination of the parts of fastps.Policy.",
+        does="Any combination of the parts of fastps.Policy that makes sense.",
+        staleness="that of its parts",
         use="None of the others is what you want.",
+        examples=(
+            "policy:fold=all,grant=next-version,warm_up=20",
+            "policy:fold=each,grant=at-once",
+            "policy:fold=count,grant=bounded,low=3,high=3,divisor=2",
+        ),
         options=tuple(name for name in Policy.__dataclass_fields__ if name != "spec"),
+        # Timers are in simulated time, in which a push takes some tens of microseconds.
+        chaos=(
+            "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean",
+            "policy:fold=quorum,grant=next-version,count=2,push_timeout=0.00002,scale=mean,pull=0.5,shards=2",
+            "policy:fold=each,grant=bounded,low=2,high=2,release=printed",
+            "policy:fold=count,grant=next-version,divisor=2,scale=mean",
+            "policy:fold=count,grant=at-once,divisor=1,scale=mean",
+        ),
     ),
 }

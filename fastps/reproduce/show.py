@@ -1,4 +1,4 @@
-"""The output of `fastps reproduce`: the progress, a table of the verdicts, notes, and the document."""
+"""The output of `fastps reproduce`: the progress, the cells of its tables, notes, and the document."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fastps.errors import UsageError
 from fastps.reproduce import items
@@ -41,34 +40,12 @@ def reproduce_watched(rows: Sequence[Row], effort: Effort, console: Console, *, 
         )
 
 
-def list_table(rows: Sequence[Row]) -> Table:
-    """Make a table with a line for each row: its id, the table or figure, and the paper's claim."""
-    table = Table(title=f"{len(rows)} rows", show_lines=True)
-    for heading in ("id", "source", "the paper says"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(row.id, row.source, _plain(row.claim))
-    return table
-
-
-def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Table:
-    """Make a table with a line for each row: the paper's numbers, the measured ones, the tolerance, and the verdict."""
-    kind = "quick: fewer steps and seeds" if effort.quick else "in full"
-    table = Table(title=f"reproduced {summary(verdicts)} ({kind})", show_lines=True)
-    for heading in ("row", "the paper says", "expected", "we get", "tolerance", "ok"):
-        table.add_column(heading, overflow="fold")
-    for verdict in verdicts:
-        found = verdict.as_json()
-        source = f"{found['id']}\n{found['source']}"
-        table.add_row(
-            source,
-            _plain(found["claim"]),
-            _plain("\n".join(_expected(each) for each in _all(found["expected"])).replace("<br>", "\n")),
-            _plain(numbers(found["measured"])),
-            found["tolerance"],
-            "[green]ok[/]" if verdict.ok else "[red]no[/]",
-        )
-    return table
+def plain_cells(verdict: Verdict) -> list[str]:
+    """A verdict's id, source, claim, expectation, measured numbers, tolerance and outcome, as plain text."""
+    found = verdict.as_json()
+    expected = "\n".join(_expected(each) for each in _all(found["expected"])).replace("<br>", "\n")
+    outcome = "ok" if verdict.ok else "no"
+    return [found["id"], found["source"], found["claim"], expected, numbers(found["measured"]), found["tolerance"], outcome]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -187,8 +164,3 @@ def _expected(expected: Any) -> str:
     if isinstance(expected, dict):
         return "<br>".join(f"{name}: {short(each) if isinstance(each, float) else each}" for name, each in expected.items())
     return str(expected)
-
-
-def _plain(text: str) -> str:
-    """Escape brackets, which are rich's markup."""
-    return text.replace("[", "\\[")

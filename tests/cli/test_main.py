@@ -5,12 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import fastps
+from fastps.cli.commands import SECTIONS
+from fastps.cli.main import app
 from tests.support import commands
 
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train.py")
 
 
@@ -88,12 +93,25 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
 
-@pytest.mark.parametrize("command", ["run", "train", "compare", "stragglers", "top", "bench", "simulate"])
+@pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = commands.fastps(command, "--help")
     assert outcome.returncode == 0
     assert f"fastps {command}" in outcome.stdout
     assert "Example" in outcome.stdout
+
+
+def test_help_has_every_command_in_the_section_that_its_file_declares() -> None:
+    lines = commands.fastps("--help").stdout.splitlines()
+    shown: dict[str, str] = {}
+    section = ""
+    for line in lines:
+        if line.rstrip(":") in SECTIONS:
+            section = line.rstrip(":")
+        elif section and line.startswith("  ") and not line.startswith("   "):
+            shown[line.split()[0]] = section
+    assert shown == {name: command.rich_help_panel for name, command in COMMANDS.items()}
+    assert list(dict.fromkeys(shown.values())) == list(SECTIONS)
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])

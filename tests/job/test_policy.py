@@ -395,26 +395,7 @@ def test_lists_of_specs_with_modifiers_read_as_their_policies(policies: list[fas
     assert fastps.parse_policies(", ".join(policy.spec for policy in policies)) == policies
 
 
-# Each option and modifier of every usage string, in use.
-USED = {
-    "bsp": ["bsp"],
-    "asp": ["asp"],
-    "ssp": ["ssp:3"],
-    "dssp": ["dssp:3,15", "dssp:3,15,release=next-push", "dssp:3,15,release=printed", "dssp:3,15,hard_bound=true"],
-    "backup": ["backup:1"],
-    "psp": ["psp:3,0.75", "psp:3,0.75,shards=8", "psp:3,0.75,push_timeout=0.5", "psp:3,0.75,pull_timeout=0.5"],
-    "hardsync": ["hardsync:128"],
-    "softsync": ["softsync:2"],
-    "adv*": ["adv*:1", "adv*:1,groups=3"],
-    "adv": ["adv:1", "adv:1,groups=3"],
-    "r2sp": ["r2sp", "r2sp:0.5", "r2sp,tune=true", "r2sp:0.5,tune=true"],
-    "auto": ["auto", "auto:100"],
-    "policy": [
-        "policy:fold=all,grant=next-version,warm_up=20",
-        "policy:fold=each,grant=at-once",
-        "policy:fold=count,grant=bounded,low=3,high=3,divisor=2",
-    ],
-}
+# Each modifier in use; a discipline's own options are in its row's examples.
 MODIFIED = {
     "scale": ["ssp:3,scale=1/sigma", "softsync:2,scale=1/n", "softsync:2,scale=mean", "bsp,scale=linear", "asp,scale=one"],
     "pull": ["ssp:3,pull=0.75"],
@@ -430,7 +411,7 @@ MODIFIED = {
 @pytest.mark.parametrize(
     ("name", "usage", "specs"),
     [
-        *((name, row.usage, USED.get(name, [])) for name, row in DISCIPLINES.items()),
+        *((name, row.usage, list(row.examples)) for name, row in DISCIPLINES.items()),
         *((name, usage, MODIFIED.get(name, [])) for name, (usage, _) in MODIFIERS.items()),
     ],
 )

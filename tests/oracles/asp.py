@@ -4,6 +4,7 @@
 required. Workers do not wait for each other."
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -18,3 +19,6 @@ class Asp(Server):
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         self.remove(worker)
         return [], []
+
+
+PLAYS = Plays(Asp, specs=("asp", "asp,combine=true"), simulated=("asp",), timed=False)

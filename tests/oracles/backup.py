@@ -3,6 +3,7 @@
 Learning rates and averages are left out. The paper's workers never leave; the decisions on leaving are our own.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -45,3 +46,14 @@ class Backup(Server):
         self.G.clear()  # line 2 of the next t
         self.version += 1  # line 7: theta^(t+1) <- theta^(t) - gamma_t / N sum of G
         return folded, self.send_ok(set(self.waiting))
+
+
+PLAYS = Plays(
+    Backup,
+    specs=("backup:0",),
+    sized={
+        "backup:1": lambda workers: f"backup:{min(1, workers - 1)}",
+        "backup:half": lambda workers: f"backup:{workers // 2}",
+    },
+    simulated=("backup:2",),
+)

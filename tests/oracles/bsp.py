@@ -4,6 +4,7 @@
 global weights (parameters) to the workers before each worker starts a new iteration."
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -35,3 +36,6 @@ class Bsp(Server):
         self.pushed.clear()
         self.version += 1
         return folded, self.send_ok(live)
+
+
+PLAYS = Plays(Bsp, specs=("bsp",), simulated=("bsp",), timed=False)

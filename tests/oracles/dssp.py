@@ -4,6 +4,7 @@ The oracle does not repair the paper. The print is ambiguous in two places, and 
 (what line 17 waits for) and `hard_bound` (whether Theorem 2's s_U is kept). Times are integers, in ns.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -39,7 +40,7 @@ class Dssp(Server):
     that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while it is more than s_U ahead.
     """
 
-    def __init__(self, workers: int, low: int, high: int, release: str, hard_bound: bool) -> None:
+    def __init__(self, workers: int, low: int, high: int, release: str = "next-push", hard_bound: bool = False) -> None:
         super().__init__(workers)
         self.low = low
         self.high = high
@@ -92,3 +93,18 @@ class Dssp(Server):
         if self.release == "next-push" and slowest_moved:
             released |= {worker for worker in self.waiting if not self.hard_bound or self.gap(worker) <= self.high}
         return released
+
+
+_RANGES = ("dssp:3,15", "dssp:0,4", "dssp:2,2")
+_READINGS = ("", ",hard_bound=true", ",release=printed", ",release=printed,hard_bound=true")
+PLAYS = Plays(
+    Dssp,
+    specs=(
+        *(bounds + reading for reading in _READINGS for bounds in _RANGES),
+        "dssp:0,4,combine=true",
+        "dssp:3,15,release=printed,hard_bound=true,combine=true",
+    ),
+    simulated=("dssp:1,6", "dssp:1,6,release=printed,hard_bound=true"),
+    timed=False,
+    events=35_000,
+)

@@ -8,6 +8,7 @@ hardsync protocol is always zero."
 import math
 
 from tests.oracles.bsp import Bsp
+from tests.oracles.plays import Plays
 
 
 def learning_rate_factor(workers: int, batch: int, reference_batch: int) -> float:
@@ -26,3 +27,6 @@ class HardSync(Bsp):
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
         self.clock_event(now_ns)
         return super().leave(worker, now_ns)
+
+
+PLAYS = Plays(lambda workers, reference_batch: HardSync(workers), specs=("hardsync:128",), simulated=("hardsync:64",))

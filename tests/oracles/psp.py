@@ -5,6 +5,7 @@ some shards only (the worker part's partial pulling) makes pushes that this serv
 This PSP is not probabilistic synchronous parallel.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -68,3 +69,21 @@ class PspServer(Server):
         for worker in workers:
             self.granted[worker] = self.t[worker] + 1
         return sorted(workers)
+
+
+def _server(workers: int, push: int, pull: float, *, push_timeout: float = 0.0, pull_timeout: float = 0.0) -> PspServer:
+    """The server of one shard: it decides by c and tau1 only."""
+    return PspServer(workers, push, round(push_timeout * 1e9))
+
+
+PLAYS = Plays(
+    _server,
+    sized={
+        "psp:7/8": lambda workers: f"psp:{max(1, workers * 7 // 8)},0.5",
+        # A timeout that meets the pushes of the coarse clock to the ns, and one that meets nothing.
+        "psp:half,2ms": lambda workers: f"psp:{max(1, workers // 2)},0.5,push_timeout=0.002",
+        "psp:1,777us": lambda workers: "psp:1,0.5,push_timeout=0.000777777",
+        "psp:all,1ns": lambda workers: f"psp:{workers},0.5,push_timeout=1e-9",
+    },
+    simulated=("psp:5,0.75", "psp:5,0.5,push_timeout=0.001,pull_timeout=0.002"),
+)

@@ -7,6 +7,7 @@ are left out. Times are integers, in ns.
 
 import math
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -196,3 +197,10 @@ class R2sp(RoundRobin):
                 target_ns = max(target_ns, a + k * self.base_batch[other])
         a, k = own
         return max(base, min(16 * base, math.floor((target_ns - a) / k)))
+
+
+PLAYS = Plays(
+    R2sp,
+    specs=("r2sp:0", "r2sp:0.8", "r2sp:1,tune=true", "r2sp:0.8,tune=true"),
+    simulated=("r2sp:0.8", "r2sp:0.6,tune=true"),
+)

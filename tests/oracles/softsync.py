@@ -3,6 +3,7 @@
 Learning rates, which use the staleness, are left out.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -56,3 +57,14 @@ class SoftSync(Server):
         folded = sorted(learner for learner, _ in self.collected)
         self.collected.clear()
         return folded
+
+
+PLAYS = Plays(
+    SoftSync,
+    specs=("softsync:1",),
+    sized={
+        "softsync:2": lambda workers: f"softsync:{min(2, workers)}",
+        "softsync:30": lambda workers: f"softsync:{min(30, workers)}",
+    },
+    simulated=("softsync:3",),
+)

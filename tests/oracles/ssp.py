@@ -4,6 +4,7 @@ The bound is on grants, as line 8 tests it: a worker begins a step only while t_
 after its next push may be s + 1.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.server import Server
 
 
@@ -29,3 +30,12 @@ class Ssp(Server):
 
     def release(self) -> list[int]:
         return self.send_ok({worker for worker in self.waiting if self.gap(worker) <= self.s})
+
+
+PLAYS = Plays(
+    Ssp,
+    specs=("ssp:0", "ssp:1", "ssp:3", "ssp:10", "ssp:0,combine=true", "ssp:3,combine=true"),
+    simulated=("ssp:2",),
+    timed=False,
+    events=52_000,
+)

@@ -3,6 +3,7 @@
 The folds are those of softsync, and the grants are those of R2SP.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.r2sp import RoundRobin
 from tests.oracles.softsync import SoftSync
 
@@ -10,8 +11,8 @@ from tests.oracles.softsync import SoftSync
 class StaggeredSoftSync(RoundRobin):
     """A gradient joins the sum when it arrives; its learner proceeds in its turn, a gap after the previous learner."""
 
-    def __init__(self, workers: int, n: int, relax: float) -> None:
-        super().__init__(workers, relax)
+    def __init__(self, workers: int, n: int, stagger: float) -> None:
+        super().__init__(workers, stagger)
         self.folds = SoftSync(workers, n)
 
     def push(self, p: int, now_ns: int, timestamp: int, samples: int = 0) -> tuple[list[int], list[int]]:
@@ -29,3 +30,11 @@ class StaggeredSoftSync(RoundRobin):
         folded, _ = self.folds.leave(worker, now_ns)
         self.version = self.folds.version
         return folded, self.issue_permissions()
+
+
+PLAYS = Plays(
+    StaggeredSoftSync,
+    specs=("softsync:1,stagger=0.8",),
+    sized={"softsync:4,stagger=1": lambda workers: f"softsync:{min(4, workers)},stagger=1"},
+    simulated=("softsync:2,stagger=0.5",),
+)

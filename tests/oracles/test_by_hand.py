@@ -17,9 +17,9 @@ from tests.oracles.softsync import SoftSync, average_staleness
 from tests.oracles.ssp import Ssp
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: f"{sequence.discipline}: {sequence.name}")
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: f"{sequence.oracle}: {sequence.name}")
 def test_the_oracle_answers_as_worked_out_by_hand(sequence: Sequence) -> None:
-    oracle = sequence.oracle()
+    oracle = sequence.played().oracle(sequence.workers)
     pushes: dict[int, int] = dict.fromkeys(range(sequence.workers), 0)
     for event in sequence.events:
         assert getattr(oracle, event.kind)(*event.arguments) == (event.folded, event.granted), event

@@ -4,6 +4,7 @@ The oracle decides when a leaf passes its sum on and when the root updates, not 
 adv by threads and a weights' tree, and makes the same decisions.
 """
 
+from tests.oracles.plays import Plays
 from tests.oracles.softsync import SoftSync
 
 
@@ -15,7 +16,7 @@ class Tree(SoftSync):
     as it has live learners. The root counts gradients, as equation (5) does, not messages.
     """
 
-    def __init__(self, workers: int, n: int, groups: int) -> None:
+    def __init__(self, workers: int, n: int, groups: int = 2) -> None:
         super().__init__(workers, n)
         self.leaf_of = {learner: learner * groups // workers for learner in range(workers)}
         self.held: dict[int, list[tuple[int, int]]] = {leaf: [] for leaf in range(groups)}
@@ -44,3 +45,14 @@ class Tree(SoftSync):
         if not self.collected or (self.t and len(self.collected) < self.c()):
             return []
         return self.update()
+
+
+PLAYS = Plays(
+    Tree,
+    sized={
+        "adv:1,groups=2": lambda workers: f"adv:1,groups={min(2, workers)}",
+        "adv:2,groups=3": lambda workers: f"adv:{min(2, workers)},groups={min(3, workers)}",
+        "adv:4,groups=all": lambda workers: f"adv:{min(4, workers)},groups={workers}",
+    },
+    simulated=("adv:2", "adv*:2,groups=3"),
+)

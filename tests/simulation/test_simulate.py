@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,7 @@ from fastps.kernels.simulation.simulator import Simulator
 from fastps.simulation.compute_models import ComputeModel, parse_compute
 from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
 from fastps.simulation.simulate import TRACE_KINDS, Outcome, Simulation, simulate
-from tests.oracles.asp import Asp
-from tests.oracles.backup import Backup
-from tests.oracles.bsp import Bsp
-from tests.oracles.combined import Combined
-from tests.oracles.dssp import Dssp
-from tests.oracles.hardsync import HardSync
-from tests.oracles.psp import PspServer
-from tests.oracles.r2sp import R2sp
-from tests.oracles.softsync import SoftSync
-from tests.oracles.ssp import Ssp
-from tests.oracles.staggered import StaggeredSoftSync
-from tests.oracles.tree import Tree
+from tests.oracles.table import SIMULATED, Play, play
 from tests.support import commands
 
 VARIED = parse_compute("lognormal:10ms,0.4")
@@ -216,32 +205,6 @@ def test_workers_that_leave_have_done_their_own_steps() -> None:
 # -- the oracles -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A spec, its oracle for so many workers, and whether the oracle is told timestamps and samples."""
-
-    spec: str
-    oracle: Callable[[int], Any]
-    is_told: bool = True
-
-
-JUDGED = [
-    Judged("bsp", Bsp, False),
-    Judged("asp", Asp, False),
-    Judged("ssp:2", lambda n: Ssp(n, 2), False),
-    Judged("dssp:1,6", lambda n: Dssp(n, 1, 6, "next-push", False), False),
-    Judged("dssp:1,6,release=printed,hard_bound=true", lambda n: Dssp(n, 1, 6, "printed", True), False),
-    Judged("backup:2", lambda n: Backup(n, 2)),
-    Judged("psp:5,0.75", lambda n: PspServer(n, 5, 0)),
-    Judged("psp:5,0.5,push_timeout=0.001,pull_timeout=0.002", lambda n: PspServer(n, 5, 1_000_000)),
-    Judged("hardsync:64", HardSync),
-    Judged("softsync:3", lambda n: SoftSync(n, 3)),
-    Judged("adv:2", lambda n: Tree(n, 2, 2)),
-    Judged("adv*:2,groups=3", lambda n: Tree(n, 2, 3)),
-    Judged("r2sp:0.8", lambda n: R2sp(n, 0.8)),
-    Judged("r2sp:0.6,tune=true", lambda n: R2sp(n, 0.6, tune=True)),
-    Judged("softsync:2,stagger=0.5", lambda n: StaggeredSoftSync(n, 2, 0.5)),
-]
 EVENTS = ("receive", "timer", "leave")
 NETWORKS: dict[str, dict[str, Any]] = {
     "instant": {},
@@ -269,11 +232,11 @@ def decisions(trace: Any, shard: int) -> Iterator[tuple[Any, list[int], list[int
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
-@pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.spec)
-def test_decisions_are_the_oracles_at_the_same_times(judged: Judged, leave: bool, network: str) -> None:
+@pytest.mark.parametrize("judged", SIMULATED, ids=lambda judged: judged.name)
+def test_decisions_are_the_oracles_at_the_same_times(judged: Play, leave: bool, network: str) -> None:
     workers, steps = 7, 40
     model = replace(VARIED, factors={0: 2.5})
-    outcome = played(judged.spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **NETWORKS[network])
+    outcome = played(judged.name, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **NETWORKS[network])
     assert outcome.trace is not None
     for shard in range(outcome.row["shards"]):
         oracle, seen = judged.oracle(workers), 0
@@ -285,36 +248,29 @@ def test_decisions_are_the_oracles_at_the_same_times(judged: Judged, leave: bool
                 expected = oracle.fire()
             elif kind == "leave":
                 expected = oracle.leave(worker, now_ns)
-            elif judged.is_told:
+            elif judged.plays.timed:
                 expected = oracle.push(worker, now_ns, int(event["version"]), int(event["detail"]))
             else:
                 expected = oracle.push(worker, now_ns)
-            assert (folded, granted) == (sorted(expected[0]), expected[1]), f"{judged.spec}, shard {shard}: {kind} {event}"
+            assert (folded, granted) == (sorted(expected[0]), expected[1]), f"{judged.name}, shard {shard}: {kind} {event}"
             assert dropped == sum(oracle.dropped.values()) - dropped_before
             seen += kind == "receive"
         assert seen >= workers * steps * 0.9
 
 
-COMBINED = {
-    "asp,combine=true": Asp,
-    "ssp:2,combine=true": lambda n: Ssp(n, 2),
-    "ssp:1,shards=3,pull=0.5,combine=true": None,
-    "dssp:1,6,combine=true": lambda n: Dssp(n, 1, 6, "next-push", False),
-}
+COMBINED = ["asp,combine=true", "ssp:2,combine=true", "dssp:1,6,combine=true"]
 BUSY: dict[str, Any] = {"service_ns": 200_000, "update_ns": 3_000_000}
 
 
 @pytest.mark.parametrize("surroundings", [{}, NETWORKS["shared"], BUSY, {**NETWORKS["shared"], **BUSY}], ids=str)
 @pytest.mark.parametrize("leave", [False, True], ids=["budget", "leave"])
-@pytest.mark.parametrize("spec", [spec for spec, oracle in COMBINED.items() if oracle is not None])
+@pytest.mark.parametrize("spec", COMBINED)
 def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: bool, surroundings: dict[str, Any]) -> None:
     workers, steps = 7, 40
     model = replace(parse_compute("normal:10ms,2ms"), factors={0: 2.5})
     outcome = played(spec, workers=workers, steps=steps, leave=leave, compute=model, seed=11, **surroundings)
     assert outcome.trace is not None and outcome.row["steps"] == workers * steps
-    make = COMBINED[spec]
-    assert make is not None
-    oracle, granted_since = Combined(make(workers)), list[int]()
+    oracle, granted_since = play(spec).oracle(workers), list[int]()
     for event, folded, granted, _ in decisions(outcome.trace, 0):
         kind, worker, now_ns = TRACE_KINDS[event["kind"]], int(event["worker"]), int(event["time_ns"])
         decided = getattr(oracle, "leave" if kind == "leave" else "push")(worker, now_ns)
@@ -333,7 +289,7 @@ def test_combined_decisions_are_the_oracles_drain_by_drain(spec: str, leave: boo
         assert oracle.version < 0.8 * workers * steps, "pushes meet at a busy server"
 
 
-@pytest.mark.parametrize("spec", COMBINED)
+@pytest.mark.parametrize("spec", [*COMBINED, "ssp:1,shards=3,pull=0.5,combine=true"])
 def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: str) -> None:
     outcome = played(spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"], **BUSY)
     assert outcome.trace is not None
@@ -345,9 +301,9 @@ def test_every_combined_push_is_folded_once_and_as_stale_as_versions_say(spec: s
         assert lines["detail"].min() >= 0
 
 
-@pytest.mark.parametrize("judged", JUDGED, ids=lambda judged: judged.spec)
-def test_every_push_is_folded_or_dropped_once_or_still_waits(judged: Judged) -> None:
-    outcome = played(judged.spec, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"])
+@pytest.mark.parametrize("judged", SIMULATED, ids=lambda judged: judged.name)
+def test_every_push_is_folded_or_dropped_once_or_still_waits(judged: Play) -> None:
+    outcome = played(judged.name, workers=7, steps=40, leave=True, compute=VARIED, **NETWORKS["shared"])
     row = outcome.row
     assert row["steps"] == 280
     folded = sum(count for _, count in row["staleness"])

@@ -17,13 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastps.job.policy import Policy
 from fastps.kernels.scheduling.scheduler import Scheduler
 from fastps.kernels.update.fold import MAX_PUSHES
-from tests.oracles.asp import Asp
-from tests.oracles.bsp import Bsp
-from tests.oracles.combined import Combined
-from tests.oracles.dssp import Dssp, synchronization_controller
-from tests.oracles.ssp import Ssp
+from tests.oracles.dssp import synchronization_controller
+from tests.oracles.table import PLAYED, Play, play
 from tests.support.sizes import sample_and_full
 
 WORKER_COUNTS = (1, 2, 3, 4, 7, 16, 33, 64)
@@ -36,65 +34,23 @@ class TakesEvents(Protocol):
     def leave(self, worker: int, now_ns: int, /) -> tuple[list[int], list[int]]: ...
 
 
-@dataclass(frozen=True)
-class Discipline:
-    """One discipline in both forms; `bound`: how far ahead of the slowest a granted worker may be, None: no promise.
-
-    `combines`: pushes are found in drains, which are closed.
-    """
-
-    name: str
-    oracle: Callable[[int], Any]
-    options: dict[str, Any]
-    bound: int | None
-    events: int
-    combines: bool = False
-
-    def scheduler(self, workers: int) -> Scheduler:
-        # The records alternate as in the arena, so that a change which the other record was not told of shows as well.
-        return Scheduler(workers, alternate=True, **self.options)
-
-
-def ssp(s: int) -> Discipline:
-    options = {"fold": "each", "grant": "bounded", "low": s, "high": s, "release": "printed"}
-    return Discipline(f"ssp:{s}", lambda workers: Ssp(workers, s), options, s, 52_000)
-
-
-def dssp(low: int, high: int, release: str, hard_bound: bool) -> Discipline:
-    reading = {"low": low, "high": high, "release": release, "hard_bound": hard_bound}
-    name = f"dssp:{low},{high}-{release}{'-hard' if hard_bound else ''}"
-    options = {"fold": "each", "grant": "bounded", **reading}
-    return Discipline(name, lambda workers: Dssp(workers, **reading), options, high if hard_bound else None, 35_000)
-
-
-def combined(each: Discipline) -> Discipline:
-    options = {**each.options, "combine": True}
-    name = f"{each.name},combine"
-    return Discipline(name, lambda workers: Combined(each.oracle(workers)), options, each.bound, 52_000, combines=True)
-
-
-ASP = Discipline("asp", Asp, {"fold": "each", "grant": "at-once"}, None, 104_000)
-DISCIPLINES = [
-    Discipline("bsp", Bsp, {"fold": "all", "grant": "next-version"}, 0, 104_000),
-    ASP,
-    *(ssp(s) for s in (0, 1, 3, 10)),
-    *(
-        dssp(low, high, release, hard_bound)
-        for release in ("next-push", "printed")
-        for hard_bound in (False, True)
-        for low, high in ((3, 15), (0, 4), (2, 2))
-    ),
-    *(combined(each) for each in (ASP, ssp(0), ssp(3), dssp(0, 4, "next-push", False), dssp(3, 15, "printed", True))),
-]
-BY_NAME = {discipline.name: discipline for discipline in DISCIPLINES}
+DISCIPLINES = [played for played in PLAYED if not played.plays.timed]
 every_discipline = pytest.mark.parametrize("discipline", DISCIPLINES, ids=lambda discipline: discipline.name)
+
+
+def bound_of(policy: Policy) -> int | None:
+    """How far ahead of the slowest a granted worker may be; None: the discipline does not promise any bound."""
+    if policy.fold == "all":
+        return 0
+    is_kept = policy.hard_bound or (policy.release == "printed" and policy.low == policy.high)
+    return policy.high if policy.grant == "bounded" and is_kept else None
 
 
 @dataclass
 class Trial:
     """One event sequence fed to both sides; `seed` and the latest events stand in every failure message."""
 
-    discipline: Discipline
+    discipline: Play
     workers: int
     seed: str = ""
     events: list[str] = field(default_factory=list)
@@ -103,6 +59,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.oracle = self.discipline.oracle(self.workers)
         self.scheduler = self.discipline.scheduler(self.workers)
+        self.bound = bound_of(self.discipline.policy(self.workers))
         self.pushes = 0
 
     def push(self, worker: int, now_ns: int) -> list[int]:
@@ -153,10 +110,10 @@ class Trial:
             )
         if live:
             assert not all(scheduler.waiting(worker) for worker in live), f"all wait for ever; {self.where()}"
-        if self.discipline.bound is not None:
+        if self.bound is not None:
             for worker in granted:
                 gap = clocks[worker] - min(clocks.values())
-                assert gap <= self.discipline.bound, f"worker {worker} granted at gap {gap}; {self.where()}"
+                assert gap <= self.bound, f"worker {worker} granted at gap {gap}; {self.where()}"
 
 
 # Speed models: how long the next step of a worker takes, in ns. `pace` is drawn once a worker, from 1 to 3.1.
@@ -213,7 +170,7 @@ def run_trial(trial: Trial, rng: random.Random, speed: Callable[[random.Random, 
 
 @every_discipline
 @sample_and_full(0.1, 1.0)
-def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Discipline, size: float) -> None:
+def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Play, size: float) -> None:
     total, events = 0, size * discipline.events
     for workers in WORKER_COUNTS:
         # More events for more workers, so that the clocks of 64 come apart as well.
@@ -232,7 +189,7 @@ def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: 
 def test_every_push_is_folded_once_under_bsp_whoever_leaves() -> None:
     for number in range(300):
         rng = random.Random(f"bsp leaves {number}")
-        trial = Trial(BY_NAME["bsp"], rng.randint(1, 9), f"bsp leaves {number}")
+        trial = Trial(play("bsp"), rng.randint(1, 9), f"bsp leaves {number}")
         run_trial(trial, rng, anything, rng.randint(1, 60))
         for worker in list(trial.oracle.t):
             trial.leave(worker, 10**18)
@@ -243,7 +200,7 @@ def test_every_push_is_folded_once_under_bsp_whoever_leaves() -> None:
 def test_every_push_is_folded_once_when_its_drain_ends_whoever_leaves(name: str) -> None:
     for number in range(200):
         rng = random.Random(f"{name} leaves {number}")
-        trial = Trial(BY_NAME[name], rng.randint(1, 9), f"{name} leaves {number}")
+        trial = Trial(play(name), rng.randint(1, 9), f"{name} leaves {number}")
         run_trial(trial, rng, anything, rng.randint(1, 60))
         for worker in list(trial.oracle.t):
             trial.leave(worker, 10**18)
@@ -276,7 +233,7 @@ def test_a_sum_takes_no_more_pushes_than_a_fold() -> None:
 
 
 @st.composite
-def short_sequences(draw: st.DrawFn) -> tuple[Discipline, int, list[tuple[bool, int, int]]]:
+def short_sequences(draw: st.DrawFn) -> tuple[Play, int, list[tuple[bool, int, int]]]:
     discipline = draw(st.sampled_from(DISCIPLINES))
     workers = draw(st.integers(1, 5))
     event = st.tuples(st.sampled_from((False,) * 9 + (True,)), st.integers(0, 4), st.sampled_from((1, 0, 2, 3, 10, 31)))
@@ -288,7 +245,7 @@ def test_compiled_scheduler_decides_as_the_oracle_on_short_sequences(size: int) 
     settings(max_examples=size, deadline=None, derandomize=True)(given(short_sequences())(_decides_as_the_oracle))()
 
 
-def _decides_as_the_oracle(sequence: tuple[Discipline, int, list[tuple[bool, int, int]]]) -> None:
+def _decides_as_the_oracle(sequence: tuple[Play, int, list[tuple[bool, int, int]]]) -> None:
     discipline, workers, events = sequence
     trial, now_ns = Trial(discipline, workers), 0
     for leaves, choice, later_ns in events:
@@ -302,11 +259,10 @@ def _decides_as_the_oracle(sequence: tuple[Discipline, int, list[tuple[bool, int
             trial.close()
 
 
-def both_sides(workers: int, low: int, high: int, **reading: Any) -> Iterator[Any]:
-    """The oracle and the compiled scheduler of one reading of DSSP."""
-    both = dssp(low, high, reading.get("release", "next-push"), reading.get("hard_bound", False))
-    yield both.oracle(workers)
-    yield both.scheduler(workers)
+def both_sides(workers: int, spec: str) -> Iterator[Any]:
+    """The oracle and the compiled scheduler of a spec."""
+    yield play(spec).oracle(workers)
+    yield play(spec).scheduler(workers)
 
 
 def test_figure_2_gives_three_extra_iterations() -> None:
@@ -316,7 +272,7 @@ def test_figure_2_gives_three_extra_iterations() -> None:
     (red line) and would wait 31 for the slow push expected at 83; after 3 more iterations (green line, 82) it waits 1.
     """
     assert synchronization_controller([52, 42], [42, 1], r_max=4) == 3
-    for server in both_sides(2, low=2, high=6):
+    for server in both_sides(2, "dssp:2,6"):
         for worker, now_ns in ((1, 1), (0, 12), (0, 22), (0, 32), (1, 42), (0, 42)):
             assert server.push(worker, now_ns) == ([worker], [worker])
         # As printed, line 14 sends OK without line 4's decrement: iterations end at 62, 72 and 82 with OK from the
@@ -374,26 +330,26 @@ def two_workers(server: TakesEvents, jitter: float, seed: str) -> tuple[float, i
     ("discipline", "jitter", "rate_low", "rate_high", "gap_low", "gap_high"),
     [
         # The rates stand between ASP's, 1 + 1/3.1 = 1.323, and that of the slowest's pace, 2/3.1 = 0.645.
-        (BY_NAME["asp"], 0.0, 1.32, 1.33, 2_000, 2_200),
-        (BY_NAME["bsp"], 0.0, 0.64, 0.65, 0, 0),
-        (BY_NAME["ssp:3"], 0.0, 0.64, 0.65, 3, 3),
-        (BY_NAME["dssp:3,15-next-push"], 0.0, 1.32, 1.33, 2_000, 2_200),
-        (BY_NAME["dssp:3,15-next-push"], 0.05, 1.31, 1.33, 2_000, 2_200),
-        (BY_NAME["dssp:3,15-next-push"], 0.2, 1.31, 1.33, 2_000, 2_200),
+        (play("asp"), 0.0, 1.32, 1.33, 2_000, 2_200),
+        (play("bsp"), 0.0, 0.64, 0.65, 0, 0),
+        (play("ssp:3"), 0.0, 0.64, 0.65, 3, 3),
+        (play("dssp:3,15"), 0.0, 1.32, 1.33, 2_000, 2_200),
+        (play("dssp:3,15"), 0.05, 1.31, 1.33, 2_000, 2_200),
+        (play("dssp:3,15"), 0.2, 1.31, 1.33, 2_000, 2_200),
         # As printed, the outcome hangs on how regular the workers are. With exact intervals worker 0 waits once, before
         # there are intervals to predict from, and the controller never answers 0 again. With jitter it does before
         # long, and the wait until worker 0 is within s_L again costs nearly all that was gained.
-        (BY_NAME["dssp:3,15-printed"], 0.0, 1.32, 1.33, 2_000, 2_200),
-        (BY_NAME["dssp:3,15-printed"], 0.05, 0.65, 0.80, 16, 2_200),
-        (BY_NAME["dssp:3,15-printed"], 0.2, 0.65, 0.80, 16, 2_200),
-        (BY_NAME["dssp:3,15-next-push-hard"], 0.0, 0.64, 0.66, 15, 15),
-        (BY_NAME["dssp:3,15-next-push-hard"], 0.2, 0.64, 0.66, 4, 15),
-        (BY_NAME["dssp:3,15-printed-hard"], 0.0, 0.64, 0.66, 15, 15),
-        (BY_NAME["dssp:3,15-printed-hard"], 0.2, 0.64, 0.66, 4, 15),
+        (play("dssp:3,15,release=printed"), 0.0, 1.32, 1.33, 2_000, 2_200),
+        (play("dssp:3,15,release=printed"), 0.05, 0.65, 0.80, 16, 2_200),
+        (play("dssp:3,15,release=printed"), 0.2, 0.65, 0.80, 16, 2_200),
+        (play("dssp:3,15,hard_bound=true"), 0.0, 0.64, 0.66, 15, 15),
+        (play("dssp:3,15,hard_bound=true"), 0.2, 0.64, 0.66, 4, 15),
+        (play("dssp:3,15,release=printed,hard_bound=true"), 0.0, 0.64, 0.66, 15, 15),
+        (play("dssp:3,15,release=printed,hard_bound=true"), 0.2, 0.64, 0.66, 4, 15),
     ],
 )
 def test_throughput_of_two_workers_3_1_to_1(
-    discipline: Discipline, jitter: float, rate_low: float, rate_high: float, gap_low: int, gap_high: int
+    discipline: Play, jitter: float, rate_low: float, rate_high: float, gap_low: int, gap_high: int
 ) -> None:
     """The trial that says which reading of line 17 fits the paper's Table I (DSSP as fast as ASP): next-push does.
 

@@ -9,35 +9,21 @@ from typing import Any
 
 import pytest
 
-from fastps.job.specs import parse_policy
-from fastps.kernels.scheduling.scheduler import Scheduler
-from tests.oracles.dssp import Dssp
-from tests.oracles.r2sp import R2sp
-from tests.oracles.ssp import Ssp
-from tests.oracles.tree import Tree
+from tests.oracles.table import play
 
 WORKERS = 400  # four levels of a tournament of sevens
 
 
-def compiled(spec: str) -> Scheduler:
-    return Scheduler(WORKERS, alternate=True, **parse_policy(spec).values(WORKERS))
+def both_sides(spec: str, oracle: str = "") -> tuple[Any, Any]:
+    return play(spec, oracle).oracle(WORKERS), play(spec, oracle).scheduler(WORKERS)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("spec", "oracle"),
-    [
-        ("ssp:0", lambda: Ssp(WORKERS, 0)),
-        ("ssp:2", lambda: Ssp(WORKERS, 2)),
-        ("dssp:1,3", lambda: Dssp(WORKERS, 1, 3, release="next-push", hard_bound=False)),
-        ("dssp:1,3,hard_bound=true", lambda: Dssp(WORKERS, 1, 3, release="next-push", hard_bound=True)),
-        ("dssp:1,3,release=printed", lambda: Dssp(WORKERS, 1, 3, release="printed", hard_bound=False)),
-    ],
-)
-def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: str, oracle: Any) -> None:
+@pytest.mark.parametrize("spec", ["ssp:0", "ssp:2", "dssp:1,3", "dssp:1,3,hard_bound=true", "dssp:1,3,release=printed"])
+def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: str) -> None:
     """The fast half runs to its bound and waits; then the slow half, in random order and with leaves, lets it go on."""
     rng = random.Random(spec)
-    sides = [oracle(), compiled(spec)]
+    sides = both_sides(spec)
     able, now_ns = set(range(WORKERS)), 0
     for _ in range(3):
         for half in (range(WORKERS // 2), range(WORKERS // 2, WORKERS)):
@@ -59,7 +45,7 @@ def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: st
 def test_the_slowest_of_many_round_robin_workers_is_found_whoever_leaves(tune: bool) -> None:
     """Times fall and rise by large factors, so that the slowest changes at every level of the tournament."""
     rng = random.Random(tune)
-    oracle, scheduler = R2sp(WORKERS, 0.8, tune), compiled(f"r2sp:0.8{',tune=true' if tune else ''}")
+    oracle, scheduler = both_sides(f"r2sp:0.8{',tune=true' if tune else ''}")
     now_ns = 0
     for _ in range(6):
         order = list(oracle.t)
@@ -84,7 +70,7 @@ def test_the_slowest_of_many_round_robin_workers_is_found_whoever_leaves(tune: b
 
 
 def test_a_leaf_whose_workers_have_nearly_all_left_passes_on_what_it_holds() -> None:
-    oracle, scheduler = Tree(WORKERS, 4, 3), compiled("adv:4,groups=3")
+    oracle, scheduler = both_sides("adv:4,groups=3", "tree")
     rng = random.Random(3)
     for worker in rng.sample(range(WORKERS), WORKERS - 9):
         assert scheduler.push(worker, 1) == oracle.push(worker, 1, 0)

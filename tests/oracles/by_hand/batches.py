@@ -7,7 +7,7 @@ BATCHES = [
         "the batch that makes the iterations equal",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -22,7 +22,7 @@ BATCHES = [
         "a line with a constant",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -37,7 +37,7 @@ BATCHES = [
         "larger batches in less time are no line",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -52,7 +52,7 @@ BATCHES = [
         "a line below nothing at batch 0 is none",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -67,7 +67,7 @@ BATCHES = [
         "sixteen times the base batch at most",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -82,7 +82,7 @@ BATCHES = [
         "without a sample, or a time in it, the base batch",
         "r2sp",
         2,
-        {"relax": 0.0, "tune": True},
+        "r2sp:0,tune=true",
         [
             push(0, 5, 0, [0], [0], batch=3),
             push(1, 5, 0, [1], [1], batch=7),

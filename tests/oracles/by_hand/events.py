@@ -1,14 +1,8 @@
 """The vocabulary of sequences worked out by hand: events with their answers, and the oracle that a sequence tests."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from tests.oracles.backup import Backup
-from tests.oracles.hardsync import HardSync
-from tests.oracles.psp import PspServer
-from tests.oracles.r2sp import R2sp
-from tests.oracles.softsync import SoftSync
-from tests.oracles.staggered import StaggeredSoftSync
+from tests.oracles.table import Play, play
 
 
 @dataclass(frozen=True)
@@ -44,24 +38,16 @@ def fire(folded: list[int], granted: list[int], due: int | None = None) -> Event
 
 @dataclass(frozen=True)
 class Sequence:
-    """Events of one server, and the server's state after them."""
+    """Events of one server, and the server's state after them. `oracle` is the name of the oracle's module."""
 
     name: str
-    discipline: str
+    oracle: str
     workers: int
-    settings: dict[str, Any]
+    spec: str
     events: list[Event]
     version: int
     dropped: dict[int, int] = field(default_factory=dict)
     batch: dict[int, int] = field(default_factory=dict)
 
-    def oracle(self) -> Any:
-        of = {
-            "backup": Backup,
-            "psp": PspServer,
-            "softsync": SoftSync,
-            "hardsync": HardSync,
-            "r2sp": R2sp,
-            "staggered": StaggeredSoftSync,
-        }
-        return of[self.discipline](self.workers, **self.settings)
+    def played(self) -> Play:
+        return play(self.spec, self.oracle)

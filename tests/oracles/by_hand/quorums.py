@@ -7,7 +7,7 @@ BACKUP = [
         "the slowest is dropped and reads the theta of now",
         "backup",
         3,
-        {"b": 1},
+        "backup:1",
         [
             push(2, 10, 0, [], []),
             push(0, 20, 0, [0, 2], [0, 2]),
@@ -23,7 +23,7 @@ BACKUP = [
         "at one time the order of arrival decides",
         "backup",
         3,
-        {"b": 1},
+        "backup:1",
         [push(1, 10, 0, [], []), push(2, 10, 0, [1, 2], [1, 2]), push(0, 10, 0, [], [0])],
         version=1,
         dropped={0: 1, 1: 0, 2: 0},
@@ -32,7 +32,7 @@ BACKUP = [
         "without backups it is bsp",
         "backup",
         2,
-        {"b": 0},
+        "backup:0",
         [push(1, 5, 0, [], []), push(0, 9, 0, [0, 1], [0, 1]), push(0, 9, 1, [], []), push(1, 9, 1, [0, 1], [0, 1])],
         version=2,
     ),
@@ -40,7 +40,7 @@ BACKUP = [
         "a leaver's gradient stays and counts",
         "backup",
         4,
-        {"b": 1},
+        "backup:1",
         [
             push(0, 1, 0, [], []),
             leave(0, 2, [], []),
@@ -55,7 +55,7 @@ BACKUP = [
         "with fewer live than N all of them are enough",
         "backup",
         4,
-        {"b": 1},
+        "backup:1",
         [
             push(1, 1, 0, [], []),
             leave(0, 2, [], []),
@@ -73,7 +73,7 @@ BACKUP = [
         "the last to leave takes nothing along",
         "backup",
         3,
-        {"b": 0},
+        "backup:0",
         [
             push(0, 1, 0, [], []),
             leave(0, 1, [], []),
@@ -89,7 +89,7 @@ PSP = [
         "without a timeout the c-th gradient ends the version",
         "psp",
         3,
-        {"c": 2, "tau1_ns": 0},
+        "psp:2,0.5",
         [
             push(1, 10, 0, [], []),
             push(0, 10, 0, [0, 1], [0, 1]),
@@ -104,7 +104,7 @@ PSP = [
         "the timeout runs from the c-th gradient; what arrives at the deadline is late",
         "psp",
         4,
-        {"c": 2, "tau1_ns": 100},
+        "psp:2,0.5,push_timeout=100e-9",
         [
             push(0, 10, 0, [], []),
             push(3, 30, 0, [], [], due=130),
@@ -119,7 +119,7 @@ PSP = [
         "all workers have responded before the timeout",
         "psp",
         3,
-        {"c": 2, "tau1_ns": 100},
+        "psp:2,0.5,push_timeout=100e-9",
         [
             push(0, 10, 0, [], []),
             push(1, 20, 0, [], [], due=120),
@@ -133,7 +133,7 @@ PSP = [
         "a worker that went on without this server is in one sum twice and makes the c-th gradient",
         "psp",
         3,
-        {"c": 3, "tau1_ns": 50},
+        "psp:3,0.5,push_timeout=50e-9",
         [
             push(0, 10, 0, [], []),
             push(0, 20, 1, [], []),
@@ -149,7 +149,7 @@ PSP = [
         "a dropped gradient is no response, and an event out of time counts at the latest time",
         "psp",
         2,
-        {"c": 1, "tau1_ns": 40},
+        "psp:1,0.5,push_timeout=40e-9",
         [
             push(0, 100, 0, [], [], due=140),
             fire([0], [0]),
@@ -165,7 +165,7 @@ PSP = [
         "a leave completes the sum; a leaver's gradient stays in it",
         "psp",
         4,
-        {"c": 4, "tau1_ns": 10},
+        "psp:4,0.5,push_timeout=10e-9",
         [
             push(0, 1, 0, [], []),
             push(1, 2, 0, [], []),
@@ -182,7 +182,7 @@ PSP = [
         "a leaver's gradient keeps the timer running",
         "psp",
         2,
-        {"c": 1, "tau1_ns": 10},
+        "psp:1,0.5,push_timeout=10e-9",
         [
             push(0, 1, 0, [], [], due=11),
             leave(0, 2, [], [], due=11),

@@ -7,7 +7,7 @@ STAGGERED = [
         "folded together, granted apart",
         "staggered",
         2,
-        {"n": 1, "relax": 1.0},
+        "softsync:1,stagger=1",
         [
             push(0, 0, 0, [], [0]),  # its gradient is in no fold yet
             push(1, 0, 0, [0, 1], [1]),
@@ -21,7 +21,7 @@ STAGGERED = [
         "two gradients of one learner in a sum; a leave passes the turn on",
         "staggered",
         3,
-        {"n": 1, "relax": 1.0},
+        "softsync:1,stagger=1",
         [
             push(0, 1, 0, [], [0]),
             push(0, 2, 0, [], []),
@@ -34,7 +34,7 @@ STAGGERED = [
         "a leave completes the sum",
         "staggered",
         2,
-        {"n": 1, "relax": 1.0},
+        "softsync:1,stagger=1",
         [push(0, 1, 0, [], [0]), leave(1, 2, [0], []), push(0, 3, 1, [0], [0]), push(0, 4, 2, [0], [], due=5)],
         version=3,
     ),
@@ -42,7 +42,7 @@ STAGGERED = [
         "folds keep no order",
         "staggered",
         2,
-        {"n": 2, "relax": 1.0},
+        "softsync:2,stagger=1",
         [push(1, 1, 0, [1], []), push(0, 2, 0, [0], [0, 1]), push(1, 2, 2, [1], []), push(0, 2, 2, [0], [0, 1])],
         version=4,
     ),

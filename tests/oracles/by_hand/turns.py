@@ -9,7 +9,7 @@ R2SP = [
         "updates wait for their turn and follow at once",
         "r2sp",
         3,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(2, 5, 0, [], []),
             push(1, 6, 0, [], []),
@@ -21,7 +21,7 @@ R2SP = [
         "permissions a gap of T / N apart",
         "r2sp",
         3,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(0, 10, 0, [0], [0]),
             push(1, 10, 0, [1], [1]),
@@ -39,7 +39,7 @@ R2SP = [
         "relaxed to r T / N, in whole ns",
         "r2sp",
         2,
-        {"relax": 0.8},
+        "r2sp:0.8",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -54,7 +54,7 @@ R2SP = [
         "the average moves by an eighth, in whole ns, towards the old value",
         "r2sp",
         1,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(0, 0, 0, [0], [0]),
             push(0, 100, 0, [0], [0]),  # T = 100
@@ -69,7 +69,7 @@ R2SP = [
         "an event out of time counts at the latest time",
         "r2sp",
         2,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(0, 100, 0, [0], [0]),
             push(1, 50, 0, [1], [1]),  # at 100
@@ -83,7 +83,7 @@ R2SP = [
         "a leaver's push is folded first, and its turns are skipped",
         "r2sp",
         3,
-        {"relax": 0.0},
+        "r2sp:0",
         [
             push(2, 1, 0, [], []),
             push(1, 2, 0, [], []),
@@ -97,7 +97,7 @@ R2SP = [
         "who held both turns leaves",
         "r2sp",
         3,
-        {"relax": 0.0},
+        "r2sp:0",
         [
             push(2, 1, 0, [], []),
             push(1, 1, 0, [], []),
@@ -114,7 +114,7 @@ R2SP = [
         "a leave folds the leaver's push and then what waited behind it",
         "r2sp",
         3,
-        {"relax": 0.0},
+        "r2sp:0",
         [
             push(0, 1, 0, [0], [0]),
             push(0, 2, 0, [], []),
@@ -130,7 +130,7 @@ R2SP = [
         "the slowest leaves, so T and N are smaller",
         "r2sp",
         3,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),
@@ -150,7 +150,7 @@ R2SP = [
         "the slowest leaves, and the smaller gap has passed",
         "r2sp",
         3,
-        {"relax": 1.0},
+        "r2sp:1",
         [
             push(0, 0, 0, [0], [0]),
             push(1, 0, 0, [1], [1]),

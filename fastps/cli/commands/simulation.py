@@ -5,17 +5,19 @@ from typing import Annotated
 
 import typer
 
-from fastps.cli.options import DATA_HELP, SYNC_HELP, Json, LearningRate, Momentum, Wide, console_of
+from fastps.cli.commands import CHOOSE, MACHINE
+from fastps.cli.options import DATA_HELP, SYNC_HELP, Bar, Json, LearningRate, Momentum, Wide, console_of
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
 
 FACTORS_HELP = "NUMBER:FACTOR or FIRST-LAST:FACTOR, such as 0:3 or 0-9:3; may be repeated."
 
 commands = typer.Typer()
+ORDER = 40
 
 
 @commands.command(
-    rich_help_panel="Choose a discipline",
+    rich_help_panel=CHOOSE,
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
@@ -78,7 +80,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw the staleness into this picture.")] = None,
     wide: Wide = False,
     json_file: Json = None,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+    progress: Bar = True,
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
@@ -129,7 +131,7 @@ def simulate(
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps reproduce --quick   |   fastps reproduce dssp rudra/figure-4   |   fastps reproduce --json -",
 )
 def reproduce(
@@ -140,27 +142,30 @@ def reproduce(
     list_only: Annotated[bool, typer.Option("--list", help="Show the rows and measure nothing.")] = False,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as a document.")] = None,
     json_file: Json = None,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+    progress: Bar = True,
 ) -> None:
     """Measure the headline tables and figures of the five papers again, and say of each whether it is reproduced."""
-    from fastps.reproduce import Effort, choose, show
+    from fastps.cli.reproduce_report import list_table, verdict_table
+    from fastps.cli.tables import show
+    from fastps.reproduce import Effort, choose
+    from fastps.reproduce import show as output
     from fastps.system.json_report import write_json
 
     rows = choose(ids)
     console = console_of(json_file)
     if list_only:
-        console.print(show.list_table(rows))
+        show(console, list_table(rows))
         if json_file is not None:
             write_json(
                 "reproduce --list", [{"id": row.id, "source": row.source, "claim": row.claim} for row in rows], json_file
             )
         return
     effort = Effort(quick)
-    verdicts = show.reproduce_watched(rows, effort, console, progress=progress and console.is_terminal)
-    console.print(show.verdict_table(verdicts, effort))
-    console.print(show.notes(verdicts), markup=False, highlight=False)
+    verdicts = output.reproduce_watched(rows, effort, console, progress=progress and console.is_terminal)
+    show(console, verdict_table(verdicts, effort))
+    console.print(output.notes(verdicts), markup=False, highlight=False)
     if markdown is not None:
         command = " ".join(["fastps reproduce", *ids, *(["--quick"] if quick else [])])
-        show.write_markdown(verdicts, command, markdown)
+        output.write_markdown(verdicts, command, markdown)
     if json_file is not None:
         write_json("reproduce", [verdict.as_json() for verdict in verdicts], json_file)

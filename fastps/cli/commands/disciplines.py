@@ -2,15 +2,17 @@
 
 import typer
 
+from fastps.cli.commands import CHOOSE
 from fastps.cli.options import Json, Wide, console_of
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.specs import MODIFIERS
 
 commands = typer.Typer()
+ORDER = 50
 
 
 @commands.command(
-    rich_help_panel="Choose a discipline",
+    rich_help_panel=CHOOSE,
     epilog="Examples:  fastps disciplines   |   fastps disciplines --json -",
 )
 def disciplines(wide: Wide = False, json_file: Json = None) -> None:
@@ -19,14 +21,21 @@ def disciplines(wide: Wide = False, json_file: Json = None) -> None:
     from fastps.system.json_report import write_json
 
     rows = [
-        {"kind": "discipline", "spec": row.usage, "paper": row.paper, "does": row.does, "use": row.use}
+        {
+            "kind": "discipline",
+            "spec": row.usage,
+            "paper": row.paper,
+            "does": row.does,
+            "use": row.use,
+            "staleness": row.staleness,
+        }
         for row in DISCIPLINES.values()
     ]
     modifiers = [{"kind": "modifier", "option": f"{name}={usage}"} for name, (usage, _) in MODIFIERS.items()]
     console = console_of(json_file)
     columns = [Column("spec"), *(Column(heading, left=True) for heading in ("what it does", "when to use it"))]
-    columns.append(Column("paper", wide=True, left=True))
-    cells = [(row["spec"], row["does"], row["use"], row["paper"]) for row in rows]
+    columns += [Column(heading, wide=True, left=True) for heading in ("staleness", "paper")]
+    cells = [(row["spec"], row["does"], row["use"], row["staleness"], row["paper"]) for row in rows]
     show(console, Rows("disciplines", columns, cells), wide=wide)
     options = [(row["option"],) for row in modifiers]
     show(console, Rows("options of every spec, as in ssp:3,pull=0.75", [Column("option")], options), wide=wide)

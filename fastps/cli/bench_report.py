@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from fastps.bench.measure import Row
+from fastps.cli.tables import Column, Rows, show
 from fastps.system.machine import machine
 
 Columns = dict[str, Callable[[Row], str]]
@@ -25,7 +25,7 @@ _TIMES: Columns = {
     "most": lambda row: _seconds(row["seconds_max"]),
 }
 _SHARE: Columns = {"limit share": lambda row: "-" if row.get("limit_share") is None else f"{row['limit_share']:.2f}"}
-_TABLES: dict[str, tuple[str, Columns]] = {
+BENCHMARKS: dict[str, tuple[str, Columns]] = {
     "kernels": (
         "kernels on one core or a GPU; bound: the better plain C loop into fresh buffers, on a GPU a copy's bandwidth",
         {
@@ -91,21 +91,30 @@ _TABLES: dict[str, tuple[str, Columns]] = {
 }
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+_WIDE = ("least", "most", "GB/s", "run", "MiB", "steps/s")  # columns that a narrow terminal does without
+_TEXTS = ("kernel", "figure", "sync", "fold/grant", "surroundings", "side", "model", "backend")
+
+
+def tables(rows: Sequence[Row]) -> dict[str, Rows]:
+    """Make a table for each benchmark that has rows, by its name; sides that are missing have no row."""
+    made = {}
+    for bench, (title, columns) in BENCHMARKS.items():
+        found = [row for row in rows if row["bench"] == bench]
+        if found:
+            headings = [Column(heading, wide=heading in _WIDE, left=heading in _TEXTS) for heading in columns]
+            cells = [[cell(row) for cell in columns.values()] for row in found if "missing" not in row]
+            made[bench] = Rows(title, headings, cells)
+    return made
+
+
+def show_benchmarks(rows: Sequence[Row], console: Console, *, wide: bool = False) -> None:
     """Print the machine and a table for each benchmark with rows; missing sides are named below their table."""
     where = machine()
     memory = f"{where['memory_bytes'] / 2**30:.0f} GiB"
-    console.print(f"{where['cpu']}, {where['cores']} cores, {memory}, Linux {where['kernel']}; medians, sides take turns")
-    for bench, (title, columns) in _TABLES.items():
-        found = [row for row in rows if row["bench"] == bench]
-        if not found:
-            continue
-        table = Table(title=title)
-        for heading in columns:
-            table.add_column(heading, no_wrap=True)
-        for row in found:
-            if "missing" not in row:
-                table.add_row(*(cell(row) for cell in columns.values()))
-        console.print(table)
-        for name, reason in {row["name"]: row["missing"] for row in found if "missing" in row}.items():
-            console.print(f"missing: {name} ({reason})")
+    told = f"{where['cpu']}, {where['cores']} cores, {memory}, Linux {where['kernel']}; medians, sides take turns"
+    console.print(told, markup=False, highlight=False)
+    for bench, table in tables(rows).items():
+        show(console, table, wide=wide)
+        missing = {row["name"]: row["missing"] for row in rows if row["bench"] == bench and "missing" in row}
+        for name, reason in missing.items():
+            console.print(f"missing: {name} ({reason})", markup=False, highlight=False)

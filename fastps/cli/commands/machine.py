@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastps.cli.commands import MACHINE, TRAIN, WATCH
 from fastps.cli.options import (
     SYNC_HELP,
     CheckpointDirectory,
@@ -24,6 +25,7 @@ from fastps.cli.options import (
     Seed,
     Server,
     TraceFile,
+    Wide,
     Workers,
     console_of,
     job_options_of,
@@ -54,6 +56,7 @@ START_METHOD_HELP = (
 )
 
 commands = typer.Typer()
+ORDER = 20
 
 
 def _command_of(arguments: list[str], module: bool) -> list[str]:
@@ -78,7 +81,7 @@ def _names_python(argument: str) -> bool:
 
 
 @commands.command(
-    rich_help_panel="Train",
+    rich_help_panel=TRAIN,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
@@ -139,7 +142,7 @@ def run(
 
 
 @commands.command(
-    rich_help_panel="Watch and explain a run",
+    rich_help_panel=WATCH,
     epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -",
 )
 def top(
@@ -148,6 +151,7 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Look at a running job: its workers and shards, live. Ctrl-C ends the look, not the job."""
@@ -158,7 +162,7 @@ def top(
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
     try:
         show = looking.look_once if once else looking.watch
-        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval)
+        rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval, wide=wide)
     except KeyboardInterrupt:
         raise typer.Exit from None
     if json_file is not None:
@@ -174,7 +178,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
     "   |   fastps bench train -n 2",
 )
@@ -189,6 +193,7 @@ def bench(
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,
     backend: Annotated[str, typer.Option(help="Of kernels: cpu, or cuda on a GPU.")] = "cpu",
     device: Annotated[str, typer.Option(help="Of a step: cpu, or cuda with all workers on GPU 0.")] = "cpu",
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Measure fastps beside its limits and its peers on this machine; sides take turns, and each result is checked."""
@@ -196,7 +201,7 @@ def bench(
 
     from fastps.bench.measure import SMOKE, BenchOptions
     from fastps.bench.run import run as run_bench
-    from fastps.bench.show import show
+    from fastps.cli.bench_report import show_benchmarks
     from fastps.system.json_report import write_json
 
     default = "limit,gloo,ddp,hogwild,handmade" if device == "cpu" else "limit,nccl"
@@ -206,7 +211,7 @@ def bench(
     )
     options = replace(options if not smoke else replace(SMOKE, against=peers), backend=backend, device=device)
     rows = run_bench(what, options)
-    show(rows, console_of(json_file))
+    show_benchmarks(rows, console_of(json_file), wide=wide)
     if json_file is not None:
         write_json(f"bench {what}", rows, json_file)
 
@@ -220,7 +225,7 @@ def _whole(name: str, text: str) -> int:
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
 )
 def doctor(

@@ -4,14 +4,16 @@ from typing import Annotated
 
 import typer
 
+from fastps.cli.commands import MACHINE
 from fastps.cli.options import Json, console_of
 from fastps.errors import UsageError
 
 commands = typer.Typer()
+ORDER = 60
 
 
 @commands.command(
-    rich_help_panel="This machine and this build",
+    rich_help_panel=MACHINE,
     epilog="Examples:  fastps chaos --seeds 1000   |   fastps chaos --seed 4711 --seeds 1   |   fastps chaos --seeds 300"
     " --mutant forget-pins",
 )

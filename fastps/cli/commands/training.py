@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from fastps.advice.stragglers import PAPER_EXPONENT
+from fastps.cli.commands import TRAIN, WATCH
 from fastps.cli.options import (
     SYNC_HELP,
     BatchSize,
@@ -51,10 +52,11 @@ EXPONENT_HELP = (
 ITERATIONS_HELP = "Iterations that you measured for some N, used instead, on straight lines between them."
 
 commands = typer.Typer()
+ORDER = 10
 
 
 @commands.command(
-    rich_help_panel="Train",
+    rich_help_panel=TRAIN,
     epilog="Examples:  fastps train --sync bsp -n 4   |   fastps train --sync dssp:3,15 --straggler 0:3 --json -"
     "   |   fastps train --sync asp --compute-ms 20 --restarts 40 --inject-faults kill:40,stop:20,seconds:600"
     " --epochs 100",
@@ -121,7 +123,7 @@ def train(
 
 
 @commands.command(
-    rich_help_panel="Train",
+    rich_help_panel=TRAIN,
     epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
 )
 def compare(
@@ -173,7 +175,7 @@ def compare(
 
 
 @commands.command(
-    rich_help_panel="Watch and explain a run",
+    rich_help_panel=WATCH,
     epilog="Example:  fastps stragglers -n 8 --straggler 0:2 --epochs 3 --plot arrivals.png",
 )
 def stragglers(
@@ -199,7 +201,7 @@ def stragglers(
 ) -> None:
     """Train, show how long each step waited for its k-th gradient, and estimate the best number of backup workers."""
     from fastps.advice import stragglers as estimate
-    from fastps.cli.report import straggler_rows, straggler_tables, training_table
+    from fastps.cli.report import arrivals_table, splits_table, straggler_rows, straggler_verdict, training_table
     from fastps.cli.tables import show
     from fastps.system.json_report import write_json
     from fastps.training import runs
@@ -219,7 +221,10 @@ def stragglers(
     splits = estimate.splits(arrivals, law)
     show(console, training_table([runs.merged(options, results)], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     known = f"iterations {iterations}" if iterations else f"iterations in proportion to N^-{exponent:g}"
-    console.print(straggler_tables(arrivals, splits, known))
+    show(console, arrivals_table(arrivals), wide=wide)
+    if splits:
+        show(console, splits_table(splits, known), wide=wide)
+    console.print(straggler_verdict(arrivals, splits, known), markup=False, highlight=False)
     if plot is not None:
         from fastps.cli.plots import plot_arrivals
 

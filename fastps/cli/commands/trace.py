@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from fastps.cli.options import Json, Wide, console_of
+from fastps.cli.commands import CHOOSE, WATCH
+from fastps.cli.options import Bar, Json, Wide, console_of
 
 commands = typer.Typer()
+ORDER = 30
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace, or fastps.trace in a script, has recorded.")]
 
 
 @commands.command(
-    rich_help_panel="Watch and explain a run",
+    rich_help_panel=WATCH,
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
     " --perfetto run.json   |   fastps trace run.trace --summary --json -",
 )
@@ -65,7 +67,7 @@ def trace(
 
 
 @commands.command(
-    rich_help_panel="Choose a discipline",
+    rich_help_panel=CHOOSE,
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
     " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -",
 )
@@ -82,7 +84,7 @@ def advise(
     ] = 0.0,
     wide: Wide = False,
     json_file: Json = None,
-    progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Show a bar.")] = True,
+    progress: Bar = True,
 ) -> None:
     """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
     from fastps.advice import advise as advice

@@ -1,0 +1,46 @@
+"""The public names of fastps, for type checkers and editors; the disciplines are the names that their module exports."""
+
+from fastps.checkpoint.format import Checkpoint as Checkpoint
+from fastps.checkpoint.format import load as load
+from fastps.checkpoint.snapshot import save as save
+from fastps.errors import ArenaError as ArenaError
+from fastps.errors import AttachError as AttachError
+from fastps.errors import CheckpointError as CheckpointError
+from fastps.errors import Error as Error
+from fastps.errors import LayoutError as LayoutError
+from fastps.errors import NonFiniteGradientError as NonFiniteGradientError
+from fastps.errors import ParameterChangedError as ParameterChangedError
+from fastps.errors import PolicyError as PolicyError
+from fastps.errors import ProtocolError as ProtocolError
+from fastps.errors import TimeoutExceededError as TimeoutExceededError
+from fastps.errors import UnsupportedError as UnsupportedError
+from fastps.errors import UsageError as UsageError
+from fastps.errors import WorkerDiedError as WorkerDiedError
+from fastps.job.disciplines import *  # noqa: F403
+from fastps.job.environment import rank as rank
+from fastps.job.environment import world_size as world_size
+from fastps.job.policy import Policy as Policy
+from fastps.job.specs import parse_policies as parse_policies
+from fastps.job.specs import parse_policy as parse_policy
+from fastps.job.update_rules import SGD as SGD
+from fastps.job.update_rules import Adagrad as Adagrad
+from fastps.job.update_rules import Adam as Adam
+from fastps.job.update_rules import RMSProp as RMSProp
+from fastps.job.user_rules import UserRule as UserRule
+from fastps.job.user_rules import rule as rule
+from fastps.processes.spawn import spawn as spawn
+from fastps.store.observer import Look as Look
+from fastps.store.observer import Observer as Observer
+from fastps.store.observer import ShardStatistics as ShardStatistics
+from fastps.store.observer import WorkerStatistics as WorkerStatistics
+from fastps.store.observer import observe as observe
+from fastps.store.store import Store as Store
+from fastps.store.worker import Worker as Worker
+from fastps.torch.checkpoint import optimizer_state_dict as optimizer_state_dict
+from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from fastps.torch.rule_optimizer import RuleOptimizer as RuleOptimizer
+from fastps.torch.sampler import BatchSampler as BatchSampler
+from fastps.torch.schedules import GlobalStepLR as GlobalStepLR
+from fastps.torch.schedules import exponential_decay as exponential_decay
+from fastps.tracing.recorder import trace as trace
+from fastps.version import __version__ as __version__
