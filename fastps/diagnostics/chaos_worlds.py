@@ -44,7 +44,7 @@ def bound_of(policy: Policy) -> int:
     if policy.fold == "all":
         return 0
     if policy.grant == "bounded" and (policy.hard_bound or (policy.release == "printed" and policy.low == policy.high)):
-        return policy.high
+        return policy.high - (policy.bound == "push")
     return -1
 
 

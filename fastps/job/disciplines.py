@@ -41,23 +41,32 @@ def SSP(s: int) -> Policy:  # noqa: N802
     return Policy(spec=f"ssp:{s}", fold="each", grant="bounded", low=s, high=s, release="printed")
 
 
-def DSSP(lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = False) -> Policy:  # noqa: N802
+def DSSP(  # noqa: N802
+    lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = False, bound: str = "grant", credit: str = "listed"
+) -> Policy:
     """Dynamic SSP: beyond `lo` the fastest worker gets extra steps, as many as the controller predicts, up to `hi - lo`.
 
-    Line 17 of Algorithm 1 has two readings. With "printed", a worker without credit waits until it is within `lo` again.
-    With "next-push", the slowest worker's next push releases it: the instant whose wait the controller minimizes. This is the
-    default, because only this reading always gives Table I's throughput (DSSP as fast as ASP, SSP half as fast). With two
-    workers of speeds 3.1 : 1 and dssp:3,15, next-push makes ASP's 1.32 steps per unit of time; printed makes between SSP's 0.65
-    and ASP's 1.32, depending on range, phase and jitter. Neither reading bounds the gap by `hi`. `hard_bound=True` caps the
-    credit so that no worker is granted a step while it is more than `hi` ahead, which Theorem 2 needs; this costs the speed
-    (0.65). As printed (line 14), r* = 3 lets a worker begin four steps; fastps keeps this.
+    `release` is the reading of Algorithm 1's line 17. With "printed", a worker without credit waits until it is within `lo`.
+    With "next-push", the default, the slowest worker's next push releases it: the instant whose wait the controller minimizes.
+    Both give Table I's throughput (DSSP as fast as ASP) where speeds are steady; "next-push" also where they vary.
+    `fastps reproduce dssp` measures both.
 
-    Raises PolicyError unless 0 <= lo <= hi and release is one of the two.
+    Neither reading bounds the lead: with "next-push" two workers whose steps take 10 and 26 ms go apart for as long as they run,
+    as under ASP. `hard_bound=True` grants no step to a worker that leads by more than `hi`, so a push leads by at most
+    `hi + 1`. `bound="push"` grants one step less: no push leads by more than `hi`, the staleness of Theorem 2. Both cost the
+    speed: with a worker that stays slow, all go at its pace, as under SSP.
+
+    `credit` is the reading of line 14. "listed", the default, sends OK without taking from r*, so a worker begins r* + 1 steps.
+    With "prose" it begins r* steps, as the text and Figure 2 say.
+
+    Raises PolicyError unless 0 <= lo <= hi, 1 <= hi with bound="push", and each reading is one of its two.
 
     >>> DSSP(3, 15).spec
     'dssp:3,15'
     >>> DSSP(3, 15, release="printed", hard_bound=True).spec
     'dssp:3,15,release=printed,hard_bound=true'
+    >>> DSSP(3, 15, bound="push", credit="prose").spec
+    'dssp:3,15,bound=push,credit=prose'
     """
     _check("dssp", "lo", lo, 0)
     _check("dssp", "hi", hi, 0)
@@ -65,8 +74,19 @@ def DSSP(lo: int, hi: int, *, release: str = "next-push", hard_bound: bool = Fal
         raise PolicyError(f"dssp:{lo},{hi}: expected lo <= hi, found lo={lo} and hi={hi}; write dssp:{hi},{lo}?")
     spec = f"dssp:{lo},{hi}"
     spec += "" if release == "next-push" else f",release={release}"
-    spec += ",hard_bound=true" if hard_bound else ""
-    return Policy(spec=spec, fold="each", grant="bounded", low=lo, high=hi, release=release, hard_bound=hard_bound)
+    spec += f",bound={bound}" if bound != "grant" else ",hard_bound=true" if hard_bound else ""
+    spec += "" if credit == "listed" else f",credit={credit}"
+    return Policy(
+        spec=spec,
+        fold="each",
+        grant="bounded",
+        low=lo,
+        high=hi,
+        release=release,
+        hard_bound=hard_bound or bound == "push",
+        bound=bound,
+        credit=credit,
+    )
 
 
 def Auto(steps: int = 32) -> Policy:  # noqa: N802
@@ -301,17 +321,25 @@ DISCIPLINES: dict[str, Discipline] = {
         chaos=("ssp:1", "ssp:3"),
     ),
     "dssp": Discipline(
-        "dssp:lo,hi[,release=next-push|printed][,hard_bound=true]",
+        "dssp:lo,hi[,release=next-push|printed][,hard_bound=true|bound=push][,credit=listed|prose]",
         DSSP,
         paper="Zhao et al. (DSSP), Algorithms 1 and 2",
         does="As ssp:lo, but a controller gives the fastest worker up to hi - lo extra steps where they shorten its wait.",
-        staleness="not bounded, unless hard_bound=true",
+        staleness="not bounded, unless bound=push (hi) or hard_bound=true (hi + 1)",
         use="No single bound fits, because speeds differ and change.",
-        examples=("dssp:3,15", "dssp:3,15,release=next-push", "dssp:3,15,release=printed", "dssp:3,15,hard_bound=true"),
+        examples=(
+            "dssp:3,15",
+            "dssp:3,15,release=next-push",
+            "dssp:3,15,release=printed",
+            "dssp:3,15,hard_bound=true",
+            "dssp:3,15,bound=push",
+            "dssp:3,15,credit=listed",
+            "dssp:3,15,credit=prose",
+        ),
         numbers=(int, int),
-        options=("release", "hard_bound"),
+        options=("release", "hard_bound", "bound", "credit"),
         advised=lambda workers, batch: ["dssp:1,4", "dssp:3,15", "dssp:5,30"],
-        chaos=("dssp:1,3,hard_bound=true",),
+        chaos=("dssp:1,3,hard_bound=true", "dssp:1,3,bound=push,credit=prose"),
     ),
     "backup": Discipline(
         "backup:b",

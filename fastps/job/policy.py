@@ -24,6 +24,8 @@ _ALLOWED = {
     "low": "0 to high",
     "high": f"low to {MAX_BOUND}",
     "release": "release=next-push or release=printed",
+    "bound": "bound=grant or bound=push",
+    "credit": "credit=listed or credit=prose",
     "count": f"0 (the workers less the backups) to {MAX_BOUND}",
     "backups": f"0 to {MAX_BOUND}",
     "push_timeout": "0 to less than 3600 seconds",
@@ -62,7 +64,10 @@ class Policy:
             by its "staleness"; or with the learning rate times its batch / its worker's first batch ("batch").
         low, high: the bound in steps (s of SSP: low == high; s_L and s_U of DSSP).
         release: when a waiting worker is released (DSSP, Algorithm 1, line 17): "next-push" or "printed".
-        hard_bound: never grant a step to a worker that is more than `high` ahead (DSSP, Theorem 2).
+        hard_bound: `high` is a bound of the lead, not only of the controller's answer (DSSP, Theorem 2).
+        bound: the lead that `hard_bound` limits: at a "grant", so that the next push may lead by high + 1, or after a "push".
+        credit: how many further steps the controller's answer r* allows: r* + 1, as Algorithm 1 is "listed", or r*, as the
+            "prose" and Figure 2 say.
         count: pushes of a quorum (c of PSP-SGD); 0: the workers less `backups`.
         backups: b of backup workers.
         push_timeout: seconds that a quorum waits for more pushes after the c-th (tau1 of PSP-SGD).
@@ -93,6 +98,8 @@ class Policy:
     high: int = 0
     release: str = "next-push"
     hard_bound: bool = False
+    bound: str = "grant"
+    credit: str = "listed"
     combine: bool = False
     count: int = 0
     backups: int = 0
@@ -126,6 +133,8 @@ class Policy:
             "low": 0 <= self.low <= self.high,
             "high": self.high <= MAX_BOUND,
             "release": self.release in ("next-push", "printed"),
+            "bound": self.bound in ("grant", "push"),
+            "credit": self.credit in ("listed", "prose"),
             "count": 0 <= self.count <= MAX_BOUND,
             "backups": 0 <= self.backups <= MAX_BOUND,
             "push_timeout": 0 <= self.push_timeout < 3600,
@@ -176,6 +185,12 @@ class Policy:
                 f"{self.spec}: scale 'batch' needs grant 'round-robin', which learns each worker's first batch, found grant"
                 f" {self.grant!r}"
             )
+        if self.bound == "push" and not self.hard_bound:
+            raise PolicyError(f"{self.spec}: bound=push says what hard_bound limits: expected hard_bound=true, found false")
+        if self.bound == "push" and self.high < 1:
+            raise PolicyError(f"{self.spec}: the first push leads by 1: expected high of at least 1 with bound=push, found 0")
+        if self.credit != "listed" and self.grant != "bounded":
+            raise PolicyError(f"{self.spec}: credit is read with grant 'bounded' only, found grant {self.grant!r}")
         if self.count and self.backups:
             raise PolicyError(f"{self.spec}: a quorum is a count or the workers less the backups: expected one of the two")
 
@@ -222,6 +237,8 @@ class Policy:
             "high": self.high,
             "release": self.release,
             "hard_bound": self.hard_bound,
+            "bound": self.bound,
+            "credit": self.credit,
             "combine": self.combine,
             "count": (self.count or workers - self.backups) if self.fold == "quorum" else 0,
             "timeout_ns": int(self.push_timeout * 1e9),

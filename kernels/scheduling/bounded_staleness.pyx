@@ -7,6 +7,9 @@ special case without room between the bounds.
 from libc.stdint cimport INT64_MAX, int32_t, int64_t
 
 from fastps.kernels.scheduling.state cimport (
+    BOUND_NONE,
+    BOUND_PUSH,
+    CREDIT_PROSE,
     RELEASE_NEXT_PUSH,
     WAITS_FOR_ALL,
     policy_t,
@@ -59,15 +62,25 @@ cdef inline int64_t _absolute(int64_t value) noexcept nogil:
     return -value if value < 0 else value
 
 
+cdef inline int64_t _limit(const policy_t *policy) noexcept nogil:
+    """The largest lead at which a step is granted. The push of that step may lead by one more."""
+    if policy.bound == BOUND_NONE:
+        return INT64_MAX
+    return policy.high - (policy.bound == BOUND_PUSH)
+
+
 cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
     """DSSP, Algorithm 1, lines 3 to 16. With low == high the controller has no room, and this is SSP.
 
-    As printed, line 14 sends OK without taking from the credit that line 12 gave, so r* = 3 lets the worker begin four steps.
+    As listed, line 14 sends OK without taking from the credit that line 12 gave, so r* = 3 lets the worker begin four steps.
+    The paper's text and Figure 2 say three: CREDIT_PROSE takes the first step from the credit, too.
     """
     cdef const policy_t *policy = &state.policy
     cdef worker_t *p = &state_workers(state)[worker]
     cdef int64_t gap = p.clock - state_slowest_clock(state)
-    cdef bint within = not policy.hard_bound or gap <= policy.high
+    cdef int64_t limit = _limit(policy)
+    cdef bint within = gap <= limit
+    cdef bint counts_first = policy.credit == CREDIT_PROSE
     if p.credit > 0:
         if within:
             p.credit -= 1
@@ -75,14 +88,15 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
         else:
             _wait(state, worker, gap)
         return
-    if gap <= policy.low:
+    if gap <= policy.low and within:
         state_grant(state, worker)
         return
     if policy.high > policy.low and p.clock == state_fastest_clock(state):
         p.credit = _controller(state, worker)
-        if policy.hard_bound:
-            p.credit = min(p.credit, max(<int64_t> 0, policy.high - gap))
+        if limit < INT64_MAX:
+            p.credit = min(p.credit, max(<int64_t> 0, limit - gap + counts_first))
         if p.credit > 0:
+            p.credit -= counts_first
             state_grant(state, worker)
             return
     _wait(state, worker, gap)
@@ -90,9 +104,8 @@ cdef void bounded_decide(scheduler_t *state, int32_t worker) noexcept nogil:
 
 cdef inline int64_t _reach(const policy_t *policy) noexcept nogil:
     """How far ahead of the slowest a worker may be to be released when the slowest moves: line 17, in the policy's reading."""
-    if policy.release != RELEASE_NEXT_PUSH:
-        return policy.low
-    return policy.high if policy.hard_bound else INT64_MAX
+    cdef int64_t limit = _limit(policy)
+    return min(policy.low, limit) if policy.release != RELEASE_NEXT_PUSH else limit
 
 
 cdef inline void _wait(scheduler_t *state, int32_t worker, int64_t gap) noexcept nogil:

@@ -5,6 +5,11 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from fastps.kernels.scheduling.state cimport (
+    BOUND_GRANT,
+    BOUND_NONE,
+    BOUND_PUSH,
+    CREDIT_LISTED,
+    CREDIT_PROSE,
     FOLD_ALL,
     FOLD_COUNT,
     FOLD_EACH,
@@ -30,6 +35,8 @@ _FOLDS = {"each": FOLD_EACH, "all": FOLD_ALL, "quorum": FOLD_QUORUM, "count": FO
 _GRANTS = {"at-once": GRANT_AT_ONCE, "next-version": GRANT_NEXT_VERSION, "bounded": GRANT_BOUNDED,
            "round-robin": GRANT_ROUND_ROBIN}
 _RELEASES = {"printed": RELEASE_PRINTED, "next-push": RELEASE_NEXT_PUSH}
+_BOUNDS = {"grant": BOUND_GRANT, "push": BOUND_PUSH}
+_CREDITS = {"listed": CREDIT_LISTED, "prose": CREDIT_PROSE}
 _SCALES = {"one": SCALE_ONE, "mean": SCALE_MEAN, "linear": SCALE_LINEAR, "square-root": SCALE_SQUARE_ROOT,
            "divisor": SCALE_DIVISOR, "staleness": SCALE_STALENESS, "batch": SCALE_BATCH}
 
@@ -84,12 +91,16 @@ cdef int policy_from_values(policy_t *policy, dict values, int64_t workers) exce
     reason = reason_against(fold, grant, scale)
     if reason is not None:
         raise ValueError(reason)
-    release = given.pop("release", "next-push")
-    if release not in _RELEASES:
-        raise ValueError(f"expected release to be one of {', '.join(_RELEASES)}, found {release!r}")
+    cdef dict readings = {"release": (_RELEASES, "next-push"), "bound": (_BOUNDS, "grant"), "credit": (_CREDITS, "listed")}
+    cdef dict chosen = {}
+    for what, (known, default) in readings.items():
+        name = given.pop(what, default)
+        if name not in known:
+            raise ValueError(f"expected {what} to be one of {', '.join(known)}, found {name!r}")
+        chosen[what] = known[name]
     policy.fold, policy.grant, policy.scale = _FOLDS[fold], _GRANTS[grant], _SCALES[scale]
-    policy.release = _RELEASES[release]
-    policy.hard_bound = given.pop("hard_bound", False)
+    policy.release, policy.credit = chosen["release"], chosen["credit"]
+    policy.bound = chosen["bound"] if given.pop("hard_bound", False) else BOUND_NONE
     policy.low, policy.high = given.pop("low", 0), given.pop("high", 0)
     policy.count = given.pop("count", 0)
     policy.timeout_ns = given.pop("timeout_ns", 0)
@@ -113,6 +124,10 @@ cdef int policy_check(const policy_t *policy, int64_t workers) except -1:
                          f"{policy.scale}")
     if policy.low < 0 or policy.high < policy.low:
         raise ValueError(f"expected bounds 0 <= low <= high, found low={policy.low}, high={policy.high}")
+    if not (BOUND_NONE <= policy.bound <= BOUND_PUSH and CREDIT_LISTED <= policy.credit <= CREDIT_PROSE):
+        raise ValueError(f"expected a bound and a credit by their numbers, found {policy.bound} and {policy.credit}")
+    if policy.bound == BOUND_PUSH and policy.high < 1:
+        raise ValueError("expected high of at least 1 with bound 'push': a push of the first worker leads by 1, found high=0")
     if policy.fold == FOLD_QUORUM and not 1 <= policy.count <= workers:
         raise ValueError(f"expected a count of 1 to {workers}, the number of workers, found {policy.count}")
     if policy.fold == FOLD_COUNT and policy.divisor < 1:

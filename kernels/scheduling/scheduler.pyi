@@ -11,6 +11,8 @@ class Scheduler:
         high: int = 0,
         release: str = "next-push",
         hard_bound: bool = False,
+        bound: str = "grant",
+        credit: str = "listed",
         count: int = 0,
         timeout_ns: int = 0,
         divisor: int = 0,

@@ -20,6 +20,13 @@ cdef enum:
     RELEASE_PRINTED = 0     # a waiting worker goes on when it is within the lower bound again
     RELEASE_NEXT_PUSH = 1   # a waiting worker goes on at the slowest worker's next push
 
+    BOUND_NONE = 0          # `high` limits the controller's range only
+    BOUND_GRANT = 1         # no worker is granted a step while it leads by more than `high`
+    BOUND_PUSH = 2          # no worker leads by more than `high` after a push
+
+    CREDIT_LISTED = 0       # r* steps beside the one that is granted with the answer (DSSP, Algorithm 1 as it is listed)
+    CREDIT_PROSE = 1        # r* steps in all (the paper's text, and Figure 2)
+
     SCALE_ONE = 0           # as pushed
     SCALE_MEAN = 1          # mean of the pushes folded together
     SCALE_LINEAR = 2        # mean, with the learning rate times the number of pushes
@@ -43,7 +50,7 @@ cdef struct policy_t:
     int32_t fold
     int32_t grant
     int32_t release
-    int32_t hard_bound
+    int32_t bound           # GRANT_BOUNDED: BOUND_NONE, or what `high` limits
     int64_t low
     int64_t high
     int64_t count           # FOLD_QUORUM: c
@@ -56,6 +63,7 @@ cdef struct policy_t:
     int32_t tune_batches    # GRANT_ROUND_ROBIN: give fast workers larger batches
     int32_t repeats         # a worker may push although it is not granted here: other shards granted it
     int32_t combine         # FOLD_EACH: the pushes that one drain finds are folded together, as one sum
+    int32_t credit          # GRANT_BOUNDED: how many steps the controller's answer allows
 
 # Four cache lines, in the order of use: a push under most policies touches the first alone.
 cdef struct worker_t:

@@ -1,7 +1,8 @@
 """Dynamic stale synchronous parallel: Algorithms 1 and 2 of Zhao et al., transcribed as printed.
 
-The oracle does not repair the paper. The print is ambiguous in two places, and arguments choose the reading: `release`
-(what line 17 waits for) and `hard_bound` (whether Theorem 2's s_U is kept). Times are integers, in ns.
+The oracle does not repair the paper. The print is ambiguous in three places, and arguments choose the reading: `release`
+(what line 17 waits for), `hard_bound` and `bound` (whether Theorem 2's s_U is kept, by grants or by pushes), and `credit`
+(whether line 14's OK is one of the r* further iterations). Times are integers, in ns.
 """
 
 from tests.oracles.plays import Plays
@@ -37,15 +38,29 @@ class Dssp(Server):
 
     `release` chooses the reading of line 17, "wait until the slowest worker sends the next push request(s) so that
     t_p - t_slowest <= s_L": "printed" takes the whole sentence; "next-push" takes its first half only, up to the instant
-    that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while it is more than s_U ahead.
+    that Algorithm 2 minimizes the wait to. With `hard_bound` no worker is granted while it is more than s_U ahead; with `bound`
+    "push" none is granted if its push could then be more than s_U ahead. `credit`: "listed" takes lines 12 to 14 to the letter;
+    "prose" is "worker 1 should continue running 3 more iterations [...], 3 is the r* returned" (section III.C, Figure 2).
     """
 
-    def __init__(self, workers: int, low: int, high: int, release: str = "next-push", hard_bound: bool = False) -> None:
+    def __init__(
+        self,
+        workers: int,
+        low: int,
+        high: int,
+        release: str = "next-push",
+        hard_bound: bool = False,
+        bound: str = "none",
+        credit: str = "listed",
+    ) -> None:
         super().__init__(workers)
         self.low = low
         self.high = high
         self.release = release
-        self.hard_bound = hard_bound
+        self.largest_lead_at_a_grant = high if hard_bound else float("inf")
+        if bound == "push":
+            self.largest_lead_at_a_grant = high - 1
+        self.credit = credit
         self.r = dict.fromkeys(range(workers), 0)  # "r_p ... initialized to zero at the very beginning"
         self.A: dict[int, list[int]] = {worker: [] for worker in range(workers)}
 
@@ -65,7 +80,7 @@ class Dssp(Server):
 
     def sends_ok(self, p: int) -> bool:
         """Algorithm 1, server, lines 3 to 16: whether p gets its OK now; otherwise line 17 holds for it."""
-        if self.hard_bound and self.gap(p) > self.high:
+        if self.gap(p) > self.largest_lead_at_a_grant:
             return False  # the worker keeps its credit, if any
         if self.r[p] > 0:  # line 3: if r_p > 0
             self.r[p] -= 1  # line 4: r_p = r_p - 1
@@ -75,9 +90,14 @@ class Dssp(Server):
         if self.t[p] == max(self.t.values()):  # line 11: if t_p is the fastest worker
             # Line 12: r_p <- synchronization_controller(clock_p^push, r_p)
             self.r[p] = synchronization_controller(self.A[p], self.A[self.slowest()], self.high - self.low)
-            if self.hard_bound:
-                self.r[p] = min(self.r[p], self.high - self.gap(p))
-            # Lines 13 and 14: if r_p > 0, send OK to worker p. As printed, r_p is not decremented: p begins r* + 1 steps.
+            grants_left = self.largest_lead_at_a_grant - self.gap(p) + 1  # before p waits, if the slowest does not push
+            if self.credit == "prose":
+                self.r[p] = min(self.r[p], grants_left)
+                sends = self.r[p] > 0
+                self.r[p] -= sends  # the OK is the first of the r* further iterations
+                return sends
+            self.r[p] = min(self.r[p], grants_left - 1)
+            # Lines 13 and 14: if r_p > 0, send OK to worker p. As listed, r_p is not decremented: p begins r* + 1 steps.
             return self.r[p] > 0
         return False
 
@@ -91,20 +111,23 @@ class Dssp(Server):
         """Line 17: the waiting workers that this event releases. `slowest_moved`: the slowest has just pushed or left."""
         released = {worker for worker in self.waiting if self.gap(worker) <= self.low}
         if self.release == "next-push" and slowest_moved:
-            released |= {worker for worker in self.waiting if not self.hard_bound or self.gap(worker) <= self.high}
-        return released
+            released |= self.waiting
+        return {worker for worker in released if self.gap(worker) <= self.largest_lead_at_a_grant}
 
 
 _RANGES = ("dssp:3,15", "dssp:0,4", "dssp:2,2")
-_READINGS = ("", ",hard_bound=true", ",release=printed", ",release=printed,hard_bound=true")
+_READINGS = ("", ",hard_bound=true", ",release=printed", ",release=printed,hard_bound=true", ",bound=push", ",credit=prose")
 PLAYS = Plays(
     Dssp,
     specs=(
         *(bounds + reading for reading in _READINGS for bounds in _RANGES),
+        "dssp:1,4,release=printed,bound=push,credit=prose",
+        "dssp:1,1,bound=push",
+        "dssp:0,4,hard_bound=true,credit=prose",
         "dssp:0,4,combine=true",
         "dssp:3,15,release=printed,hard_bound=true,combine=true",
     ),
-    simulated=("dssp:1,6", "dssp:1,6,release=printed,hard_bound=true"),
+    simulated=("dssp:1,6", "dssp:1,6,bound=push,credit=prose", "dssp:1,6,release=printed,hard_bound=true"),
     timed=False,
     events=35_000,
 )
