@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Play:
     plays: Plays
     spec_of: Callable[[int], str]
 
-    @property
+    @cached_property
     def combines(self) -> bool:
         """Whether pushes are found in drains, which are closed."""
         return self.policy(1).combine
