@@ -51,8 +51,8 @@ def DSSP(  # noqa: N802
     Both give Table I's throughput (DSSP as fast as ASP) where speeds are steady; "next-push" also where they vary.
     `fastps reproduce dssp` measures both.
 
-    Neither reading bounds the lead: with "next-push" two workers whose steps take 10 and 26 ms go apart for as long as they run,
-    as under ASP. `hard_bound=True` grants no step to a worker that leads by more than `hi`, so a push leads by at most
+    Neither reading bounds the lead: two workers whose steps take 10 and 26 ms go apart for as long as they run, as under ASP.
+    `hard_bound=True` grants no step to a worker that leads by more than `hi`, so a push leads by at most
     `hi + 1`. `bound="push"` grants one step less: no push leads by more than `hi`, the staleness of Theorem 2. Both cost the
     speed: with a worker that stays slow, all go at its pace, as under SSP.
 
