@@ -170,8 +170,8 @@ ROWS = (
         + " is c = 28, 90 %'s (section 4.4: with it 'the training time can be almost the same as the case with no delayed"
         " messages at all').",
         tried=(
-            "the time of synchronous SGD without delays as 199.97 / 1.3 minutes (section 4.4: prolonged by 'nearly 30%'): 193, 160,"
-            " 148 and 144",
+            "the time of synchronous SGD without delays as 199.97 / 1.3 minutes (section 4.4: prolonged by 'nearly 30%'):"
+            " 193, 160, 148 and 144",
         ),
         why_not="The paper's own numbers do not fit together: 199.97 minutes are 43 % more than the 139.95 that are 'almost"
         " the same' as without delays, and the text says that synchronous SGD is prolonged by 'nearly 30%'. Ours loses up to"
