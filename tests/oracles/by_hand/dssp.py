@@ -1,7 +1,7 @@
 """Worked out by hand from DSSP's Algorithms 1 and 2 and its text: bsp, asp, ssp, and each reading of dssp.
 
-t is (pushes of worker 0, pushes of worker 1, ...) after the event. Times are those of Algorithm 2, table A. Every push is folded
-when it comes (line 2), unless the sequence is bsp's.
+t is (pushes of worker 0, pushes of worker 1, ...) after the event. Times are those of Algorithm 2, table A. Every push is
+folded when it comes (line 2), unless the sequence is of bsp.
 """
 
 from tests.oracles.by_hand.events import Event, Sequence, push
@@ -29,7 +29,7 @@ _FIGURE_2 = [
 
 DSSP = [
     Sequence(
-        "section I.A.1: 'once the parameter server receives gradients from all workers [...] it sends the latest global weights'",
+        "section I.A.1: 'once the [...] server receives gradients from all workers [...] it sends the latest [...] weights'",
         "bsp",
         2,
         "bsp",
