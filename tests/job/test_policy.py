@@ -24,6 +24,9 @@ from fastps.kernels.scheduling.scheduler import Scheduler
         ("dssp:3,15", fastps.DSSP(3, 15)),
         ("dssp:3, 15, release=printed", fastps.DSSP(3, 15, release="printed")),
         ("dssp:3,15,hard_bound=true", fastps.DSSP(3, 15, hard_bound=True)),
+        ("dssp:3,15,bound=push", fastps.DSSP(3, 15, bound="push")),
+        ("dssp:3,15,hard_bound=true,bound=push", fastps.DSSP(3, 15, bound="push")),
+        ("dssp:3,15,release=printed,credit=prose", fastps.DSSP(3, 15, release="printed", credit="prose")),
         ("asp,combine=true", replace(fastps.ASP(), spec="asp,combine=true", combine=True)),
         ("asp:combine=true", replace(fastps.ASP(), spec="asp,combine=true", combine=True)),
     ],
@@ -108,6 +111,22 @@ REFUSED = {
     "r2sp:1.1": "r2sp:1.1: expected relax of 0 to 1, found 1.1",
     "r2sp:-0.1": "r2sp:-0.1: expected relax of 0 to 1, found -0.1",
     "r2sp,tune=yes": "r2sp:0.8,tune=true: expected tune to be true or false, found 'yes'",
+    "dssp:3,15,bound=lead": "dssp:3,15,bound=lead: expected bound of bound=grant or bound=push, found lead",
+    "dssp:3,15,credit=both": "dssp:3,15,credit=both: expected credit of credit=listed or credit=prose, found both",
+    "dssp:0,0,bound=push": (
+        "dssp:0,0,bound=push: the first push leads by 1: expected high of at least 1 with bound=push, found 0"
+    ),
+    "ssp:3,bound=push": (
+        "'ssp:3,bound=push': expected ssp:s with the options scale, pull, pull_timeout, shards, stagger, ema, clip, combine,"
+        " found the option 'bound'"
+    ),
+    "policy:fold=each,grant=bounded,low=1,high=3,bound=push": (
+        "policy:fold=each,grant=bounded,low=1,high=3,bound=push: bound=push says what hard_bound limits: expected"
+        " hard_bound=true, found false"
+    ),
+    "policy:fold=each,grant=at-once,credit=prose": (
+        "policy:fold=each,grant=at-once,credit=prose: credit is read with grant 'bounded' only, found grant 'at-once'"
+    ),
     "dssp:3,15,hard_bound=2": "dssp:3,15,hard_bound=true: expected hard_bound to be true or false, found 2",
     "ssp:x": "'ssp:x': expected ssp:s with whole numbers, found 'x'",
     "ssp:3,shards=0": "ssp:3,shards=0: expected shards of 1 to 64, found 0",
@@ -288,10 +307,13 @@ _named = {
     "asp": st.builds(fastps.ASP),
     "ssp": st.builds(fastps.SSP, _small),
     "dssp": st.builds(
-        lambda bounds, release, hard: fastps.DSSP(*bounds, release=release, hard_bound=hard),
+        lambda bounds, release, limit, credit: fastps.DSSP(
+            *bounds, release=release, credit=credit, **(limit if bounds[1] else {})
+        ),
         _bounds,
         st.sampled_from(["next-push", "printed"]),
-        st.booleans(),
+        st.sampled_from([{}, {"hard_bound": True}, {"bound": "push"}]),
+        st.sampled_from(["listed", "prose"]),
     ),
     "backup": st.builds(fastps.BackupWorkers, _small),
     "psp": st.builds(
@@ -329,6 +351,9 @@ def _policies_of_values(draw: st.DrawFn) -> fastps.Policy:
     if grant == "bounded":
         values["low"], values["high"] = draw(_bounds)
         values |= {"release": draw(st.sampled_from(["next-push", "printed"])), "hard_bound": draw(st.booleans())}
+        values |= {"credit": draw(st.sampled_from(["listed", "prose"]))}
+        if values["hard_bound"] and values["high"] > 0:
+            values["bound"] = draw(st.sampled_from(["grant", "push"]))
     if grant == "round-robin":
         values |= {"relax": draw(_share), "tune": draw(st.booleans())}
     else:
