@@ -174,7 +174,21 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
         service_ns=_service(policy, simulation),
         cores=simulation.cores,
         slice_ns=simulation.slice_ns,
+        hop_ns=_hop_ns(policy, simulation),
     )
+
+
+def _hop_ns(policy: Policy, simulation: Simulation) -> int:
+    """Return the time in which a learner of Rudra-adv* sends weights to its two children of the broadcast tree; -1: no tree.
+
+    A learner sends as fast as its port and, where a server's times are given, as a server.
+    """
+    if not (policy.overlap and policy.groups):
+        return -1
+    rate = min((each for each in (simulation.bandwidth, simulation.worker_bandwidth) if each), default=0.0)
+    byte_ns = (1e9 / rate if rate else 0.0) + (1e9 / simulation.service_rate if simulation.service_rate else 0.0)
+    hop_ns = simulation.latency_ns + round(2 * (simulation.service_ns + simulation.model_bytes * byte_ns))
+    return hop_ns or -1
 
 
 def _links(policy: Policy, workers: int) -> tuple[int, npt.NDArray[np.int32]]:

@@ -39,6 +39,7 @@ cdef enum:
     EVENT_SERVED = 6    # index: a station of the server queue, which has handled a message
     EVENT_CORES = 7     # index: a core, whose step or slice has ended
     EVENT_DRAIN = 8     # index: a shard; the pushes of this instant are decided together
+    EVENT_RELAYED = 9   # index: a node of the broadcast tree; it has sent its children a version
 
 cdef struct message_t:
     int32_t worker

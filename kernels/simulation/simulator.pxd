@@ -43,6 +43,8 @@ cdef class Simulator(SimulatedShards):
     cdef int32_t *links
     cdef int32_t *idle                   # overlap: workers without a pull in progress
     cdef int32_t n_idle
+    cdef int64_t *relaying               # version that each node of the broadcast tree sends its children, or -1
+    cdef int64_t hop_ns                  # time of a hop of the broadcast tree; -1: none, each worker pulls for itself
     cdef int64_t pull_timeout_ns
     cdef int64_t slots
     cdef int64_t batch
@@ -66,3 +68,5 @@ cdef class Simulator(SimulatedShards):
     cdef int64_t _newest(self, int32_t worker) noexcept nogil
     cdef void _fetch(self, int32_t worker) noexcept nogil
     cdef void _fetch_all(self) noexcept nogil
+    cdef void _relay(self, int32_t node) noexcept nogil
+    cdef void _relayed(self, int32_t node) noexcept nogil

@@ -44,6 +44,7 @@ class Simulator:
         service_ns: npt.NDArray[np.float64] | None = None,
         cores: float = 0.0,
         slice_ns: int = 1,
+        hop_ns: int = -1,
     ) -> None: ...
     def run(self, events: int) -> bool: ...
     @property

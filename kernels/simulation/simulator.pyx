@@ -28,6 +28,7 @@ from fastps.kernels.simulation.network cimport (
     EVENT_COMPUTED,
     EVENT_CORES,
     EVENT_DRAIN,
+    EVENT_RELAYED,
     EVENT_LINK,
     EVENT_PULLED,
     EVENT_PUSHED,
@@ -60,7 +61,8 @@ cdef class Simulator(SimulatedShards):
     first step. steps: steps of each worker; the run ends when the shards have received workers x steps pushes, or with `leave`,
     when each worker has done its own and left. service_ns: float64[shards, 3], ns that a server takes for a message, for each
     byte of it, and for an update; default: none. cores, slice_ns: cores that the workers share, and their time slice; 0 cores:
-    each worker has its own. trace: keep a record of every event.
+    each worker has its own. hop_ns: time in which a node of Rudra-adv*'s broadcast tree sends weights to its two children; -1:
+    no such tree. trace: keep a record of every event.
 
     Raises ValueError for inconsistent values.
     """
@@ -68,7 +70,8 @@ cdef class Simulator(SimulatedShards):
     def __cinit__(self, dict values not None, ComputeTimes compute not None, Network network not None,
                   int32_t[::1] link_of not None, *, int shards=1, double shard_bytes=0.0, int needed=0,
                   int64_t pull_timeout_ns=-1, int64_t slots=2, bint overlap=False, int64_t batch=1, int64_t steps=1,
-                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1):
+                  bint leave=False, bint trace=False, service_ns=None, double cores=0.0, int64_t slice_ns=1,
+                  int64_t hop_ns=-1):
         cdef int64_t worker
         self.n_workers = <int32_t> compute.n_workers
         self.n_shards = shards
@@ -86,6 +89,7 @@ cdef class Simulator(SimulatedShards):
         self.shard_bytes, self.needed = shard_bytes, needed or shards
         self.pull_timeout_ns, self.slots, self.overlap = pull_timeout_ns, slots, overlap
         self.batch, self.steps, self.leave = batch, steps, leave
+        self.hop_ns = hop_ns
         self.records = begin_records(&self.policy, self.n_workers, self.n_shards, trace)
         if service_ns is None:
             service_ns = np.zeros((shards, 3))
@@ -102,8 +106,11 @@ cdef class Simulator(SimulatedShards):
         self.views = <view_t *> calloc(n * self.n_shards, sizeof(view_t))
         self.links = <int32_t *> calloc(n, sizeof(int32_t))
         self.idle = <int32_t *> calloc(n, sizeof(int32_t))
-        if not (self.players and self.views and self.links and self.idle):
+        self.relaying = <int64_t *> calloc(n + 1, sizeof(int64_t))
+        if not (self.players and self.views and self.links and self.idle and self.relaying):
             raise MemoryError()
+        for worker in range(n + 1):
+            self.relaying[worker] = -1
         for worker in range(n):
             self.links[worker] = link_of[worker]
             self.players[worker].resume_ns = -1
@@ -116,6 +123,7 @@ cdef class Simulator(SimulatedShards):
         free(self.views)
         free(self.links)
         free(self.idle)
+        free(self.relaying)
         fps_queue_free(&self.queue)
 
     # -- running -----------------------------------------------------------------------------------
@@ -177,6 +185,8 @@ cdef class Simulator(SimulatedShards):
             self._served(event.index)
         elif event.kind == EVENT_DRAIN:
             self._drain(event.index)
+        elif event.kind == EVENT_RELAYED:
+            self._relayed(event.index)
         elif self.players[event.index].resume_ns == self.now_ns:
             self._begin(event.index)
 
@@ -352,7 +362,7 @@ cdef class Simulator(SimulatedShards):
     # -- overlapped pulls (Rudra-adv*) ---------------------------------------------------------------
 
     cdef int64_t _newest(self, int32_t worker) noexcept nogil:
-        if self.network.instant:
+        if self.network.instant and self.hop_ns < 0:
             return self.records.servers[0].state.version
         return self.players[worker].ready_version
 
@@ -375,6 +385,28 @@ cdef class Simulator(SimulatedShards):
             self._fetch(self.idle[i])
         self.n_idle = 0
 
+    cdef void _relay(self, int32_t node) noexcept nogil:
+        """Let a node of the broadcast tree send its newest weights to its children, if it has any and sends nothing yet.
+
+        Node 0 is the server, node k is worker k - 1, and the children of node k are nodes 2 k + 1 and 2 k + 2.
+        """
+        if self.relaying[node] >= 0 or 2 * <int64_t> node + 1 > self.n_workers:
+            return
+        self.relaying[node] = self.players[node - 1].ready_version if node else self.records.servers[0].state.version
+        self._check(fps_queue_push(&self.queue, self.now_ns + self.hop_ns, EVENT_RELAYED, node))
+
+    cdef void _relayed(self, int32_t node) noexcept nogil:
+        """Give the children the version that was sent, and send what has come meanwhile. Versions in between are skipped."""
+        cdef int64_t version = self.relaying[node]
+        cdef int64_t newest = self.players[node - 1].ready_version if node else self.records.servers[0].state.version
+        cdef int32_t child
+        self.relaying[node] = -1
+        for child in range(2 * node + 1, min(2 * node + 2, self.n_workers) + 1):
+            self.players[child - 1].ready_version = version
+            self._relay(child)
+        if newest > version:
+            self._relay(node)
+
     # -- calls of the shards -------------------------------------------------------------------------
 
     cdef void _take(self, int32_t worker) noexcept nogil:
@@ -388,7 +420,9 @@ cdef class Simulator(SimulatedShards):
     cdef void _go_on(self, int32_t worker, bint is_new) noexcept nogil:
         """Overlap: push the gradient held back, now that the last was delivered; `is_new`: that push made a version."""
         cdef player_t *player = &self.players[worker]
-        if is_new and not self.network.instant:
+        if is_new and self.hop_ns >= 0:
+            self._relay(0)
+        elif is_new and not self.network.instant:
             self._fetch_all()
         if player.holding and not player.sending:
             player.holding = 0
