@@ -2,8 +2,8 @@
 
 The host computes everything that depends on hyper-parameters, counts of steps or absent gradients here, with the functions of
 the CPU fold, so that a kernel only loads, multiplies and stores. Parameters with the same treatment (one param_group, the same
-pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here: memory
-and streams belong to the device.
+pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here:
+memory and streams belong to the device.
 """
 
 from collections.abc import Sequence
