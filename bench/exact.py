@@ -3,51 +3,75 @@
 It follows the formulas of torch.optim's documentation and not the bit-exact reference, so that an error of both would show.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastps.job.update_rules import Hyper
 from fastps.kernels.update import fold
 
 Doubles = npt.NDArray[np.float64]
+
+
+def sgd(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of SGD."""
+    if hyper.momentum:
+        first, undampened = steps == 0, 1 - hyper.dampening
+        planes[0] = gradient if first else hyper.momentum * planes[0] + undampened * gradient
+        gradient = gradient + hyper.momentum * planes[0] if hyper.flags & fold.HYPER_NESTEROV else planes[0]
+    return weight - hyper.learning_rate * gradient, planes
+
+
+def adam(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of Adam or AdamW."""
+    planes[0] = hyper.beta1 * planes[0] + (1 - hyper.beta1) * gradient
+    planes[1] = hyper.beta2 * planes[1] + (1 - hyper.beta2) * gradient**2
+    mean, square = planes[0] / (1 - hyper.beta1 ** (steps + 1)), planes[1] / (1 - hyper.beta2 ** (steps + 1))
+    return weight - hyper.learning_rate * mean / (np.sqrt(square) + hyper.epsilon), planes
+
+
+def adagrad(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of Adagrad."""
+    planes[0] = planes[0] + gradient**2
+    rate = hyper.learning_rate / (1 + steps * hyper.learning_rate_decay)
+    return weight - rate * gradient / (np.sqrt(planes[0]) + hyper.epsilon), planes
+
+
+def rmsprop(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of RMSprop."""
+    planes[0] = hyper.beta2 * planes[0] + (1 - hyper.beta2) * gradient**2
+    variance = planes[0]
+    if hyper.flags & fold.HYPER_CENTERED:
+        planes[2] = hyper.beta2 * planes[2] + (1 - hyper.beta2) * gradient
+        variance = variance - planes[2] ** 2
+    update = gradient / (np.sqrt(variance) + hyper.epsilon)
+    if hyper.momentum:
+        planes[1] = hyper.momentum * planes[1] + update
+        update = planes[1]
+    return weight - hyper.learning_rate * update, planes
+
+
+RULES: dict[int, Callable[..., tuple[Doubles, Doubles]]] = {
+    fold.RULES[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop)
+}
+if missing := [name for name, number in fold.RULES.items() if number not in RULES]:
+    raise ImportError(f"expected a formula of every rule of kernels/update/rules.h, found none of {', '.join(missing)}")
 
 
 def step(
     rule: int, weight: Doubles, planes: Doubles, gradient: Doubles, hyper: tuple[float, ...], steps: int
 ) -> tuple[Doubles, Doubles]:
     """Return weight and planes (float64[planes, n]) after one application on a scaled gradient, after `steps` others."""
-    rate, momentum, dampening, decay, beta1, beta2, epsilon, rate_decay, bits = hyper
-    flags, planes = int(bits), planes.copy()
-    if flags & fold.HYPER_MAXIMIZE:
+    by = Hyper._make(hyper)._replace(flags=int(hyper[8]))
+    if by.flags & fold.HYPER_MAXIMIZE:
         gradient = -gradient
-    if flags & fold.HYPER_DECOUPLED:
-        weight = weight - rate * decay * weight
+    if by.flags & fold.HYPER_DECOUPLED:
+        weight = weight - by.learning_rate * by.weight_decay * weight
     else:
-        gradient = gradient + decay * weight
-    if rule == fold.RULE_SGD:
-        if momentum:
-            planes[0] = gradient if steps == 0 else momentum * planes[0] + (1 - dampening) * gradient
-            gradient = gradient + momentum * planes[0] if flags & fold.HYPER_NESTEROV else planes[0]
-        return weight - rate * gradient, planes
-    if rule == fold.RULE_ADAM:
-        planes[0] = beta1 * planes[0] + (1 - beta1) * gradient
-        planes[1] = beta2 * planes[1] + (1 - beta2) * gradient**2
-        mean, square = planes[0] / (1 - beta1 ** (steps + 1)), planes[1] / (1 - beta2 ** (steps + 1))
-        return weight - rate * mean / (np.sqrt(square) + epsilon), planes
-    if rule == fold.RULE_ADAGRAD:
-        planes[0] = planes[0] + gradient**2
-        return weight - rate / (1 + steps * rate_decay) * gradient / (np.sqrt(planes[0]) + epsilon), planes
-    planes[0] = beta2 * planes[0] + (1 - beta2) * gradient**2
-    variance = planes[0]
-    if flags & fold.HYPER_CENTERED:
-        planes[2] = beta2 * planes[2] + (1 - beta2) * gradient
-        variance = variance - planes[2] ** 2
-    update = gradient / (np.sqrt(variance) + epsilon)
-    if momentum:
-        planes[1] = momentum * planes[1] + update
-        update = planes[1]
-    return weight - rate * update, planes
+        gradient = gradient + by.weight_decay * weight
+    return RULES[rule](weight, planes.copy(), gradient, by, steps)
 
 
 def fold_of(

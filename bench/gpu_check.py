@@ -26,6 +26,7 @@ from fastps.bench.gpu_worker import GpuJob
 from fastps.bench.measure import BenchOptions, Row
 from fastps.device.interface import Device, DeviceError
 from fastps.errors import Error
+from fastps.job.update_rules import UPDATE_RULES, examples
 from fastps.kernels.cuda import launch_args
 from fastps.kernels.update import fold
 from fastps.processes.launcher import Launcher
@@ -40,17 +41,7 @@ EQUAL = 1e-5  # greatest difference of weights over the greatest weight, GPU aga
 LEAST_ACCURACY = 0.85
 CASES = (("bsp", "momentum"), ("bsp", "adam"), ("dssp:1,4", "sgd"), ("asp", "sgd"))  # sync and optimizer of a two-process job
 
-_D, _N, _C, _M = fold.HYPER_DECOUPLED, fold.HYPER_NESTEROV, fold.HYPER_CENTERED, fold.HYPER_MAXIMIZE
-RULES: dict[str, tuple[int, int, tuple[float, ...]]] = {  # name: rule, planes, hyper-parameters as in launch_args.Hypers
-    "sgd": (fold.RULE_SGD, 0, (0.1, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, _M)),
-    "momentum": (fold.RULE_SGD, 1, (0.1, 0.9, 0.3, 0.01, 0.0, 0.0, 0.0, 0.0, 0)),
-    "nesterov": (fold.RULE_SGD, 1, (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, _N)),
-    "adam": (fold.RULE_ADAM, 2, (0.01, 0.0, 0.0, 0.1, 0.9, 0.999, 1e-8, 0.0, 0)),
-    "adamw": (fold.RULE_ADAM, 2, (0.01, 0.0, 0.0, 0.1, 0.3, 0.999, 1e-8, 0.0, _D)),
-    "adagrad": (fold.RULE_ADAGRAD, 1, (0.05, 0.0, 0.0, 0.01, 0.0, 0.0, 1e-10, 0.05, 0)),
-    "rmsprop": (fold.RULE_RMSPROP, 1, (0.01, 0.0, 0.0, 0.01, 0.0, 0.99, 1e-8, 0.0, 0)),
-    "rmsprop-centered-momentum": (fold.RULE_RMSPROP, 3, (0.01, 0.9, 0.0, 0.0, 0.0, 0.99, 1e-8, 0.0, _C)),
-}
+UPDATES = examples()  # by name
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------------
@@ -60,26 +51,26 @@ def check_kernels(device: Device) -> list[Row]:
     """Return a row for each rule, gradient dtype and mode: the greatest relative difference from double precision."""
     return [
         _kernel_row(device, name, dtype, mode)
-        for name in RULES
+        for name in UPDATES
         for dtype in launch_args.DTYPES
         for mode in (fold.FOLD_SUM, fold.FOLD_EACH)
     ]
 
 
 def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
-    rule, planes, hyper = RULES[name]
+    rule, hyper = UPDATES[name].rule, UPDATES[name].hyper
+    planes = len(rule.planes)
     differences, told = [], True
     for count, size in enumerate(SIZES):
         random = np.random.default_rng([count, size])
         pushes, ema_decay = 1 + count % 4, 0.9 if count % 2 else 0.0
         weights = random.standard_normal(size, np.float32)
         state = random.standard_normal((planes + (ema_decay > 0), size), np.float32)
-        if rule != fold.RULE_SGD:
-            plane = 1 if rule == fold.RULE_ADAM else 0
+        for plane in [rule.planes.index(square) for square in UPDATE_RULES[rule.name].squares]:
             state[plane] = np.abs(state[plane]) + 16  # a mean square must exceed the square of the mean
         raw = [_raw(random, size, dtype) for _ in range(pushes)]
         scales = [1.0 + index for index in range(pushes)]
-        shape = launch_args.Shape(rule, len(state), ema_decay, ((0, size, 0),))
+        shape = launch_args.Shape(rule.number, len(state), ema_decay, ((0, size, 0),))
         made = [(gradient, [hyper], [True], scale, 1.0) for gradient, scale in zip(raw, scales, strict=True)]
         scale = 1.0 / pushes if mode == fold.FOLD_SUM else 1.0
         folded = DeviceFold(device, shape, mode, made, weights, state, np.full(1, 5, np.int64), dtype, scale=scale)
@@ -90,7 +81,7 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
         finally:
             folded.close()
         widened = [(_widened(gradient, dtype), hyper, own) for gradient, own in zip(raw, scales, strict=True)]
-        expected = exact.fold_of(rule, mode, widened, weights, state, 5, scale, ema_decay)
+        expected = exact.fold_of(rule.number, mode, widened, weights, state, 5, scale, ema_decay)
         differences += [_difference(found_weights, expected[0]), _difference(found_state, expected[1])]
     worst = max(differences)
     text = "sum" if mode == fold.FOLD_SUM else "each"
@@ -105,7 +96,7 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
 
 def check_nonfinite(device: Device) -> list[Row]:
     """Check that a kernel flags the one push of three with a non-finite value, at any place."""
-    hyper = RULES["sgd"][2]
+    hyper = UPDATES["sgd"].hyper
     right = []
     for dtype in launch_args.DTYPES:
         for place in (0, 4095, 4096, 5000):

@@ -56,7 +56,6 @@ MODULES = {
     "fastps/job/fault_policy": "tests/membership/test_membership.py",
     "fastps/job/layout": "tests/job/test_limits.py",
     "fastps/job/specs": "tests/job/test_policy.py",
-    "fastps/job/update_rules": "tests/torch/test_optimizer.py",
     "fastps/membership/discovery": "tests/cli/test_top.py",
     "fastps/membership/peers": "tests/membership/test_membership.py",
     "fastps/processes/absent_workers": "tests/faults/test_restarts.py",

@@ -23,7 +23,7 @@ from fastps.errors import Error, UsageError
 from fastps.job.layout import Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD, SGD_RULE, Rule, adagrad_rule, rmsprop_rule
+from fastps.job.update_rules import SGD, Rule, examples
 from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.update import fold
@@ -31,16 +31,7 @@ from fastps.store.store import Store
 from fastps.system import shared_memory
 from fastps.torch.tensor_loops import why_not_compiled
 
-OPTIMIZERS: dict[str, Rule] = {
-    "sgd": SGD_RULE,
-    "momentum": MOMENTUM_RULE,
-    "adam": ADAM_RULE,
-    "adamw": ADAM_RULE,
-    "adagrad": adagrad_rule(),
-    "rmsprop": rmsprop_rule(momentum=False, centered=False),
-    "rmsprop-momentum": rmsprop_rule(momentum=True, centered=False),
-    "rmsprop-centered": rmsprop_rule(momentum=True, centered=True),
-}
+OPTIMIZERS: dict[str, Rule] = {name: update.rule for name, update in examples().items()}
 _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT_PRIVATE = 128
 _ADDRESSABLE_BYTES = 1 << 47  # by a process on x86-64

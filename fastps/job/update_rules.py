@@ -1,8 +1,8 @@
 """Update rules as data: the arithmetic that the fold runs, its optimizer state, and the hyper-parameters of a param_group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,22 +47,6 @@ class Rule:
         return self.initial[plane] if self.initial else 0.0
 
 
-SGD_RULE = Rule("sgd", fold.RULE_SGD, ())
-MOMENTUM_RULE = Rule("sgd", fold.RULE_SGD, ("momentum_buffer",))
-ADAM_RULE = Rule("adam", fold.RULE_ADAM, ("exp_avg", "exp_avg_sq"))
-
-
-def adagrad_rule(initial_accumulator_value: float = 0.0) -> Rule:
-    """The rule of Adagrad. Its sum of squares may begin above 0."""
-    return Rule("adagrad", fold.RULE_ADAGRAD, ("sum",), (float(initial_accumulator_value),))
-
-
-def rmsprop_rule(momentum: bool, centered: bool) -> Rule:
-    """The rule of RMSprop, with the state that any param_group needs. `centered` always includes the momentum buffer."""
-    planes = ("square_avg", "momentum_buffer", "grad_avg")
-    return Rule("rmsprop", fold.RULE_RMSPROP, planes[: 3 if centered else 1 + momentum])
-
-
 def write_initial_state(rule: Rule, plane_views: Callable[[int], list[npt.NDArray[np.float32]]]) -> None:
     """Fill the optimizer-state tensors that do not begin at 0, the value of fresh memory.
 
@@ -82,6 +66,61 @@ class Update:
     hyper: Hyper
 
 
+Options = Mapping[str, Any]
+"""The options of one param_group, by torch's names."""
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """One row of the table: a rule of the fold, by its name in kernels/update/rules.h, and the torch optimizers that it is.
+
+    Attributes:
+        hyper: a param_group's options as hyper-parameters.
+        state: the names of the optimizer-state tensors, as in torch.
+        optimizers: the classes of torch.optim.
+        examples: updates by name, which `fastps doctor` sizes and the checks of a GPU run.
+        only_with: the option without which a group does not use a state tensor.
+        squares: the state tensors that are never negative.
+        initial_option: the option whose value fills the state tensors before the first step.
+        has_steps: whether torch's state counts steps.
+    """
+
+    hyper: Callable[[Options], Hyper]
+    state: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    examples: Callable[[], dict[str, Update]]
+    only_with: Mapping[str, str] = field(default_factory=dict)
+    squares: tuple[str, ...] = ()
+    initial_option: str = ""
+    has_steps: bool = True
+
+    def used_state(self, group: Options) -> list[str]:
+        """The optimizer-state tensors that a param_group uses."""
+        return [name for name in self.state if name not in self.only_with or group[self.only_with[name]]]
+
+
+def rule_for(name: str, groups: Sequence[Options], defaults: Options) -> Rule:
+    """The rule with the state that any of the param_groups needs: the last used tensor, and all before it.
+
+    >>> rule_for("rmsprop", [{"momentum": 0, "centered": True}], {}).planes
+    ('square_avg', 'momentum_buffer', 'grad_avg')
+    """
+    row = UPDATE_RULES[name]
+    used = {tensor for group in groups for tensor in row.used_state(group)}
+    planes = max((index + 1 for index, tensor in enumerate(row.state) if tensor in used), default=0)
+    # torch fills the state in its constructor, from the defaults: one value holds for all groups.
+    initial = (float(defaults[row.initial_option]),) * planes if row.initial_option else ()
+    return Rule(name, fold.RULES[name], row.state[:planes], initial)
+
+
+def _update(name: str, **options: Any) -> Update:
+    return Update(rule_for(name, [options], options), UPDATE_RULES[name].hyper(options))
+
+
+def _maximize(options: Options) -> int:
+    return fold.HYPER_MAXIMIZE if options.get("maximize") else 0
+
+
 def SGD(  # noqa: N802 - torch's names
     lr: float,
     momentum: float = 0.0,
@@ -97,8 +136,21 @@ def SGD(  # noqa: N802 - torch's names
     """
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-    flags = fold.HYPER_NESTEROV * nesterov | fold.HYPER_MAXIMIZE * maximize
-    return Update(MOMENTUM_RULE if momentum else SGD_RULE, Hyper(lr, momentum, dampening, weight_decay, flags=flags))
+    return _update(
+        "sgd",
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+    )
+
+
+def _sgd_hyper(options: Options) -> Hyper:
+    flags = _maximize(options) | (fold.HYPER_NESTEROV if options["nesterov"] else 0)
+    decay = float(options["weight_decay"])
+    return Hyper(float(options["lr"]), options["momentum"], options["dampening"], decay, flags=flags)
 
 
 def Adam(  # noqa: N802
@@ -110,8 +162,15 @@ def Adam(  # noqa: N802
     maximize: bool = False,
 ) -> Update:
     """Adam as torch.optim.Adam defines it; `decoupled=True` is AdamW's weight decay."""
-    flags = fold.HYPER_DECOUPLED * decoupled | fold.HYPER_MAXIMIZE * maximize
-    return Update(ADAM_RULE, Hyper(lr, 0.0, 0.0, weight_decay, betas[0], betas[1], eps, flags=flags))
+    return _update(
+        "adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled, maximize=maximize
+    )
+
+
+def _adam_hyper(options: Options) -> Hyper:
+    flags = _maximize(options) | (fold.HYPER_DECOUPLED if options.get("decoupled_weight_decay") else 0)
+    (beta1, beta2), decay = options["betas"], float(options["weight_decay"])
+    return Hyper(float(options["lr"]), 0.0, 0.0, decay, float(beta1), float(beta2), options["eps"], flags=flags)
 
 
 def Adagrad(  # noqa: N802
@@ -129,8 +188,20 @@ def Adagrad(  # noqa: N802
     """
     if initial_accumulator_value < 0:
         raise ValueError(f"expected an initial accumulator value of 0 or more, found {initial_accumulator_value}")
-    hyper = Hyper(lr, 0.0, 0.0, weight_decay, 0.0, 0.0, eps, lr_decay, fold.HYPER_MAXIMIZE * maximize)
-    return Update(adagrad_rule(initial_accumulator_value), hyper)
+    return _update(
+        "adagrad",
+        lr=lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        initial_accumulator_value=initial_accumulator_value,
+        eps=eps,
+        maximize=maximize,
+    )
+
+
+def _adagrad_hyper(options: Options) -> Hyper:
+    decay, rate_decay = float(options["weight_decay"]), float(options["lr_decay"])
+    return Hyper(float(options["lr"]), 0.0, 0.0, decay, 0.0, 0.0, options["eps"], rate_decay, _maximize(options))
 
 
 def RMSProp(  # noqa: N802
@@ -147,6 +218,75 @@ def RMSProp(  # noqa: N802
     >>> RMSProp(centered=True).rule.planes
     ('square_avg', 'momentum_buffer', 'grad_avg')
     """
-    flags = fold.HYPER_CENTERED * centered | fold.HYPER_MAXIMIZE * maximize
-    hyper = Hyper(lr, momentum, 0.0, weight_decay, 0.0, alpha, eps, 0.0, flags)
-    return Update(rmsprop_rule(momentum > 0, centered), hyper)
+    return _update(
+        "rmsprop",
+        lr=lr,
+        alpha=alpha,
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        centered=centered,
+        maximize=maximize,
+    )
+
+
+def _rmsprop_hyper(options: Options) -> Hyper:
+    flags = _maximize(options) | (fold.HYPER_CENTERED if options["centered"] else 0)
+    decay, alpha = float(options["weight_decay"]), float(options["alpha"])
+    return Hyper(float(options["lr"]), options["momentum"], 0.0, decay, 0.0, alpha, options["eps"], 0.0, flags)
+
+
+UPDATE_RULES = {
+    "sgd": UpdateRule(
+        hyper=_sgd_hyper,
+        state=("momentum_buffer",),
+        optimizers=("SGD",),
+        examples=lambda: {
+            "sgd": SGD(0.1, weight_decay=0.01, maximize=True),
+            "momentum": SGD(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+            "nesterov": SGD(0.1, momentum=0.9, nesterov=True),
+        },
+        only_with={"momentum_buffer": "momentum"},
+        has_steps=False,
+    ),
+    "adam": UpdateRule(
+        hyper=_adam_hyper,
+        state=("exp_avg", "exp_avg_sq"),
+        optimizers=("Adam", "AdamW"),
+        examples=lambda: {
+            "adam": Adam(0.01, weight_decay=0.1),
+            "adamw": Adam(0.01, betas=(0.3, 0.999), weight_decay=0.1, decoupled=True),
+        },
+        squares=("exp_avg_sq",),
+    ),
+    "adagrad": UpdateRule(
+        hyper=_adagrad_hyper,
+        state=("sum",),
+        optimizers=("Adagrad",),
+        examples=lambda: {"adagrad": Adagrad(0.05, lr_decay=0.05, weight_decay=0.01)},
+        squares=("sum",),
+        initial_option="initial_accumulator_value",
+    ),
+    "rmsprop": UpdateRule(
+        hyper=_rmsprop_hyper,
+        state=("square_avg", "momentum_buffer", "grad_avg"),
+        optimizers=("RMSprop",),
+        examples=lambda: {
+            "rmsprop": RMSProp(weight_decay=0.01),
+            "rmsprop-momentum": RMSProp(momentum=0.9),
+            "rmsprop-centered": RMSProp(momentum=0.9, centered=True),
+        },
+        only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
+        squares=("square_avg",),
+    ),
+}
+if UPDATE_RULES.keys() != fold.RULES.keys():
+    raise ImportError(
+        "expected a row of UPDATE_RULES for each rule of kernels/update/rules.h, found a difference in"
+        f" {sorted(UPDATE_RULES.keys() ^ fold.RULES.keys())}"
+    )
+
+
+def examples() -> dict[str, Update]:
+    """Updates by name: the examples of all rules."""
+    return {name: update for row in UPDATE_RULES.values() for name, update in row.examples().items()}

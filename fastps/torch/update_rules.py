@@ -10,15 +10,12 @@ from typing import Any
 import torch
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.job.update_rules import ADAM_RULE, MOMENTUM_RULE, SGD_RULE, Hyper, Rule, adagrad_rule, rmsprop_rule
+from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
-from fastps.kernels.update import fold
 from fastps.torch.rule_optimizer import RuleOptimizer
 
-# These options choose torch's implementation, not the arithmetic; the fold replaces the implementation.
-_IGNORED_OPTIONS = ("foreach", "fused")
 _REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
-_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop)
+_KNOWN = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
@@ -30,22 +27,14 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         return optimizer.rule
     if kind not in _KNOWN:
         raise UnsupportedError(
-            "expected torch.optim.SGD, Adam, AdamW, Adagrad, RMSprop or a fastps.RuleOptimizer, found"
+            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN)} or a fastps.RuleOptimizer, found"
             f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
         )
     for group in optimizer.param_groups:
         for option in _REFUSED_OPTIONS:
             if group.get(option):
                 raise UnsupportedError(f"{kind.__name__}({option}=True) is not supported: create the optimizer without it")
-    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-    if kind is torch.optim.SGD:
-        return MOMENTUM_RULE if has_momentum else SGD_RULE
-    if kind is torch.optim.Adagrad:
-        # Read from the constructor's defaults, so one value holds for all groups: torch fills the sums in the constructor.
-        return adagrad_rule(optimizer.defaults["initial_accumulator_value"])
-    if kind is torch.optim.RMSprop:
-        return rmsprop_rule(has_momentum, any(group["centered"] for group in optimizer.param_groups))
-    return ADAM_RULE
+    return rule_for(_KNOWN[kind], optimizer.param_groups, optimizer.defaults)
 
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
@@ -54,32 +43,18 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
         # A user's rule gets the fold's hyper-parameter fields in the order of its names.
         values = [float(group["lr" if name == "learning_rate" else name]) for name in rule.hyper_names]
         return Hyper(*values)  # type: ignore[arg-type]
-    flags = fold.HYPER_MAXIMIZE if group.get("maximize") else 0
-    if rule.name == "adam":
-        beta1, beta2 = group["betas"]
-        flags |= fold.HYPER_DECOUPLED if group.get("decoupled_weight_decay") else 0
-        return Hyper(
-            float(group["lr"]), 0.0, 0.0, float(group["weight_decay"]), float(beta1), float(beta2), group["eps"], flags=flags
-        )
-    if rule.name == "adagrad":
-        decays = float(group["weight_decay"]), float(group["lr_decay"])
-        return Hyper(float(group["lr"]), 0.0, 0.0, decays[0], 0.0, 0.0, group["eps"], decays[1], flags)
-    for option, plane in (("momentum", "momentum_buffer"), ("centered", "grad_avg")):
+    row = UPDATE_RULES[rule.name]
+    for plane, option in row.only_with.items():
         if group.get(option) and plane not in rule.planes:
             raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
-    if rule.name == "rmsprop":
-        flags |= fold.HYPER_CENTERED if group["centered"] else 0
-        decay, alpha = float(group["weight_decay"]), float(group["alpha"])
-        return Hyper(float(group["lr"]), group["momentum"], 0.0, decay, 0.0, alpha, group["eps"], 0.0, flags)
-    flags |= fold.HYPER_NESTEROV if group["nesterov"] else 0
-    return Hyper(float(group["lr"]), group["momentum"], group["dampening"], float(group["weight_decay"]), flags=flags)
+    return row.hyper(group)
 
 
 class Hypers:
     """The hyper-parameters of all param_groups, recomputed only after one of them has changed.
 
     >>> group = {"params": [], "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}
-    >>> hypers = Hypers(SGD_RULE)
+    >>> hypers = Hypers(rule_for("sgd", [group], {}))
     >>> hypers.of([group]) is hypers.of([group])
     True
     >>> group["lr"] = 0.25
@@ -113,20 +88,15 @@ def _cannot_change(value: object) -> bool:
 
 def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[str], torch.Tensor]) -> dict[str, Any] | None:
     """A parameter's entry in torch's state after `steps` steps; `plane` maps a name to its tensor. None if torch keeps none."""
-    names = _state_names(group, rule)
+    if isinstance(rule, UserRule):
+        names, has_steps = list(rule.planes), True
+    else:
+        # Those that torch keeps for a parameter of this group; the fold may keep more, for other groups.
+        names, has_steps = UPDATE_RULES[rule.name].used_state(group), UPDATE_RULES[rule.name].has_steps
     if not steps or not names:
         return None
-    # All torch optimizers but SGD count steps.
-    entry: dict[str, Any] = {} if rule.name == "sgd" else {"step": torch.tensor(float(steps))}
+    entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if has_steps else {}
     return entry | {name: plane(name) for name in names}
-
-
-def _state_names(group: Mapping[str, Any], rule: Rule) -> list[str]:
-    """The optimizer-state tensors that torch keeps for a parameter of this group; the fold may keep more, for other groups."""
-    if isinstance(rule, UserRule):
-        return list(rule.planes)
-    options = {"momentum_buffer": "momentum", "grad_avg": "centered"}
-    return [name for name in rule.planes if name not in options or group[options[name]]]
 
 
 Row = tuple[str, tuple[int, ...], tuple[int, ...], int]

@@ -7,7 +7,8 @@
  * The host computes the launch arguments, which say what is done to which parameter; a kernel only reads them. It uses no
  * shared memory, no barrier and no atomic.
  *
- * C and C++ both compile it. It includes nothing but the shim, because NVRTC has no headers. */
+ * C and C++ both compile it. It includes the rules' table and bodies, which whoever compiles with NVRTC puts in their places,
+ * and nothing else but the shim, because NVRTC has no headers. */
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define FPS_DEVICE static __device__ __forceinline__
 #define FPS_KERNEL extern "C" __global__ void __launch_bounds__(256)
@@ -23,27 +24,16 @@ FPS_DEVICE unsigned int fps_bits_of_float(float value) { return __float_as_uint(
 #include "cuda/host_shim.h"
 #endif
 
-/* Numbers shared with the host; those of rules and modes equal the CPU fold's, which the host build checks at import. */
-#define FPS_DEVICE_SGD 0
-#define FPS_DEVICE_ADAM 1
-#define FPS_DEVICE_ADAGRAD 2
-#define FPS_DEVICE_RMSPROP 3
+#include "update/rules.h"
+
+/* Numbers shared with the host; those of modes equal the CPU fold's, which the host build checks at import. */
 #define FPS_DEVICE_SUM 0
 #define FPS_DEVICE_EACH 1
 #define FPS_DEVICE_FLOAT32 0
 #define FPS_DEVICE_FLOAT16 1
 #define FPS_DEVICE_BFLOAT16 2
-#define FPS_DEVICE_PLANES 3 /* most state planes of a rule */
 #define FPS_DEVICE_MOVES 1 /* the moving average of the weights moves in this fold */
 #define FPS_DEVICE_WIDTH 4  /* floats that one thread loads at a time */
-
-#define FPS_BY_DECAY 1
-#define FPS_BY_SHRINK 2
-#define FPS_BY_MOMENTUM 4
-#define FPS_BY_FIRST 8
-#define FPS_BY_NESTEROV 16
-#define FPS_BY_CENTERED 32
-#define FPS_BY_SMALL_LERP 64 /* lerp from the near end, as torch.lerp */
 
 typedef long long fps_device_integer;
 typedef unsigned long long fps_device_address;
@@ -88,54 +78,38 @@ typedef struct {
 } fps_launch_args;
 
 typedef struct {
-    float weight, planes[FPS_DEVICE_PLANES], average;
+    float weight, planes[FPS_RULE_PLANES], average;
 } fps_device_element;
 
 FPS_DEVICE float fps_device_lerp(float start, float end, float fraction, int is_small) {
     return fmaf(fraction, end - start, is_small ? start : end);
 }
 
+#define FPS_RULE_BODY(name)                                                                                       \
+    FPS_DEVICE float fps_device_##name(const fps_device_coefficients *by, float weight, float step, float *state, \
+                                       const int flags)
+#define FPS_MULTIPLY_ADD(a, b, c) fmaf(a, b, c)
+#define FPS_SQUARE_ROOT(value) sqrtf(value)
+#define FPS_QUOTIENT(number, divisor, inverse) ((number) / (divisor))
+#define FPS_LERP(by, start, end) fps_device_lerp(start, end, (by)->lerp_fraction, (by)->flags & FPS_BY_SMALL_LERP)
+#include "update/rule_bodies.h"
+
 /* One application of the rule on one element; `rule` is a constant wherever this is inlined. */
 FPS_DEVICE void fps_device_apply(const fps_device_coefficients *by, fps_device_element *at, float gradient, const int rule) {
-    const int flags = by->flags;
-    float weight = at->weight, step = gradient * by->scale;
-    if (rule == FPS_DEVICE_ADAM && (flags & FPS_BY_SHRINK)) weight = weight * by->shrink;
-    if (flags & FPS_BY_DECAY) step = fmaf(weight, by->weight_decay, step);
-    if (rule == FPS_DEVICE_SGD) {
-        if (flags & FPS_BY_MOMENTUM) {
-            float buffer = flags & FPS_BY_FIRST ? step : fmaf(step, by->undampened, at->planes[0] * by->momentum);
-            at->planes[0] = buffer;
-            step = flags & FPS_BY_NESTEROV ? fmaf(buffer, by->momentum, step) : buffer;
-        }
-        weight = fmaf(step, by->minus_rate, weight);
-    } else if (rule == FPS_DEVICE_ADAM) {
-        float mean = fps_device_lerp(at->planes[0], step, by->lerp_fraction, flags & FPS_BY_SMALL_LERP);
-        float square = fmaf(by->one_minus_beta2 * step, step, at->planes[1] * by->beta2);
-        at->planes[0] = mean;
-        at->planes[1] = square;
-        weight = weight + (by->minus_rate * mean) / (sqrtf(square) / by->root_correction2 + by->epsilon);
-    } else if (rule == FPS_DEVICE_ADAGRAD) {
-        float sum = fmaf(step, step, at->planes[0]);
-        at->planes[0] = sum;
-        weight = weight + (by->minus_rate * step) / (sqrtf(sum) + by->epsilon);
-    } else {
-        float square = fmaf(by->one_minus_beta2 * step, step, at->planes[0] * by->beta2), variance = square, root;
-        at->planes[0] = square;
-        if (flags & FPS_BY_CENTERED) {
-            float mean = fps_device_lerp(at->planes[2], step, by->lerp_fraction, flags & FPS_BY_SMALL_LERP);
-            at->planes[2] = mean;
-            variance = fmaf(-mean, mean, square);
-        }
-        root = sqrtf(variance) + by->epsilon;
-        if (flags & FPS_BY_MOMENTUM) {
-            float buffer = at->planes[1] * by->momentum + step / root;
-            at->planes[1] = buffer;
-            weight = fmaf(buffer, by->minus_rate, weight);
-        } else {
-            weight = weight + (by->minus_rate * step) / root;
-        }
-    }
-    at->weight = weight;
+    const float step = gradient * by->scale;
+#define FPS_DEVICE_APPLY(number, NAME, name, ...) \
+    if (rule == number) at->weight = fps_device_##name(by, at->weight, step, at->planes, by->flags);
+    FPS_UPDATE_RULES(FPS_DEVICE_APPLY)
+#undef FPS_DEVICE_APPLY
+}
+
+/* The most state planes of a rule. */
+FPS_DEVICE int fps_device_planes(const int rule) {
+#define FPS_DEVICE_PLANES(number, NAME, name, planes, ...) \
+    if (rule == number) return planes;
+    FPS_UPDATE_RULES(FPS_DEVICE_PLANES)
+#undef FPS_DEVICE_PLANES
+    return 0;
 }
 
 /* Load `width` floats from `place`; FPS_DEVICE_WIDTH floats are one vector load. */
@@ -209,7 +183,7 @@ FPS_DEVICE void fps_device_average(const fps_launch_args *args, fps_device_eleme
  * One function although it is long: elements stay in registers from the loads to the stores. */
 FPS_DEVICE void fps_device_fold(const fps_launch_args *args, const fps_device_class *of, fps_device_integer place,
                                 const int width, const int rule, const int dtype) {
-    const int planes = rule == FPS_DEVICE_ADAM ? 2 : rule == FPS_DEVICE_RMSPROP ? 3 : 1;
+    const int planes = fps_device_planes(rule);
     const fps_device_coefficients *by =
         (const fps_device_coefficients *)((const char *)args + args->coefficients);
     const fps_device_integer stride = args->state_stride;
@@ -290,11 +264,8 @@ FPS_DEVICE void fps_device_fold_tile(fps_device_address args_address, fps_device
     FPS_KERNEL fps_fold_##name(fps_device_address args, fps_device_address tiles) {     \
         fps_device_fold_tile(args, tiles, rule, dtype);                                 \
     }
-#define FPS_FOLD_KERNELS(name, rule)                              \
-    FPS_FOLD_KERNEL(name##_float32, rule, FPS_DEVICE_FLOAT32)     \
-    FPS_FOLD_KERNEL(name##_float16, rule, FPS_DEVICE_FLOAT16)     \
-    FPS_FOLD_KERNEL(name##_bfloat16, rule, FPS_DEVICE_BFLOAT16)
-FPS_FOLD_KERNELS(sgd, FPS_DEVICE_SGD)
-FPS_FOLD_KERNELS(adam, FPS_DEVICE_ADAM)
-FPS_FOLD_KERNELS(adagrad, FPS_DEVICE_ADAGRAD)
-FPS_FOLD_KERNELS(rmsprop, FPS_DEVICE_RMSPROP)
+#define FPS_FOLD_KERNELS(number, NAME, name, ...)                 \
+    FPS_FOLD_KERNEL(name##_float32, number, FPS_DEVICE_FLOAT32)   \
+    FPS_FOLD_KERNEL(name##_float16, number, FPS_DEVICE_FLOAT16)   \
+    FPS_FOLD_KERNEL(name##_bfloat16, number, FPS_DEVICE_BFLOAT16)
+FPS_UPDATE_RULES(FPS_FOLD_KERNELS)

@@ -1,12 +1,11 @@
 """The arguments of a fold's launch on a device: one block of bytes that the CUDA kernels read.
 
-The host computes everything that depends on hyper-parameters, counts of steps or absent gradients here, in the double precision
-of the CPU fold, so that a kernel only loads, multiplies and stores. Parameters with the same treatment (one param_group, the
-same pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here:
+The host computes everything that depends on hyper-parameters, counts of steps or absent gradients here, with the functions of
+the CPU fold, so that a kernel only loads, multiplies and stores. Parameters with the same treatment (one param_group, the same
+pushes, as many steps) form one class; a model's usual fold has one class a param_group. Addresses are plain numbers here:
 memory and streams belong to the device.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastps.kernels.cuda import host_fold
-from fastps.kernels.update.fold import (
-    FOLD_EACH,
-    FOLD_SUM,
-    HYPER_CENTERED,
-    HYPER_DECOUPLED,
-    HYPER_MAXIMIZE,
-    HYPER_NESTEROV,
-    RULE_ADAGRAD,
-    RULE_ADAM,
-    RULE_RMSPROP,
-    RULE_SGD,
-)
+from fastps.kernels.update.fold import FOLD_EACH, FOLD_SUM, MOST_PLANES, RULES, coefficients_of, planes_needed
 
 Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
@@ -37,8 +25,7 @@ TILE_FLOATS = 4096  # four vectors of four floats for each of a block's 256 thre
 THREADS = 256
 DTYPES = {"float32": host_fold.FLOAT32, "float16": host_fold.FLOAT16, "bfloat16": host_fold.BFLOAT16}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-RULE_NAMES = {RULE_SGD: "sgd", RULE_ADAM: "adam", RULE_ADAGRAD: "adagrad", RULE_RMSPROP: "rmsprop"}
-MOST_PLANES = {RULE_SGD: 1, RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_RMSPROP: 3}
+RULE_NAMES = {number: name for name, number in RULES.items()}
 _ALIGNMENT = 16  # of a table, in bytes, and of a segment's offset, in floats
 
 _TILE = np.dtype([("first", "<i8"), ("length", "<i4"), ("segment", "<i4")])
@@ -140,7 +127,7 @@ class Shape:
 def tiles_of(shape: Shape) -> Bytes:
     """Return the table of tiles as bytes: every segment cut into runs of at most TILE_FLOATS. One table serves all folds.
 
-    >>> len(tiles_of(Shape(RULE_SGD, 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // host_fold.TILE_BYTES
+    >>> len(tiles_of(Shape(RULES["sgd"], 0, 0.0, ((0, 5000, 0), (5008, 0, 0))))) // host_fold.TILE_BYTES
     2
     """
     rows = [
@@ -149,57 +136,6 @@ def tiles_of(shape: Shape) -> Bytes:
         for first in range(0, length, TILE_FLOATS)
     ]
     return np.array(rows, _TILE).view(np.uint8).reshape(-1)
-
-
-def coefficients_of(rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int) -> tuple[float, ...]:
-    """Return the coefficients of one class's application after `steps` others: the CPU fold's, in doubles."""
-    _, momentum, dampening, weight_decay, beta1, beta2, epsilon, rate_decay, flags = hyper
-    flags = int(flags)
-    fraction = np.float32(1 - (beta1 if rule == RULE_ADAM else beta2))
-    is_small = abs(fraction) < np.float32(0.5)
-    minus_rate, shrink, root_correction2, by = -learning_rate, 0.0, 0.0, 0
-    if rule == RULE_ADAGRAD:
-        minus_rate = -(learning_rate / (1 + steps * rate_decay))
-    if rule == RULE_ADAM:
-        minus_rate = -(learning_rate / (1 - beta1 ** (steps + 1)))
-        root_correction2 = math.sqrt(1 - beta2 ** (steps + 1))
-        shrink = 1 - learning_rate * weight_decay
-        if weight_decay and flags & HYPER_DECOUPLED:
-            by |= host_fold.BY_SHRINK
-    if weight_decay and not by:
-        by |= host_fold.BY_DECAY
-    for is_on, flag in (
-        (momentum != 0, host_fold.BY_MOMENTUM),
-        (steps == 0, host_fold.BY_FIRST),
-        (flags & HYPER_NESTEROV, host_fold.BY_NESTEROV),
-        (flags & HYPER_CENTERED, host_fold.BY_CENTERED),
-        (is_small, host_fold.BY_SMALL_LERP),
-    ):
-        by |= flag if is_on else 0
-    return (
-        -scale if flags & HYPER_MAXIMIZE else scale,
-        weight_decay,
-        shrink,
-        momentum,
-        1 - dampening,
-        minus_rate,
-        beta2,
-        1 - beta2,
-        root_correction2,
-        epsilon,
-        float(fraction if is_small else fraction - np.float32(1)),
-        by,
-    )
-
-
-def planes_needed(rule: int, hyper: tuple[float, ...]) -> int:
-    """Return the number of state planes that a push with these hyper-parameters uses."""
-    has_momentum, is_centered = hyper[1] != 0, int(hyper[8]) & HYPER_CENTERED
-    if rule == RULE_SGD:
-        return int(has_momentum)
-    if rule == RULE_RMSPROP:
-        return 3 if is_centered else 1 + int(has_momentum)
-    return MOST_PLANES[rule]
 
 
 class _Tables:
@@ -241,7 +177,8 @@ class _Tables:
     def _add_coefficients(self, hyper: tuple[float, ...], rate: float, scale: float, steps: int) -> None:
         if planes_needed(self._shape.rule, hyper) > self._shape.rule_planes:
             raise ValueError(f"expected the planes that {hyper} needs, found {self._shape.rule_planes} planes of state")
-        self.coefficients.append(coefficients_of(self._shape.rule, hyper, rate, scale, steps))
+        made = coefficients_of(self._shape.rule, hyper, rate, scale, steps)
+        self.coefficients.append(tuple(made[name] for name in _COEFFICIENTS.names or ()))
 
 
 def make_launch_args(

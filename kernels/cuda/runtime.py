@@ -8,6 +8,7 @@ import ctypes
 import ctypes.util
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def kernel_names() -> list[str]:
     ['fps_fold_sgd_float32', 'fps_fold_sgd_float16']
     """
     return [f"fps_fold_{rule}_{dtype}" for rule in RULE_NAMES.values() for dtype in DTYPES]
+
+
+def source() -> str:
+    """Return the source of all kernels, with the rules' table and bodies in the places of their includes: NVRTC has no headers.
+
+    >>> '#include "update' in source(), "FPS_RULE_BODY(adam)" in source()
+    (False, True)
+    """
+    folder = SOURCE.parents[1]
+    return re.sub(r'^#include "(update/.+)"$', lambda found: (folder / found[1]).read_text(), SOURCE.read_text(), flags=re.M)
 
 
 @functools.cache
@@ -81,7 +92,7 @@ def fold_kernel(device: int, rule: int, dtype: str) -> Any:
 def _module(device: int) -> Any:
     cupy = load_cupy()
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS, backend="nvrtc")
+        return cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
 
 
 # -- NVRTC without a GPU -----------------------------------------------------------------------------------------------------
@@ -94,8 +105,7 @@ def compile_with_nvrtc(architecture: str) -> bytes:
     """
     nvrtc = _load_nvrtc()
     program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
-    _ask(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"fold.cu", 0, None, None))
+    _ask(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"fold.cu", 0, None, None))
     try:
         options = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in OPTIONS)]
         refused = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))

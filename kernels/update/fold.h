@@ -6,12 +6,7 @@
 
 #include <stdint.h>
 
-#define FPS_RULE_SGD 0  /* SGD, momentum, Nesterov: 1 state plane when any group has momentum, else none */
-#define FPS_RULE_ADAM 1 /* 2 state planes; AdamW is the flag FPS_HYPER_DECOUPLED */
-#define FPS_RULE_ADAGRAD 2 /* 1 state plane: the sum of squares */
-#define FPS_RULE_RMSPROP 3 /* 1 to 3 state planes: square average, momentum buffer, gradient average; see fps_planes_needed */
-
-#define FPS_RULE_USER 4    /* a user's function, job.user_rule; it owns all planes but the average's */
+#include "update/rules.h"
 
 #define FPS_FOLD_SUM 0  /* one application of the rule on scale * the sum of the pushes, in the order given */
 #define FPS_FOLD_EACH 1 /* the rule push by push, each with its own hyper-parameters */
@@ -116,8 +111,19 @@ typedef struct {
     fps_lerp lerp;        /* of a mean towards the gradient */
     fps_hyper hyper;      /* for a user's rule, with the scaled learning rate */
     int64_t steps;
-    int has_decay, has_shrink, has_momentum, is_first, is_nesterov, is_centered;
+    int flags; /* the rule's variant, FPS_BY_ */
 } fps_coefficients;
+
+/* One tile's addresses. */
+typedef struct {
+    const float *weights;
+    float *weights_out;
+    const float *state;
+    float *state_out;
+    int64_t stride;     /* floats between planes */
+    int64_t out_stride; /* the same for state_out; it differs from `stride` only with `streaming` */
+    int streaming;      /* the rule's own loop uses non-temporal stores: state_out is not the stage */
+} fps_place;
 
 /* What one call of the fold writes and forgets: about 260 KB, too much for the stacks that threads are given. One caller at a
  * time may use it. */

@@ -4,10 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 cdef extern from "update/fold.h" nogil:
     enum:
-        FPS_RULE_SGD
-        FPS_RULE_ADAM
+        FPS_RULE_SGD  # of the rules, those that compiled callers name
         FPS_RULE_ADAGRAD
-        FPS_RULE_RMSPROP
         FPS_RULE_USER
         FPS_FOLD_SUM
         FPS_FOLD_EACH

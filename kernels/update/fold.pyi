@@ -9,6 +9,8 @@ _Push: TypeAlias = (
     | tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]
 )
 
+RULES: dict[str, int]  # the number of each rule of kernels/update/rules.h, also as RULE_ and its name
+MOST_PLANES: dict[int, int]
 RULE_SGD: int
 RULE_ADAM: int
 RULE_ADAGRAD: int
@@ -28,6 +30,10 @@ MAX_USER_PLANES: int
 TILE: int
 
 def instruction_sets() -> list[str]: ...
+def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
+def coefficients_of(
+    rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int
+) -> dict[str, float]: ...
 
 class Folding:
     def __init__(

@@ -8,27 +8,25 @@
 #endif
 
 #include "update/fold.h"
+#include "update/fold_coefficients.h"
+
+/* Apply `count` gradients to a tile: their sum, in order, with by[0], or with `each` one after the other, each with its own
+ * coefficients, all of one variant. Returns whether the results are finite. */
+typedef int (*fps_rule_loop)(const fps_coefficients *by, int64_t length, const float *const *gradients, int count, int each,
+                             const fps_place *place);
 
 typedef struct {
+    fps_rule_loop rules[FPS_RULE_NUMBERS][2]; /* by number; the second uses non-temporal stores, NULL if at once is 1 */
     void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
     void (*add)(float *restrict, const float *restrict, float, int, int64_t);
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    int (*sgd)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *);
-    int (*sgd_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
-                         float *);
-    int (*adam)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *, float *,
-                const float *, float *);
-    int (*adam_streaming)(const fps_coefficients *, int64_t, const float *const *, int, int, const float *, float *, const float *,
-                          float *, const float *, float *);
-    void (*adagrad)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *);
-    void (*rmsprop)(const fps_coefficients *, int64_t, const float *, const float *, float *, const float *, float *, int64_t);
     void (*stream)(float *, const float *, int64_t);
     int (*is_finite)(const float *, int64_t);
 } fps_tile_functions;
 
-/* SGD's and Adam's loops read up to this many gradients at once and sum them in registers; more are summed in the cache first. */
+/* A loop takes at most this many gradients at once; more are summed in the cache first. */
 #define FPS_SUMMED_AT_ONCE 4
 /* Copies a loop's gradient pointers and coefficients to locals, which no store can alias. Missing gradients are replaced by the
  * first, which is not read in their place; so are missing coefficients. */
@@ -37,8 +35,9 @@ typedef struct {
     const float *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                       \
                                                         FPS_LOCAL_OF(pushed, 2, count), FPS_LOCAL_OF(pushed, 3, count)}; \
     const int applied = each ? count : 1;                                                                                \
-    const fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied), \
-                                                      FPS_LOCAL_OF(by, 3, applied)}
+    fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied),       \
+                                                FPS_LOCAL_OF(by, 3, applied)};                                           \
+    own[1].lerp = own[2].lerp = own[3].lerp = own[0].lerp /* equal, which the compiler cannot see */
 /* One loop for each count, so that no loop has a branch; one gradient is its own sum. */
 #define FPS_BY_COUNT(loop, ...)                                                                                          \
     do {                                                                                                                 \
@@ -50,6 +49,15 @@ typedef struct {
         else if (count == 3) loop(3, 0, __VA_ARGS__);                                                                    \
         else loop(4, 0, __VA_ARGS__);                                                                                    \
     } while (0)
+/* The rules' bodies on the CPU. */
+#define FPS_RULE_BODY(name)                                                                                              \
+    static inline __attribute__((always_inline)) float FPS_ISA(name##_body)(                                             \
+        const fps_coefficients *by, float weight, float step, float *state, const int flags)
+#define FPS_MULTIPLY_ADD(a, b, c) FPS_ISA(fma)(a, b, c)
+#define FPS_SQUARE_ROOT(value) __builtin_sqrtf(value)
+#define FPS_QUOTIENT(number, divisor, inverse) FPS_ISA(quotient)(number, divisor, inverse)
+#define FPS_LERP(by, start, end) FPS_ISA(lerp)(start, end, (by)->lerp.fraction, (by)->lerp.is_small)
+
 /* The bits of an infinity: a magnitude is finite if its bits are below. */
 #define FPS_INFINITY_BITS 0x7f800000
 #define FPS_LINE_FLOATS 16 /* of a cache line */

@@ -2,27 +2,16 @@
 #ifndef FPS_FOLD_RUN_H
 #define FPS_FOLD_RUN_H
 
-#include <math.h>
 #include <string.h>
 
 #include "update/fold.h"
+#include "update/fold_coefficients.h"
 #include "update/fold_isa.h"
 #include "update/fold_staging.h"
 #include "base/failpoints.h"
 
 static inline int fps_rule_planes(const fps_fold_job *job) {
     return job->state_planes - (job->ema_plane >= 0);
-}
-
-/* Number of planes that a push with these hyper-parameters uses, or -1 for an unknown rule. RMSprop's planes are the square
- * average, the momentum buffer and the gradient average, in this order: the third implies the second. */
-static int fps_planes_needed(int rule, const fps_hyper *hyper) {
-    if (rule == FPS_RULE_SGD) return hyper->momentum != 0;
-    if (rule == FPS_RULE_ADAM) return 2;
-    if (rule == FPS_RULE_ADAGRAD) return 1;
-    if (rule == FPS_RULE_USER) return 0;
-    if (rule == FPS_RULE_RMSPROP) return hyper->flags & FPS_HYPER_CENTERED ? 3 : hyper->momentum != 0 ? 2 : 1;
-    return -1;
 }
 
 /* Whether the rule is known and the state has the planes that this push writes. */
@@ -36,51 +25,6 @@ static inline int fps_is_present(const fps_push *push, int32_t parameter) {
     return (push->presence[parameter >> 6] >> (parameter & 63)) & 1;
 }
 
-static inline fps_lerp fps_lerp_of(double fraction) {
-    fps_lerp by = {(float)fraction, fabsf((float)fraction) < 0.5f};
-    if (!by.is_small) by.fraction -= 1;
-    return by;
-}
-
-/* Adam's corrections for means that began at 0, and AdamW's decay. */
-static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double step) {
-    if (by->has_decay && hyper->flags & FPS_HYPER_DECOUPLED) {
-        by->has_shrink = 1;
-        by->shrink = (float)(1 - learning_rate * hyper->weight_decay);
-    }
-    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, step)));
-    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, step));
-    by->inverse_root_correction2 = 1.0f / by->root_correction2;
-}
-
-/* Hyper-parameters are doubles, as in Python; torch rounds each to float where its kernel begins, and so does this function. */
-static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
-                                            int64_t steps) {
-    fps_coefficients by;
-    memset(&by, 0, sizeof(by));
-    by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
-    by.weight_decay = (float)hyper->weight_decay;
-    by.has_decay = hyper->weight_decay != 0;
-    by.minus_rate = (float)-learning_rate;
-    by.momentum = (float)hyper->momentum;
-    by.undampened = (float)(1 - hyper->dampening);
-    by.has_momentum = hyper->momentum != 0;
-    by.is_first = steps == 0;
-    by.is_nesterov = (hyper->flags & FPS_HYPER_NESTEROV) != 0;
-    by.is_centered = (hyper->flags & FPS_HYPER_CENTERED) != 0;
-    by.beta2 = (float)hyper->beta2;
-    by.one_minus_beta2 = (float)(1 - hyper->beta2);
-    by.lerp = fps_lerp_of(1 - (rule == FPS_RULE_ADAM ? hyper->beta1 : hyper->beta2));
-    by.epsilon = (float)hyper->epsilon;
-    by.hyper = *hyper;
-    by.hyper.learning_rate = learning_rate;
-    by.steps = steps;
-    if (rule == FPS_RULE_ADAGRAD)
-        by.minus_rate = (float)-(learning_rate / (1 + (double)steps * hyper->learning_rate_decay));
-    if (rule == FPS_RULE_ADAM) fps_correct_adam(&by, hyper, learning_rate, (double)(steps + 1));
-    return by;
-}
-
 /* Move the average towards the weights just written. */
 static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
     int64_t plane = job->ema_plane * place->stride;
@@ -89,16 +33,11 @@ static void fps_average(const fps_tile_functions *tile, const fps_fold_job *job,
                       place->state_out + plane);
 }
 
-static inline int fps_writes_plane(int rule, const fps_coefficients *by, int plane) {
-    if (rule == FPS_RULE_SGD) return plane == 0 && by->has_momentum;
-    if (rule == FPS_RULE_RMSPROP) return plane == 0 || (plane == 1 && by->has_momentum) || (plane == 2 && by->is_centered);
-    return rule == FPS_RULE_USER || plane < (rule == FPS_RULE_ADAM ? 2 : 1);
-}
-
 /* Copy the planes that this push does not write, such as the momentum buffer of a group without momentum. */
 static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const fps_place *place) {
+    int written = fps_writes(job->rule, by->flags);
     for (int plane = 0; plane < fps_rule_planes(job); plane++)
-        if (place->state != place->state_out && !fps_writes_plane(job->rule, by, plane))
+        if (place->state != place->state_out && !(written >> plane & 1))
             memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
 }
 
@@ -122,22 +61,17 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
     return room;
 }
 
-/* Number of gradients that the rule's loop sums in registers. */
-static inline int fps_summed_at_once(int rule) { return rule == FPS_RULE_SGD || rule == FPS_RULE_ADAM ? FPS_SUMMED_AT_ONCE : 1; }
-
 /* Whether a single pass of the rule's loop, which reads `at_once` gradients, takes all `count` of them: neither inputs nor
  * results are read again, so nothing has to stay in the cache. */
 static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
-    return count <= at_once && fps_summed_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
+    return count <= at_once && fps_taken_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
 }
 
-/* Whether the results of a rule whose loop does not check are finite. Inf and NaN of a gradient reach the weights, or stay in a
- * sum of squares whose root divides the gradient, so these are checked while they are in the cache. */
+/* Whether the results of a user's rule are finite; the rules' own loops check theirs. */
 static int fps_is_finite(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, const fps_place *place) {
-    int planes = job->rule == FPS_RULE_RMSPROP ? 1 : fps_rule_planes(job);
     if (!job->nonfinite) return 1;
     int finite = tile->is_finite(place->weights_out, length);
-    for (int plane = 0; plane < planes; plane++)
+    for (int plane = 0; plane < fps_rule_planes(job); plane++)
         finite &= tile->is_finite(place->state_out + plane * place->stride, length);
     return finite;
 }
@@ -147,33 +81,22 @@ static inline void fps_flag(const fps_fold_job *job, int finite) {
     if (!finite && job->nonfinite) *job->nonfinite = 1;
 }
 
-/* Apply `count` pushes (at most fps_summed_at_once) to one tile: their sum, or with `each` one after the other. The next
+/* Apply `count` pushes (at most fps_taken_at_once) to one tile: their sum, or with `each` one after the other. The next
  * application on the tile reads their results. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
                       const float *const *gradients, int count, int each, fps_place *place) {
-    const float *weights = place->weights, *state = place->state, *gradient = gradients[0];
-    float *weights_out = place->weights_out, *state_out = place->state_out;
-    int64_t stride = place->stride;
     int finite;
     FPS_FAILPOINT();
-    if (job->rule == FPS_RULE_SGD)
-        finite = (place->streaming ? tile->sgd_streaming : tile->sgd)(by, length, gradients, count, each, weights, weights_out,
-                                                                      state, state_out);
-    else if (job->rule == FPS_RULE_ADAM)
-        finite = (place->streaming ? tile->adam_streaming : tile->adam)(by, length, gradients, count, each, weights, weights_out,
-                                                                        state, state_out, state + stride,
-                                                                        state_out + place->out_stride);
-    else {
-        if (job->rule == FPS_RULE_USER) fps_apply_user(job, by, length, gradient, place);
-        else if (job->rule == FPS_RULE_ADAGRAD) tile->adagrad(by, length, gradient, weights, weights_out, state, state_out);
-        else tile->rmsprop(by, length, gradient, weights, weights_out, state, state_out, stride);
+    if (job->rule == FPS_RULE_USER) {
+        fps_apply_user(job, by, length, gradients[0], place);
         finite = fps_is_finite(tile, job, length, place);
-    }
+    } else
+        finite = tile->rules[job->rule][place->streaming](by, length, gradients, count, each, place);
     fps_flag(job, finite);
     fps_carry_planes(job, by, length, place);
     fps_average(tile, job, length, place);
-    place->weights = weights_out;
-    place->state = state_out;
+    place->weights = place->weights_out;
+    place->state = place->state_out;
 }
 
 /* Copy a parameter without a gradient, and move its average if anything was pushed. */
@@ -240,9 +163,9 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
                          int count, int64_t first, int64_t last) {
     float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
-    int in_loop = sum->same_scale && count <= fps_summed_at_once(job->rule);
+    int in_loop = sum->same_scale && count <= fps_taken_at_once(job->rule);
     int streams = fps_streams_itself(job, &sum->by, first);
-    int passes_once = in_loop && fps_passes_once(job, count, fps_summed_at_once(job->rule));
+    int passes_once = in_loop && fps_passes_once(job, count, fps_taken_at_once(job->rule));
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last, passes_once);
         const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
@@ -281,11 +204,9 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
 
 /* Number of leading pushes that one loop can apply while the element is in registers: those with coefficients of one kind. */
 static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) {
-    int most = count < fps_summed_at_once(rule) ? count : fps_summed_at_once(rule), at_once = 1;
-    if (by[0].is_first && rule == FPS_RULE_SGD) return 1;
-    while (at_once < most && by[at_once].has_decay == by[0].has_decay && by[at_once].has_shrink == by[0].has_shrink
-           && by[at_once].has_momentum == by[0].has_momentum && by[at_once].is_nesterov == by[0].is_nesterov
-           && by[at_once].lerp.fraction == by[0].lerp.fraction && by[at_once].lerp.is_small == by[0].lerp.is_small)
+    int most = count < fps_taken_at_once(rule) ? count : fps_taken_at_once(rule), at_once = 1;
+    while (at_once < most && by[at_once].flags == by[0].flags && by[at_once].lerp.fraction == by[0].lerp.fraction
+           && by[at_once].lerp.is_small == by[0].lerp.is_small)
         at_once++;
     return at_once;
 }

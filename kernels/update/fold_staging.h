@@ -6,19 +6,9 @@
 #include <string.h>
 
 #include "update/fold.h"
+#include "update/fold_coefficients.h"
 #include "update/fold_isa.h"
 #include "base/failpoints.h"
-
-/* One tile's addresses. */
-typedef struct {
-    const float *weights;
-    float *weights_out;
-    const float *state;
-    float *state_out;
-    int64_t stride;     /* floats between planes */
-    int64_t out_stride; /* the same for state_out; it differs from `stride` only with `streaming` */
-    int streaming;      /* the rule's own loop uses non-temporal stores: state_out is not the stage */
-} fps_place;
 
 /* A tile's weights, then its planes. */
 typedef float fps_stage[(2 + FPS_MAX_USER_PLANES) * FPS_TILE] FPS_ON_LINE;
@@ -34,9 +24,10 @@ static inline int fps_begins_line(const float *address) { return (uintptr_t)addr
 
 /* Whether a rule's one loop can use non-temporal stores itself: nothing else writes the tile. */
 static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *by, int64_t first) {
-    int planes = job->rule == FPS_RULE_SGD ? by->has_momentum : job->rule == FPS_RULE_ADAM ? 2 : -1;
-    return job->streaming && planes == job->state_planes && job->state_stride % FPS_LINE_FLOATS == 0
-           && fps_begins_line(job->weights_out + first) && (planes == 0 || fps_begins_line(job->state_out + first));
+    int written = fps_writes(job->rule, by->flags);
+    return job->streaming && fps_taken_at_once(job->rule) > 1 && written == (1 << job->state_planes) - 1
+           && job->state_stride % FPS_LINE_FLOATS == 0 && fps_begins_line(job->weights_out + first)
+           && (written == 0 || fps_begins_line(job->state_out + first));
 }
 
 /* A staged tile's planes are updated in place, so that a rule's inputs and outputs have one stride. */

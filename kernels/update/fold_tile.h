@@ -117,264 +117,138 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
     }
 }
 
-/* The loops of SGD and Adam take `count` gradients at once: they apply their sum, in order, with by[0], or with `each` apply
- * them one after the other, each with its own coefficients, while the element is in registers. They return the largest
- * magnitude of their results as bits, so that non-finite results are found without another pass. */
-
 /* Non-temporal stores of one cache line. */
 static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *to, const float *from) {
     for (int i = 0; i < FPS_LINE_FLOATS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(float))) FPS_STREAM(to + i, from + i);
 }
 
-/* torch.optim.SGD on element i; returns the weight, and updates the momentum buffer `*buffer`. */
-static inline __attribute__((always_inline)) float FPS_ISA(sgd_element)(
-    const fps_coefficients *own, const float *const *gradients, int64_t i, float weight, float *buffer, const int applied,
-    const int count, const int each, const int decay, const int momentum, const int first, const int nesterov) {
+#include "update/rule_bodies.h"
+
+typedef float (*FPS_ISA(rule_body))(const fps_coefficients *by, float weight, float step, float *state, const int flags);
+
+/* Load or store the element i of the planes whose bits are set. */
+static inline __attribute__((always_inline)) void FPS_ISA(load_planes)(
+    float *state, const float *from, int64_t stride, int64_t i, const int planes) {
+    if (planes & 1) state[0] = from[i];
+    if (planes & 2) state[1] = from[stride + i];
+    if (planes & 4) state[2] = from[2 * stride + i];
+}
+
+static inline __attribute__((always_inline)) void FPS_ISA(store_planes)(
+    float *to, const float *state, int64_t stride, int64_t i, const int planes) {
+    if (planes & 1) to[i] = state[0];
+    if (planes & 2) to[stride + i] = state[1];
+    if (planes & 4) to[2 * stride + i] = state[2];
+}
+
+/* One element's applications of a rule; returns the weight, and updates its state. */
+static inline __attribute__((always_inline)) float FPS_ISA(element)(
+    FPS_ISA(rule_body) body, const fps_coefficients *own, const float *const *gradients, int64_t i, float weight, float *state,
+    const int applied, const int count, const int each, const int flags) {
 #pragma GCC unroll 4
     for (int k = 0; k < applied; k++) {
         float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
-        if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
-        if (momentum) {
-            *buffer = first ? step : FPS_ISA(fma)(step, own[k].undampened, *buffer * own[k].momentum);
-            step = nesterov ? FPS_ISA(fma)(*buffer, own[k].momentum, step) : *buffer;
-        }
-        weight = FPS_ISA(fma)(step, own[k].minus_rate, weight);
+        weight = body(&own[k], weight, step, state, flags);
     }
     return weight;
 }
 
-/* Counts and flags are constants at every call, so each call is a loop without a branch. With `streaming` the loop takes one
- * cache line at a time, whose results are in registers or the nearest cache when they are stored. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(sgd_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
-    const float *weights_in, float *weights_out, const float *buffer_in, float *buffer_out, const int streaming, const int decay,
-    const int momentum, const int first, const int nesterov) {
+/* The largest magnitude so far, with an element's weight and the checked planes, as bits. Non-finite results are thus found
+ * without another pass. */
+static inline __attribute__((always_inline)) int32_t FPS_ISA(most_of)(int32_t most, float weight, const float *state,
+                                                                      const int checked) {
+    most = FPS_ISA(larger)(most, weight);
+    if (checked & 1) most = FPS_ISA(larger)(most, state[0]);
+    if (checked & 2) most = FPS_ISA(larger)(most, state[1]);
+    if (checked & 4) most = FPS_ISA(larger)(most, state[2]);
+    return most;
+}
+
+/* The loop of a rule's variant. The body, the counts, the flags and the planes are constants at every call, so each call is a
+ * loop without a branch. With `streaming` the loop takes one cache line at a time, whose results are in registers or the
+ * nearest cache when they are stored. */
+static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
+    FPS_ISA(rule_body) body, const fps_coefficients *by, int64_t length, const float *const *pushed, const int count,
+    const int each, const fps_place *place, const int streaming, const int flags, const int writes, const int checked) {
     FPS_LOCALS(by, pushed, count, each);
+    const float *weights_in = place->weights, *state_in = place->state;
+    float *weights_out = place->weights_out, *state_out = place->state_out;
+    const int64_t stride = place->stride, out_stride = place->out_stride;
+    const int reads = flags & FPS_BY_FIRST ? 0 : writes;
     int32_t most = 0;
     int64_t i = 0;
     if (streaming) {
         int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
-        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, buffers[FPS_LINE_FLOATS] FPS_ON_LINE;
+        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, states[FPS_RULE_PLANES * FPS_LINE_FLOATS] FPS_ON_LINE;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
-                float buffer = momentum && !first ? buffer_in[i + j] : 0;
-                weights[j] = FPS_ISA(sgd_element)(own, gradients, i + j, weights_in[i + j], &buffer, applied, count, each, decay,
-                                                  momentum, first, nesterov);
-                buffers[j] = buffer;
-                mosts[j] = FPS_ISA(larger)(mosts[j], weights[j]);
+                float state[FPS_RULE_PLANES] = {0};
+                FPS_ISA(load_planes)(state, state_in, stride, i + j, reads);
+                weights[j] = FPS_ISA(element)(body, own, gradients, i + j, weights_in[i + j], state, applied, count, each,
+                                              flags);
+                FPS_ISA(store_planes)(states, state, FPS_LINE_FLOATS, j, writes);
+                mosts[j] = FPS_ISA(most_of)(mosts[j], weights[j], state, checked);
             }
-            if (momentum) FPS_ISA(stream_line)(buffer_out + i, buffers);
+            if (writes & 1) FPS_ISA(stream_line)(state_out + i, states);
+            if (writes & 2) FPS_ISA(stream_line)(state_out + out_stride + i, states + FPS_LINE_FLOATS);
+            if (writes & 4) FPS_ISA(stream_line)(state_out + 2 * out_stride + i, states + 2 * FPS_LINE_FLOATS);
             FPS_ISA(stream_line)(weights_out + i, weights);
         }
         for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
     }
 #pragma GCC ivdep
     for (; i < length; i++) {
-        float buffer = momentum && !first ? buffer_in[i] : 0;
-        float weight = FPS_ISA(sgd_element)(own, gradients, i, weights_in[i], &buffer, applied, count, each, decay, momentum, first,
-                                            nesterov);
-        if (momentum) buffer_out[i] = buffer;
+        float state[FPS_RULE_PLANES] = {0};
+        FPS_ISA(load_planes)(state, state_in, stride, i, reads);
+        float weight = FPS_ISA(element)(body, own, gradients, i, weights_in[i], state, applied, count, each, flags);
+        FPS_ISA(store_planes)(state_out, state, out_stride, i, writes);
         weights_out[i] = weight;
-        most = FPS_ISA(larger)(most, weight);
+        most = FPS_ISA(most_of)(most, weight, state, checked);
     }
     return most;
 }
 
-static inline __attribute__((always_inline)) int FPS_ISA(sgd_by_flags)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *buffer_in, float *buffer_out, const int streaming) {
-    int32_t most;
-#define FPS_SGD_LOOP(count, each, decay, momentum, first, nesterov)                                                      \
-    most = FPS_ISA(sgd_loop)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, streaming, \
-                             decay, momentum, first, nesterov)
-#define FPS_SGD(...) FPS_BY_COUNT(FPS_SGD_LOOP, __VA_ARGS__)
-#define FPS_SGD_DECAY(momentum, first, nesterov)                                                                         \
-    do {                                                                                                                 \
-        if (by->has_decay) FPS_SGD(1, momentum, first, nesterov);                                                        \
-        else FPS_SGD(0, momentum, first, nesterov);                                                                      \
-    } while (0)
-    if (!by->has_momentum) FPS_SGD_DECAY(0, 0, 0);
-    else if (by->is_first && by->is_nesterov) FPS_SGD_DECAY(1, 1, 1);
-    else if (by->is_first) FPS_SGD_DECAY(1, 1, 0);
-    else if (by->is_nesterov) FPS_SGD_DECAY(1, 0, 1);
-    else FPS_SGD_DECAY(1, 0, 0);
-#undef FPS_SGD_DECAY
-#undef FPS_SGD
-#undef FPS_SGD_LOOP
-    return most < FPS_INFINITY_BITS;
-}
-
-/* Separate functions, so that neither kind of store costs the other registers. */
-static __attribute__((noinline)) int FPS_ISA(sgd)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *buffer_in, float *buffer_out) {
-    return FPS_ISA(sgd_by_flags)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, 0);
-}
-
-static __attribute__((noinline)) int FPS_ISA(sgd_streaming)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *buffer_in, float *buffer_out) {
-    return FPS_ISA(sgd_by_flags)(by, length, pushed, count, each, weights_in, weights_out, buffer_in, buffer_out, 1);
-}
-
-/* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_, as single-tensor torch calls them. All pushes
- * share the lerp of the mean. */
-static inline __attribute__((always_inline)) float FPS_ISA(adam_element)(
-    const fps_coefficients *own, fps_lerp lerp, const float *const *gradients, int64_t i, float weight, float *mean, float *square,
-    const int applied, const int count, const int each, const int decay, const int shrink) {
-#pragma GCC unroll 4
-    for (int k = 0; k < applied; k++) {
-        float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
-        if (shrink) weight = weight * own[k].shrink;
-        if (decay) step = FPS_ISA(fma)(weight, own[k].weight_decay, step);
-        *mean = FPS_ISA(lerp)(*mean, step, lerp.fraction, lerp.is_small);
-        *square = FPS_ISA(fma)(own[k].one_minus_beta2 * step, step, *square * own[k].beta2);
-        float root = FPS_ISA(quotient)(__builtin_sqrtf(*square), own[k].root_correction2, own[k].inverse_root_correction2);
-        weight = weight + (own[k].minus_rate * *mean) / (root + own[k].epsilon);
+/* Each rule's two functions: a loop for each variant and count. They are separate so that neither kind of store costs the other
+ * registers. */
+#define FPS_LOOP_OF(count, each, rule, variant)                                                                          \
+    most = FPS_ISA(rule_loop)(body, by, length, pushed, count, each, place, streaming, variant, fps_writes(rule, variant), \
+                              checked)
+#define FPS_VARIANT(rule, variant)                                                                                       \
+    case variant:                                                                                                        \
+        if (at_once == 1) FPS_LOOP_OF(1, 0, rule, variant);                                                              \
+        else FPS_BY_COUNT(FPS_LOOP_OF, rule, variant);                                                                   \
+        break;
+#define FPS_RULE_FUNCTIONS(number, NAME, name, planes, at_once_, writes, checked_, ...)                                  \
+    _Static_assert(number < FPS_RULE_NUMBERS && number != FPS_RULE_USER && planes <= FPS_RULE_PLANES, "row of " #name);  \
+    static inline __attribute__((always_inline)) int FPS_ISA(name##_by_flags)(                                           \
+        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_place *place, const int streaming) {                                                                   \
+        const FPS_ISA(rule_body) body = FPS_ISA(name##_body);                                                            \
+        const int at_once = at_once_, checked = checked_;                                                                \
+        int32_t most = 0;                                                                                                \
+        switch (by->flags) {                                                                                             \
+            FPS_##NAME##_VARIANTS(FPS_VARIANT, number)                                                                   \
+            default: __builtin_trap(); /* a combination of flags that is none of the rule's variants */                  \
+        }                                                                                                                \
+        return most < FPS_INFINITY_BITS;                                                                                 \
+    }                                                                                                                    \
+    static __attribute__((noinline)) int FPS_ISA(name##_plain)(                                                          \
+        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_place *place) {                                                                                        \
+        return FPS_ISA(name##_by_flags)(by, length, pushed, count, each, place, 0);                                      \
+    }                                                                                                                    \
+    static __attribute__((noinline)) int FPS_ISA(name##_streaming)(                                                      \
+        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_place *place) {                                                                                        \
+        return FPS_ISA(name##_by_flags)(by, length, pushed, count, each, place, 1);                                      \
     }
-    return weight;
-}
+FPS_UPDATE_RULES(FPS_RULE_FUNCTIONS)
+#undef FPS_RULE_FUNCTIONS
+#undef FPS_VARIANT
+#undef FPS_LOOP_OF
 
-static inline __attribute__((always_inline)) int32_t FPS_ISA(adam_loop)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, const int count, const int each,
-    const float *weights_in, float *weights_out, const float *mean_in, float *mean_out, const float *square_in,
-    float *square_out, const int streaming, const int decay, const int shrink) {
-    FPS_LOCALS(by, pushed, count, each);
-    const fps_lerp lerp = own[0].lerp;
-    int32_t most = 0;
-    int64_t i = 0;
-    if (streaming) {
-        int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
-        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, means[FPS_LINE_FLOATS] FPS_ON_LINE, squares[FPS_LINE_FLOATS] FPS_ON_LINE;
-        for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
-#pragma GCC ivdep
-            for (int j = 0; j < FPS_LINE_FLOATS; j++) {
-                float mean = mean_in[i + j], square = square_in[i + j];
-                weights[j] = FPS_ISA(adam_element)(own, lerp, gradients, i + j, weights_in[i + j], &mean, &square, applied, count,
-                                                   each, decay, shrink);
-                means[j] = mean;
-                squares[j] = square;
-                mosts[j] = FPS_ISA(larger)(FPS_ISA(larger)(mosts[j], weights[j]), square);
-            }
-            FPS_ISA(stream_line)(mean_out + i, means);
-            FPS_ISA(stream_line)(square_out + i, squares);
-            FPS_ISA(stream_line)(weights_out + i, weights);
-        }
-        for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
-    }
-#pragma GCC ivdep
-    for (; i < length; i++) {
-        float mean = mean_in[i], square = square_in[i];
-        float weight = FPS_ISA(adam_element)(own, lerp, gradients, i, weights_in[i], &mean, &square, applied, count, each, decay,
-                                             shrink);
-        mean_out[i] = mean;
-        square_out[i] = square;
-        weights_out[i] = weight;
-        most = FPS_ISA(larger)(FPS_ISA(larger)(most, weight), square);
-    }
-    return most;
-}
-
-static inline __attribute__((always_inline)) int FPS_ISA(adam_by_flags)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out, const int streaming) {
-    int32_t most;
-#define FPS_ADAM_LOOP(count, each, decay, shrink)                                                                        \
-    most = FPS_ISA(adam_loop)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,      \
-                              square_out, streaming, decay, shrink)
-#define FPS_ADAM(...) FPS_BY_COUNT(FPS_ADAM_LOOP, __VA_ARGS__)
-    if (by->has_shrink) FPS_ADAM(0, 1);
-    else if (by->has_decay) FPS_ADAM(1, 0);
-    else FPS_ADAM(0, 0);
-#undef FPS_ADAM
-#undef FPS_ADAM_LOOP
-    return most < FPS_INFINITY_BITS;
-}
-
-static __attribute__((noinline)) int FPS_ISA(adam)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out) {
-    return FPS_ISA(adam_by_flags)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,
-                                  square_out, 0);
-}
-
-static __attribute__((noinline)) int FPS_ISA(adam_streaming)(
-    const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each, const float *weights_in,
-    float *weights_out, const float *mean_in, float *mean_out, const float *square_in, float *square_out) {
-    return FPS_ISA(adam_by_flags)(by, length, pushed, count, each, weights_in, weights_out, mean_in, mean_out, square_in,
-                                  square_out, 1);
-}
-
-/* torch.optim.Adagrad: addcmul_, sqrt, add_, addcdiv_. */
-static inline __attribute__((always_inline)) void FPS_ISA(adagrad_loop)(
-    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
-    const float *sum_in, float *sum_out, const int decay) {
-    const float scale = by->scale, weight_decay = by->weight_decay, epsilon = by->epsilon, minus_rate = by->minus_rate;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = gradient[i] * scale;
-        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
-        float sum = FPS_ISA(fma)(step, step, sum_in[i]);
-        sum_out[i] = sum;
-        weights_out[i] = weight + (minus_rate * step) / (__builtin_sqrtf(sum) + epsilon);
-    }
-}
-
-static void FPS_ISA(adagrad)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
-                             float *weights_out, const float *sum_in, float *sum_out) {
-    if (by->has_decay) FPS_ISA(adagrad_loop)(by, length, gradient, weights_in, weights_out, sum_in, sum_out, 1);
-    else FPS_ISA(adagrad_loop)(by, length, gradient, weights_in, weights_out, sum_in, sum_out, 0);
-}
-
-/* torch.optim.RMSprop: mul_, addcmul_, centered lerp_ and addcmul, sqrt, add_, then addcdiv_, or with momentum mul_, addcdiv_
- * and add_. `stride` separates the planes of squares, of momentum, and of the gradients' average. */
-static inline __attribute__((always_inline)) void FPS_ISA(rmsprop_loop)(
-    const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in, float *weights_out,
-    const float *state_in, float *state_out, int64_t stride, const int decay, const int momentum, const int centered) {
-    const float scale = by->scale, weight_decay = by->weight_decay, factor = by->momentum, epsilon = by->epsilon;
-    const float beta2 = by->beta2, one_minus_beta2 = by->one_minus_beta2, minus_rate = by->minus_rate;
-    const fps_lerp lerp = by->lerp;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < length; i++) {
-        float weight = weights_in[i], step = gradient[i] * scale;
-        if (decay) step = FPS_ISA(fma)(weight, weight_decay, step);
-        float square = FPS_ISA(fma)(one_minus_beta2 * step, step, state_in[i] * beta2), variance = square;
-        state_out[i] = square;
-        if (centered) {
-            float mean = FPS_ISA(lerp)(state_in[2 * stride + i], step, lerp.fraction, lerp.is_small);
-            state_out[2 * stride + i] = mean;
-            variance = FPS_ISA(fma)(-mean, mean, square);
-        }
-        float root = __builtin_sqrtf(variance) + epsilon;
-        if (momentum) {
-            float buffer = state_in[stride + i] * factor + step / root;
-            state_out[stride + i] = buffer;
-            weights_out[i] = FPS_ISA(fma)(buffer, minus_rate, weight);
-        } else {
-            weights_out[i] = weight + (minus_rate * step) / root;
-        }
-    }
-}
-
-static void FPS_ISA(rmsprop)(const fps_coefficients *by, int64_t length, const float *gradient, const float *weights_in,
-                             float *weights_out, const float *state_in, float *state_out, int64_t stride) {
-#define FPS_RMSPROP(decay, momentum, centered)                                                                           \
-    FPS_ISA(rmsprop_loop)(by, length, gradient, weights_in, weights_out, state_in, state_out, stride, decay, momentum, centered)
-#define FPS_RMSPROP_DECAY(momentum, centered)                                                                            \
-    do {                                                                                                                 \
-        if (by->has_decay) FPS_RMSPROP(1, momentum, centered);                                                           \
-        else FPS_RMSPROP(0, momentum, centered);                                                                         \
-    } while (0)
-    if (by->has_momentum && by->is_centered) FPS_RMSPROP_DECAY(1, 1);
-    else if (by->has_momentum) FPS_RMSPROP_DECAY(1, 0);
-    else if (by->is_centered) FPS_RMSPROP_DECAY(0, 1);
-    else FPS_RMSPROP_DECAY(0, 0);
-#undef FPS_RMSPROP_DECAY
-#undef FPS_RMSPROP
-}
-
-/* Whether no value of a tile is infinite or NaN, for rules whose loops do not check. */
+/* Whether no value of a tile is infinite or NaN, for a user's rule. */
 static int FPS_ISA(is_finite)(const float *values, int64_t length) {
     int32_t most = 0;
     for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
@@ -390,7 +264,16 @@ static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
     memcpy(to + i, from + i, (length - i) * sizeof(float));
 }
 
+#define FPS_RULE_ENTRY(number, NAME, name, planes, at_once, ...) \
+    [number] = {FPS_ISA(name##_plain), at_once > 1 ? FPS_ISA(name##_streaming) : NULL},
 static const fps_tile_functions FPS_ISA(tile_functions) = {
-    FPS_ISA(sum), FPS_ISA(add), FPS_ISA(widen_float16), FPS_ISA(widen_bfloat16), FPS_ISA(average), FPS_ISA(sgd),
-    FPS_ISA(sgd_streaming), FPS_ISA(adam), FPS_ISA(adam_streaming), FPS_ISA(adagrad), FPS_ISA(rmsprop), FPS_ISA(stream),
-    FPS_ISA(is_finite)};
+    .rules = {FPS_UPDATE_RULES(FPS_RULE_ENTRY)},
+    .sum = FPS_ISA(sum),
+    .add = FPS_ISA(add),
+    .widen_float16 = FPS_ISA(widen_float16),
+    .widen_bfloat16 = FPS_ISA(widen_bfloat16),
+    .average = FPS_ISA(average),
+    .stream = FPS_ISA(stream),
+    .is_finite = FPS_ISA(is_finite),
+};
+#undef FPS_RULE_ENTRY

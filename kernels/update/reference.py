@@ -20,12 +20,9 @@ from fastps.kernels.update.fold import (
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
     MAX_PUSHES,
-    RULE_ADAGRAD,
-    RULE_ADAM,
-    RULE_RMSPROP,
-    RULE_SGD,
     RULE_USER,
 )
+from fastps.kernels.update.fold import RULES as NUMBERS
 
 Floats = npt.NDArray[np.float32]
 Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
@@ -159,7 +156,9 @@ def rmsprop(
     return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
 
 
-RULES = {RULE_SGD: sgd, RULE_ADAM: adam, RULE_ADAGRAD: adagrad, RULE_RMSPROP: rmsprop}
+RULES: dict[int, Apply] = {NUMBERS[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop)}
+if missing := [name for name, number in NUMBERS.items() if number not in RULES]:
+    raise ImportError(f"expected a reference of every rule of kernels/update/rules.h, found none of {', '.join(missing)}")
 
 
 def mean_rate(rates: Sequence[float]) -> float:

@@ -40,10 +40,9 @@ def test_kernels_pass_against_double_precision_and_a_wrong_one_does_not(
 ) -> None:
     monkeypatch.setattr(gpu_check, "SIZES", (1, 17, 4097))
     rows = gpu_check.check_kernels(device) + gpu_check.check_nonfinite(device)
-    assert len(rows) == 6 * len(gpu_check.RULES) + 1
+    assert len(rows) == 6 * len(gpu_check.UPDATES) + 1
     assert [row["name"] for row in rows if not row["ok"]] == []
-    rule, planes, hyper = gpu_check.RULES["adam"]
-    monkeypatch.setattr(gpu_check, "RULES", {"adam": (rule, planes, hyper)})
+    monkeypatch.setattr(gpu_check, "UPDATES", {"adam": gpu_check.UPDATES["adam"]})
     step = exact.step
     monkeypatch.setattr(exact, "step", lambda *of: step(*of[:5], of[5] + 1))  # a correction too late
     assert not any(row["ok"] for row in gpu_check.check_kernels(device))
@@ -52,7 +51,8 @@ def test_kernels_pass_against_double_precision_and_a_wrong_one_does_not(
 def test_the_formulas_in_double_precision_agree_with_the_folds_oracle() -> None:
     """Two independent writings of the same optimizers."""
     random = np.random.default_rng(0)
-    for rule, planes, hyper in gpu_check.RULES.values():
+    for update in gpu_check.UPDATES.values():
+        rule, planes, hyper = update.rule.number, len(update.rule.planes), update.hyper
         weights = random.standard_normal(50, np.float32)
         state = np.abs(random.standard_normal((planes, 50), np.float32))
         state[:2] += 16 if planes else 0  # squares are greater than the square of a mean

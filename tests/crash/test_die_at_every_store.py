@@ -238,6 +238,10 @@ def _check_deaths(case: Case, every: int) -> None:
     assert seen == set(range(PUSHES + 2))
 
 
+def test_every_rule_of_the_fold_has_a_case() -> None:
+    assert [name for name, number in fold.RULES.items() if number not in {case.rule for case in CASES}] == []
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_death_at_some_stores_loses_nothing_and_doubles_nothing(case: Case) -> None:
     _check_deaths(case, every=17)

@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
     [
         ((0, 4, "sgd"), "--model-size: expected at least 1, found 0"),
         ((9, 0, "sgd"), "--workers: expected at least 1, found 0"),
-        ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, adam"),
+        ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, nesterov, adam"),
         ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
         ((9, 100_000, "sgd"), "workers, found 100000"),
         ((10**15, 1, "sgd"), "whose arena can be addressed"),

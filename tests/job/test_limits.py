@@ -7,19 +7,21 @@ from fastps.job import limits as config
 from fastps.job import update_rules as rules
 from fastps.job.layout import Layout, place
 
+MOMENTUM = rules.SGD(0.1, momentum=0.9).rule
+
 
 @pytest.mark.parametrize(
     ("rule", "sync", "millions", "workers", "streams"),
     [
-        (rules.MOMENTUM_RULE, "bsp", 1, 2, False),
-        (rules.MOMENTUM_RULE, "bsp", 2, 2, True),
-        (rules.MOMENTUM_RULE, "bsp", 1, 4, True),  # more gradients to read
-        (rules.ADAM_RULE, "asp", 1, 2, True),  # more state to write
-        (rules.MOMENTUM_RULE, "bsp,ema=0.9", 2, 2, False),  # results go through a stage, which pays later
-        (rules.MOMENTUM_RULE, "bsp,ema=0.9", 16, 2, True),
-        (rules.adagrad_rule(0.0), "bsp", 2, 2, False),
-        (rules.adagrad_rule(0.0), "bsp", 25, 2, True),
-        (rules.adagrad_rule(0.0), "bsp", 25, 1, False),  # and only where two cores share the fold
+        (MOMENTUM, "bsp", 1, 2, False),
+        (MOMENTUM, "bsp", 2, 2, True),
+        (MOMENTUM, "bsp", 1, 4, True),  # more gradients to read
+        (rules.Adam().rule, "asp", 1, 2, True),  # more state to write
+        (MOMENTUM, "bsp,ema=0.9", 2, 2, False),  # results go through a stage, which pays later
+        (MOMENTUM, "bsp,ema=0.9", 16, 2, True),
+        (rules.Adagrad().rule, "bsp", 2, 2, False),
+        (rules.Adagrad().rule, "bsp", 25, 2, True),
+        (rules.Adagrad().rule, "bsp", 25, 1, False),  # and only where two cores share the fold
     ],
 )
 def test_folds_that_the_caches_do_not_hold_store_past_them(

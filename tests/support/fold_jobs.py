@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from fastps.job.update_rules import UPDATE_RULES
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update import reference
 from fastps.kernels.update.fold import (
@@ -48,9 +49,13 @@ class Row:
     @property
     def state_planes(self) -> int:
         """The optimizer-state tensors that this group needs; a group without momentum or centering leaves some unused."""
-        if self.rule == RULE_RMSPROP:
-            return 3 if self.hyper.flags & HYPER_CENTERED else 1 + int(self.hyper.momentum != 0)
-        return {RULE_ADAM: 2, RULE_ADAGRAD: 1, RULE_SGD: int(self.hyper.momentum != 0)}[self.rule]
+        return compiled.planes_needed(self.rule, self.hyper)
+
+    @property
+    def squares(self) -> list[int]:
+        """The optimizer-state tensors that are never negative."""
+        of = next(UPDATE_RULES[name] for name, number in compiled.RULES.items() if number == self.rule)
+        return [of.state.index(name) for name in of.squares]
 
     def other_hyper(self) -> Hyper:
         """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, not centered, without momentum."""
@@ -183,8 +188,7 @@ def make_job(row: Row, pushes: int, situation: str, seed: int, lengths: Sequence
         hypers = [each._replace(learning_rate=each.learning_rate * rate) for each in (row.hyper, row.other_hyper())]
         made.append((normal(random, n) / np.float32(scale), hypers, presence, scale, rate_scale))
     state = normal(random, row.state_planes, n)
-    if row.rule != RULE_SGD:
-        squares = 1 if row.rule == RULE_ADAM else 0
+    for squares in row.squares:
         state[squares] = abs(state[squares]) + (16 if row.hyper.flags & HYPER_CENTERED else 0)
     steps = np.where(np.arange(len(segments)) % 3 == 0, 0, random.integers(1, 1000, len(segments))).astype(np.int64)
     rate_scale = 0.7 if situation == "own_rate_scales" else 1.0

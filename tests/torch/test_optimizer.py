@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastps
+from fastps.job.update_rules import UPDATE_RULES
 from fastps.torch.tensor_loops import why_not_compiled
 from tests.support import processes
 
@@ -75,6 +76,11 @@ def _difference(model: torch.nn.Module, expected: torch.nn.Module) -> float:
     ours = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     theirs = torch.nn.utils.parameters_to_vector(expected.parameters()).detach()
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def test_every_optimizer_of_the_table_of_update_rules_is_compared_with_torch() -> None:
+    compared = {type(make([torch.zeros(1)])).__name__ for make in OPTIMIZERS.values()}
+    assert {kind for row in UPDATE_RULES.values() for kind in row.optimizers} == compared
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

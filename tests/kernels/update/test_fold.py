@@ -39,6 +39,10 @@ from tests.support.fold_jobs import (
 )
 
 
+def test_every_rule_of_the_fold_has_rows() -> None:
+    assert [name for name, number in compiled.RULES.items() if number not in {row.rule for row in ALL_ROWS}] == []
+
+
 @pytest.mark.exhaustive
 @ROWS
 @MODES

@@ -1,0 +1,131 @@
+/* What a rule does in one push for one parameter: its coefficients, its variant, and the state planes that it uses. */
+#ifndef FPS_FOLD_COEFFICIENTS_H
+#define FPS_FOLD_COEFFICIENTS_H
+
+#include <math.h>
+#include <string.h>
+
+#include "update/fold.h"
+
+static inline fps_lerp fps_lerp_of(double fraction) {
+    fps_lerp by = {(float)fraction, fabsf((float)fraction) < 0.5f};
+    if (!by.is_small) by.fraction -= 1;
+    return by;
+}
+
+static inline void fps_correct_nothing(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    (void)by, (void)hyper, (void)learning_rate, (void)steps;
+}
+
+/* Adam's corrections for means that began at 0. */
+static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    by->lerp = fps_lerp_of(1 - hyper->beta1);
+    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
+    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, steps + 1));
+    by->inverse_root_correction2 = 1.0f / by->root_correction2;
+}
+
+static void fps_correct_adagrad(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    by->minus_rate = (float)-(learning_rate / (1 + steps * hyper->learning_rate_decay));
+}
+
+/* The rows' names. */
+typedef struct {
+    int number;
+    const char *name;
+} fps_rule_name;
+#define FPS_RULE_NAME(number, NAME, name, ...) {number, #name},
+static const fps_rule_name fps_rule_names[] = {FPS_UPDATE_RULES(FPS_RULE_NAME)};
+#undef FPS_RULE_NAME
+enum { FPS_RULE_NAMES = sizeof(fps_rule_names) / sizeof(fps_rule_names[0]) };
+
+/* The most state planes of a rule, or -1 for an unknown one. */
+static inline int fps_most_planes(int rule) {
+#define FPS_MOST_PLANES(number, NAME, name, planes, ...) \
+    case number: return planes;
+    switch (rule) {
+        FPS_UPDATE_RULES(FPS_MOST_PLANES)
+        case FPS_RULE_USER: return FPS_MAX_USER_PLANES;
+    }
+#undef FPS_MOST_PLANES
+    return -1;
+}
+
+/* All flags of a rule's variants. */
+static inline int fps_kinds(int rule) {
+#define FPS_OR(rule, flags) | (flags)
+#define FPS_KINDS(number, NAME, ...) \
+    case number: return 0 FPS_##NAME##_VARIANTS(FPS_OR, number);
+    switch (rule) { FPS_UPDATE_RULES(FPS_KINDS) }
+#undef FPS_KINDS
+#undef FPS_OR
+    return 0;
+}
+
+/* The planes that a variant writes, one bit each; a user's rule writes all. */
+static inline int fps_writes(int rule, int flags) {
+#define FPS_WRITES(number, NAME, name, planes, at_once, writes, ...) \
+    case number: return writes;
+    switch (rule) { FPS_UPDATE_RULES(FPS_WRITES) }
+#undef FPS_WRITES
+    return ~0;
+}
+
+/* Number of gradients that the rule's loop takes at once. */
+static inline int fps_taken_at_once(int rule) {
+#define FPS_AT_ONCE(number, NAME, name, planes, at_once, ...) \
+    case number: return at_once;
+    switch (rule) { FPS_UPDATE_RULES(FPS_AT_ONCE) }
+#undef FPS_AT_ONCE
+    return 1;
+}
+
+/* The variant that a push with these hyper-parameters needs after `steps` applications. */
+static inline int fps_flags_of(int rule, const fps_hyper *hyper, int64_t steps) {
+    int flags = 0, kinds = fps_kinds(rule);
+    int is_decoupled = hyper->flags & FPS_HYPER_DECOUPLED && kinds & FPS_BY_SHRINK;
+    if (hyper->weight_decay != 0) flags |= is_decoupled ? FPS_BY_SHRINK : FPS_BY_DECAY;
+    if (hyper->momentum != 0) {
+        flags |= FPS_BY_MOMENTUM | (steps == 0 ? FPS_BY_FIRST : 0);
+        if (hyper->flags & FPS_HYPER_NESTEROV) flags |= FPS_BY_NESTEROV;
+    }
+    if (hyper->flags & FPS_HYPER_CENTERED) flags |= FPS_BY_CENTERED;
+    return flags & kinds;
+}
+
+/* Number of planes that a push with these hyper-parameters uses, or -1 for an unknown rule. The last plane that it writes
+ * counts, and all before: RMSprop's mean of gradients is the third plane also without a momentum buffer, the second. */
+static inline int fps_planes_needed(int rule, const fps_hyper *hyper) {
+    if (rule == FPS_RULE_USER) return 0;
+    if (fps_most_planes(rule) < 0) return -1;
+    unsigned written = (unsigned)fps_writes(rule, fps_flags_of(rule, hyper, 1));
+    return written ? 32 - __builtin_clz(written) : 0;
+}
+
+/* Hyper-parameters are doubles, as in Python; torch rounds each to float where its kernel begins, and so does this function. */
+static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
+                                            int64_t steps) {
+    fps_coefficients by;
+    memset(&by, 0, sizeof(by));
+    by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
+    by.weight_decay = (float)hyper->weight_decay;
+    by.shrink = (float)(1 - learning_rate * hyper->weight_decay);
+    by.minus_rate = (float)-learning_rate;
+    by.momentum = (float)hyper->momentum;
+    by.undampened = (float)(1 - hyper->dampening);
+    by.beta2 = (float)hyper->beta2;
+    by.one_minus_beta2 = (float)(1 - hyper->beta2);
+    by.lerp = fps_lerp_of(1 - hyper->beta2);
+    by.epsilon = (float)hyper->epsilon;
+    by.flags = fps_flags_of(rule, hyper, steps);
+    by.hyper = *hyper;
+    by.hyper.learning_rate = learning_rate;
+    by.steps = steps;
+#define FPS_CORRECT(number, NAME, name, planes, at_once, writes, checked, correct) \
+    case number: correct(&by, hyper, learning_rate, (double)steps); break;
+    switch (rule) { FPS_UPDATE_RULES(FPS_CORRECT) }
+#undef FPS_CORRECT
+    return by;
+}
+
+#endif
