@@ -49,7 +49,6 @@ def _constant_product(effort: Effort) -> dict[str, float]:
 @cache  # two rows use the same runs
 def _trade_offs(effort: Effort) -> dict[str, float]:
     """Return the errors of (protocol, mu, lambda) after 40 epochs; the rate of hardsync is alpha_0 sqrt(mu lambda / B)."""
-    seeds = range(effort.choose(3, 1))
     found = {}
     for protocol, batch, learners in (
         ("hardsync", 32, 1),
@@ -64,27 +63,22 @@ def _trade_offs(effort: Effort) -> dict[str, float]:
         spec = {"hardsync": "hardsync:32", "1-softsync": "softsync:1", "lambda-softsync": f"softsync:{learners}"}[protocol]
         steps = round(40 * 1437 / batch / learners)
         simulation = Simulation(workers=learners, steps=steps, batch=batch, compute=lognormal(100 * MS, SPREAD))
+        seeds = range(3 if protocol == "hardsync" and batch == 32 else effort.choose(2, 1))
         rows = learn(spec, simulation, "digits", seeds, learning_rate=RATE, momentum=0.9, looks=1)
         found[f"{protocol}, mu = {batch}, lambda = {learners}"] = error(rows)
     return found
 
 
+@cache  # two rows use the same runs
 def _image_net_errors(effort: Effort) -> dict[str, float]:
     """Train Table 4's configurations on digits with as many samples each; a rate of alpha_0 sqrt(mu lambda / 256) for all."""
     found = {}
     for name, (spec, simulation) in image_net(1).items():
         samples = simulation.batch * simulation.workers
-        shorter = replace(simulation, steps=round(40 * 1437 / samples))
+        shorter = replace(simulation, steps=round(effort.choose(40, 15) * 1437 / samples))
         plain = spec.replace("hardsync:256", "bsp")
-        rows = learn(
-            plain,
-            shorter,
-            "digits",
-            range(effort.choose(3, 1)),
-            learning_rate=RATE * sqrt(samples / 256),
-            momentum=0.9,
-            looks=40,
-        )
+        seeds, rate = range(effort.choose(3, 1)), RATE * sqrt(samples / 256)
+        rows = learn(plain, shorter, "digits", seeds, learning_rate=rate, momentum=0.9, looks=40)
         found[f"error, {name}"] = error(rows)
         found[f"minutes to 95 %, {name}"] = time_to(rows, 0.95) / 60
     return found
@@ -140,6 +134,9 @@ LEARNING = (
             Between({f"{protocol}, mu = 4, lambda = 30": (0, 0.04) for protocol in ("1-softsync", "lambda-softsync")}),
         ),
         assumed=TASK + " Mini-batches of 32 and 4 in place of 128 and 4; like the baseline: an error below 4 %.",
+        why_not="lambda-softsync degrades more than hardsync, and small mini-batches cure all. But 1-softsync is the worst"
+        " here: it makes 60 updates in 40 epochs, with the mean of 30 gradients at a single learner's rate, and has not"
+        " learned the digits by then. In 140 epochs of 50,000 images it makes 1,800.",
     ),
     Row(
         id="rudra/table-2",
@@ -150,9 +147,7 @@ LEARNING = (
         measure=_constant_product,
         learns=True,
         expect=(
-            Between(
-                {f"largest - smallest, mu lambda = {product}": (0, most) for product, most in ((128, 0.0096), (512, 0.0194))}
-            ),
+            Between({"largest - smallest, mu lambda = 128": (0, 0.0096), "largest - smallest, mu lambda = 512": (0, 0.0194)}),
             InOrder(("mean error, mu lambda = 128", "mean error, mu lambda = 512")),
         ),
         assumed="scaled: " + TASK,
@@ -171,6 +166,7 @@ LEARNING = (
         learns=True,
         expect=(InOrder(("error, base-hardsync", "error, base-softsync", "error, adv-softsync", "error, adv*-softsync")),),
         assumed="Table 4's times; 40 epochs of 8 x 8 digits by a perceptron with momentum 0.9, the same rate for all.",
+        why_not="All four err by 2 to 3 %, within a few test images of each other: the digits do not tell them apart.",
     ),
     Row(
         id="rudra/figure-9",
@@ -187,5 +183,8 @@ LEARNING = (
             ),
         ),
         assumed="as in the row above; 95 % of the test images in place of 48 % errors.",
+        why_not="Of the softsync runs the order is the paper's. base-hardsync is first here, not last: with fresh gradients"
+        " it needs half as many updates to 95 % as the others, and its epochs take twice as long at most. The paper's"
+        " softsync runs used AdaGrad and began with weights of an epoch of hardsync, which makes up for that.",
     ),
 )
