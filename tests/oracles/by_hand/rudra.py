@@ -72,7 +72,7 @@ RUDRA = [
         version=2,
     ),
     Sequence(
-        "equation (5), 'L_j in L_1, ..., L_lambda': a leaf's sum may have two gradients of one learner (fastps counts gradients)",
+        "equation (5), 'L_j in L_1, ..., L_lambda': a leaf's sum may have two gradients of one learner",
         "tree",
         4,
         "adv:1,groups=2",
