@@ -209,6 +209,9 @@ def RudraAdvStar(n: int, *, groups: int = 2) -> Policy:  # noqa: N802
     A gradient is sent only after the one before was delivered. The newest weights wait in a communication buffer, and the
     worker takes them by a pointer swap.
 
+    The learners' broadcast tree, down which weights go hop by hop, is there in `fastps simulate` only. In a job all workers
+    of a machine see new weights at once. Leaves have one level below the root, as with `RudraAdv`.
+
     >>> RudraAdvStar(1).spec
     'adv*:1'
     """

@@ -69,7 +69,9 @@ def test_the_vector_clock_and_its_average_staleness() -> None:
 
 
 def test_the_learning_rate_of_hardsync() -> None:
-    """Section 5.2's form with its baseline: alpha = alpha_0 sqrt(mu lambda / 128)."""
+    """Sections 3.2 and 5.2: alpha = alpha_0 sqrt(mu lambda / 128), with numbers worked out by hand."""
+    assert learning_rate_factor(workers=2, batch=16, reference_batch=128) == 0.5
+    assert learning_rate_factor(workers=18, batch=16, reference_batch=2) == 12.0
     assert learning_rate_factor(workers=1, batch=128, reference_batch=128) == 1.0
     assert learning_rate_factor(workers=4, batch=128, reference_batch=128) == 2.0
     assert learning_rate_factor(workers=30, batch=4, reference_batch=128) == pytest.approx(math.sqrt(120 / 128))

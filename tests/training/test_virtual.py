@@ -1,6 +1,7 @@
 """Real gradients in virtual time: the weights are those that a plain loop would have, and that each worker would have read."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from fastps.simulation.simulate import Outcome, Simulation, simulate
 from fastps.training.data import Dataset, load
 from fastps.training.models import accuracy, model_for
 from fastps.training.options import TrainingOptions
-from fastps.training.virtual import VirtualTraining, _Replay, train_virtually
+from fastps.training.virtual import VirtualTraining, _Pushed, _Replay, _Shard, train_virtually
 from fastps.training.worker_main import Batches
 from tests.support import commands
 
@@ -185,3 +186,37 @@ def test_the_goal_is_reached_when_one_worker_had_ten_small_losses_in_a_row(digit
     assert trained("asp", digits, simulation, goal=1e9).row["goal_s"] == pytest.approx(0.1), "the first worker's tenth step"
     found = trained("asp", digits, simulation, goal=1.0).row
     assert 0.1 < found["goal_s"] < found["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "batches", "staleness", "by"),
+    [
+        ("softsync:1", [8, 8], [0, 0], 1.0),
+        ("softsync:4", [8, 8], [2, 5], 1 / 4),  # equation (6): alpha_0 / n, whatever each gradient's staleness
+        ("softsync:30,scale=mean", [8, 8], [9, 9], 1.0),
+        ("adv:2", [8, 8], [1, 1], 1 / 2),
+        ("adv*:2", [8, 8], [1, 1], 1 / 2),
+        ("hardsync:128", [4, 4], [0, 0], 1 / 4),  # section 3.2: sqrt(lambda mu / B) = sqrt(8 / 128)
+        ("hardsync:128", [64, 64], [0, 0], 1.0),
+        ("hardsync:2", [9, 9], [0, 0], 3.0),
+        ("hardsync:10", [10, 30], [0, 0], 2.0),
+    ],
+)
+def test_learning_rates_are_those_of_rudras_equations(
+    spec: str, batches: list[int], staleness: list[int], by: float, digits: Dataset
+) -> None:
+    """Equations (3), (5), (6) and section 3.2: alpha times the factor, times the mean of the gradients 1 and 3."""
+    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
+    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy(spec))
+    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, batch, batch) for value, batch in zip((1, 3), batches, strict=True)]
+    shard.fold(list(zip(pushes, staleness, strict=True)), slice(0, 4), training.learning_rate)
+    assert shard.weights == pytest.approx([-0.5 * by * (1 + 3) / 2] * 4)
+
+
+def test_a_rate_for_each_gradients_own_staleness_is_footnote_3(digits: Dataset) -> None:
+    """ "Such a strategy should apply smaller learning rates to staler gradients": 1 / 4, and 1 for a staleness of 0 and 1."""
+    training = VirtualTraining(data=digits, learning_rate=0.5, momentum=0.0)
+    shard = _Shard(np.zeros(4, np.float32), Counter({0: 1}), training, parse_policy("softsync:1,scale=1/sigma"))
+    pushes = [_Pushed(np.full(4, value, np.float32), 1.0, 8, 8) for value in (8, 3, 1)]
+    shard.fold(list(zip(pushes, (4, 1, 0), strict=True)), slice(0, 4), training.learning_rate)
+    assert shard.weights == pytest.approx([-0.5 * (8 / 4 + 3 + 1) / 3] * 4)
