@@ -61,7 +61,8 @@ def _trade_offs(effort: Effort) -> dict[str, float]:
         ("lambda-softsync", 4, 30),
     ):
         spec = {"hardsync": "hardsync:32", "1-softsync": "softsync:1", "lambda-softsync": f"softsync:{learners}"}[protocol]
-        steps = round(40 * 1437 / batch / learners)
+        epochs = effort.choose(40, 20) if batch == 4 else 40
+        steps = round(epochs * 1437 / batch / learners)
         simulation = Simulation(workers=learners, steps=steps, batch=batch, compute=lognormal(100 * MS, SPREAD))
         seeds = range(3 if protocol == "hardsync" and batch == 32 else effort.choose(2, 1))
         rows = learn(spec, simulation, "digits", seeds, learning_rate=RATE, momentum=0.9, looks=1)
