@@ -98,8 +98,8 @@ def test_backup_drops_the_late_worker_and_gives_it_the_newest_weights() -> None:
     assert outcome.row["dropped"] == 2 and outcome.row["staleness_max"] == 0
 
 
-def test_figure_2_of_dssp_gives_three_extra_iterations() -> None:
-    """The intervals of test_scheduler.py's Figure 2: at 52 the controller finds r* = 3, and would wait 1 from 82 on."""
+def test_figure_2_of_dssp_gives_three_extra_iterations_or_four_as_listed() -> None:
+    """The controller finds r* = 3 at 52, and would wait 1 from 82 on."""
     model = ComputeModel("replay", replay=[[12, *[10] * 20], [1, *[41] * 20]])
     outcome = played("dssp:2,6", workers=2, steps=7, compute=model)
     assert times(outcome, "receive", 1)[:3] == [1, 42, 83]
@@ -107,6 +107,8 @@ def test_figure_2_of_dssp_gives_three_extra_iterations() -> None:
     assert granted[:4] == [12, 22, 32, 42], "within s_L"
     # Line 14 sends OK without line 4's decrement: r* + 1 = 4 iterations begin before the slow push.
     assert [time_ns for time_ns in granted if 42 < time_ns < 83] == [52, 62, 72, 82]
+    prose = played("dssp:2,6,credit=prose", workers=2, steps=7, compute=model)
+    assert [time_ns for time_ns in times(prose, "grant", 0) if 42 < time_ns < 84] == [52, 62, 72, 83]
     ssp = played("ssp:2", workers=2, steps=7, compute=model)
     assert [time_ns for time_ns in times(ssp, "grant", 0) if 42 < time_ns < 84] == [83], "SSP waits 31 here"
 

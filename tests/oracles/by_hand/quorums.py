@@ -4,7 +4,7 @@ from tests.oracles.by_hand.events import Sequence, fire, leave, push
 
 BACKUP = [
     Sequence(
-        "the slowest is dropped and reads the theta of now",
+        "Algorithm 4, line 6: 'else Drop gradient G': the slowest is dropped and reads the theta of now",
         "backup",
         3,
         "backup:1",
@@ -20,7 +20,7 @@ BACKUP = [
         dropped={0: 0, 1: 1, 2: 1},
     ),
     Sequence(
-        "at one time the order of arrival decides",
+        "section 3: 'as soon as the parameter servers receive gradients from any N workers': at one time arrival decides",
         "backup",
         3,
         "backup:1",
@@ -29,7 +29,7 @@ BACKUP = [
         dropped={0: 1, 1: 0, 2: 0},
     ),
     Sequence(
-        "without backups it is bsp",
+        "section 3: 'wait for all workers to send their gradients': without backups it is bsp",
         "backup",
         2,
         "backup:0",
@@ -37,7 +37,7 @@ BACKUP = [
         version=2,
     ),
     Sequence(
-        "a leaver's gradient stays and counts",
+        "Algorithm 4, line 3: 'while |G| < N': a leaver's gradient stays and counts",
         "backup",
         4,
         "backup:1",
@@ -52,7 +52,7 @@ BACKUP = [
         dropped={1: 0, 2: 1, 3: 0},
     ),
     Sequence(
-        "with fewer live than N all of them are enough",
+        "Algorithm 4 has N workers that stay: with fewer live than N all of them are enough (fastps' choice)",
         "backup",
         4,
         "backup:1",
@@ -86,7 +86,7 @@ BACKUP = [
 
 PSP = [
     Sequence(
-        "without a timeout the c-th gradient ends the version",
+        "section 4.2: 'we do not use the timeout mechanism, which means we set tau1 = 0': the c-th gradient ends the version",
         "psp",
         3,
         "psp:2,0.5",
@@ -101,7 +101,7 @@ PSP = [
         dropped={0: 0, 1: 0, 2: 1},
     ),
     Sequence(
-        "the timeout runs from the c-th gradient; what arrives at the deadline is late",
+        "line 12: 'Timeout tau1 after c gradients have been received': what arrives at the deadline is late",
         "psp",
         4,
         "psp:2,0.5,push_timeout=100e-9",
@@ -116,7 +116,7 @@ PSP = [
         dropped={0: 0, 1: 0, 2: 1, 3: 0},
     ),
     Sequence(
-        "all workers have responded before the timeout",
+        "line 12: 'or all workers have responded', before the timeout",
         "psp",
         3,
         "psp:2,0.5,push_timeout=100e-9",
@@ -130,7 +130,7 @@ PSP = [
         version=1,
     ),
     Sequence(
-        "a worker that went on without this server is in one sum twice and makes the c-th gradient",
+        "line 7: 'if t' < t then drop', so t' > t counts: a worker that went on is in one sum twice",
         "psp",
         3,
         "psp:3,0.5,push_timeout=50e-9",
@@ -146,7 +146,7 @@ PSP = [
         dropped={0: 0, 1: 0, 2: 1},
     ),
     Sequence(
-        "a dropped gradient is no response, and an event out of time counts at the latest time",
+        "line 8: 'Drop g'': a dropped gradient is no response, and an event out of time counts at the latest time",
         "psp",
         2,
         "psp:1,0.5,push_timeout=40e-9",

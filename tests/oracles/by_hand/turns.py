@@ -6,7 +6,7 @@ from tests.oracles.by_hand.events import Sequence, fire, leave, push
 # are 0.
 R2SP = [
     Sequence(
-        "updates wait for their turn and follow at once",
+        "section III.C: 'workers make updates in a fixed round-robin order': updates wait for their turn and follow at once",
         "r2sp",
         3,
         "r2sp:1",
@@ -18,7 +18,7 @@ R2SP = [
         version=3,
     ),
     Sequence(
-        "permissions a gap of T / N apart",
+        "section III.B: 'the gap between two consecutive updates is set to T/N': permissions are that far apart",
         "r2sp",
         3,
         "r2sp:1",
@@ -36,7 +36,7 @@ R2SP = [
         version=7,
     ),
     Sequence(
-        "relaxed to r T / N, in whole ns",
+        "section V: 'we relax the update gap from T/N to rT/N', in whole ns",
         "r2sp",
         2,
         "r2sp:0.8",
@@ -51,7 +51,7 @@ R2SP = [
         version=5,
     ),
     Sequence(
-        "the average moves by an eighth, in whole ns, towards the old value",
+        "section V: 'the EMA method to accurately learn the value of T': by an eighth, in whole ns, towards the old value",
         "r2sp",
         1,
         "r2sp:1",
@@ -127,7 +127,7 @@ R2SP = [
         version=5,
     ),
     Sequence(
-        "the slowest leaves, so T and N are smaller",
+        "section III.B: 'let N be the number of workers and T the timespan': the slowest leaves, so both are smaller",
         "r2sp",
         3,
         "r2sp:1",
