@@ -5,7 +5,7 @@ from functools import cache
 from math import sqrt
 from statistics import fmean
 
-from fastps.reproduce.expectations import Between, InOrder
+from fastps.reproduce.expectations import Between, InOrder, Near
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.rudra_cluster import LEARNERS, SPREAD, image_net
 from fastps.reproduce.runs import MS, error, learn, lognormal, time_to
@@ -15,12 +15,18 @@ DIGITS = "A perceptron on 8 x 8 digits in place of the CNN on CIFAR-10; momentum
 RATE = 0.05  # alpha_0, with which a single learner of 128 samples does well on the digits
 
 
-def _errors_of(n: int, batch: int, learners: int, epochs: int, seeds: int, scale: str = "") -> float:
-    """Return n-softsync's test error after a number of epochs; the rate is alpha_0 / n, or with scale=mean alpha_0."""
+@cache  # rows share runs
+def _error(spec: str, batch: int, learners: int, epochs: int, seed: int) -> float:
+    """Return the test error of one run of a number of epochs."""
     simulation = Simulation(
         workers=learners, steps=round(epochs * 1437 / batch / learners), batch=batch, compute=lognormal(100 * MS, SPREAD)
     )
-    return error(learn(f"softsync:{n}{scale}", simulation, "digits", range(seeds), learning_rate=RATE, momentum=0.9, looks=1))
+    return error(learn(spec, simulation, "digits", [seed], learning_rate=RATE, momentum=0.9, looks=1))
+
+
+def _errors_of(n: int, batch: int, learners: int, epochs: int, seeds: int, scale: str = "") -> float:
+    """Return n-softsync's mean test error; the rate is alpha_0 / n, or with scale=mean alpha_0."""
+    return fmean(_error(f"softsync:{n}{scale}", batch, learners, epochs, seed) for seed in range(seeds))
 
 
 def _modulation(effort: Effort) -> dict[str, float]:
@@ -51,38 +57,41 @@ def _trade_offs(effort: Effort) -> dict[str, float]:
     """Return the errors of (protocol, mu, lambda) after 40 epochs; the rate of hardsync is alpha_0 sqrt(mu lambda / B)."""
     found = {}
     for protocol, batch, learners in (
-        ("hardsync", 32, 1),
-        ("hardsync", 32, 10),
-        ("hardsync", 32, 30),
+        ("hardsync", 128, 1),
+        ("hardsync", 128, 10),
+        ("hardsync", 128, 30),
         ("hardsync", 4, 30),
-        ("1-softsync", 32, 30),
+        ("1-softsync", 128, 30),
         ("1-softsync", 4, 30),
-        ("lambda-softsync", 32, 30),
+        ("lambda-softsync", 128, 30),
         ("lambda-softsync", 4, 30),
     ):
-        spec = {"hardsync": "hardsync:32", "1-softsync": "softsync:1", "lambda-softsync": f"softsync:{learners}"}[protocol]
-        epochs = effort.choose(40, 20) if batch == 4 else 40
-        steps = round(epochs * 1437 / batch / learners)
-        simulation = Simulation(workers=learners, steps=steps, batch=batch, compute=lognormal(100 * MS, SPREAD))
-        seeds = range(3 if protocol == "hardsync" and batch == 32 else effort.choose(2, 1))
-        rows = learn(spec, simulation, "digits", seeds, learning_rate=RATE, momentum=0.9, looks=1)
-        found[f"{protocol}, mu = {batch}, lambda = {learners}"] = error(rows)
-    return found
+        spec = {"hardsync": "hardsync:128", "1-softsync": "softsync:1", "lambda-softsync": f"softsync:{learners}"}[protocol]
+        name = f"{protocol}, mu = {batch}, lambda = {learners}"
+        # One seed does not decide, and large mini-batches are fast.
+        epochs, seeds = (effort.choose(40, 20), effort.choose(3, 1)) if batch == 4 else (40, 3)
+        found[name] = fmean(_error(spec, batch, learners, epochs, seed) for seed in range(seeds))
+    by = found["1-softsync, mu = 128, lambda = 30"] - found["lambda-softsync, mu = 128, lambda = 30"]
+    return {**found, "1-softsync - lambda-softsync, mu = 128": by}
 
 
 @cache  # two rows use the same runs
 def _image_net_errors(effort: Effort) -> dict[str, float]:
     """Train Table 4's configurations on digits with as many samples each; a rate of alpha_0 sqrt(mu lambda / 256) for all."""
-    found = {}
+    found, minutes = {}, {}
     for name, (spec, simulation) in image_net(1).items():
         samples = simulation.batch * simulation.workers
-        shorter = replace(simulation, steps=round(effort.choose(40, 15) * 1437 / samples))
+        shorter = replace(simulation, steps=round(effort.choose(40, 25) * 1437 / samples))
         plain = spec.replace("hardsync:256", "bsp")
         seeds, rate = range(effort.choose(3, 1)), RATE * sqrt(samples / 256)
         rows = learn(plain, shorter, "digits", seeds, learning_rate=rate, momentum=0.9, looks=40)
         found[f"error, {name}"] = error(rows)
-        found[f"minutes to 95 %, {name}"] = time_to(rows, 0.95) / 60
-    return found
+        minutes[name] = [time_to([row], 0.95) / 60 for row in rows]
+        found[f"minutes to 95 %, {name}"] = fmean(minutes[name])
+    star = minutes.pop("adv*-softsync")
+    # A run that did not get there is NaN, and comes last.
+    first = [mine > 0 and all(not each[seed] <= mine for each in minutes.values()) for seed, mine in enumerate(star)]
+    return {**found, "share of seeds in which adv* is first": fmean(first)}
 
 
 TASK = f"40 epochs of 1,437 digits in place of 140 of 50,000 images, alpha_0 = {RATE}. {DIGITS}"
@@ -116,28 +125,33 @@ LEARNING = (
         measure=_trade_offs,
         learns=True,
         expect=(
-            InOrder(("hardsync, mu = 32, lambda = 1", "hardsync, mu = 32, lambda = 10", "hardsync, mu = 32, lambda = 30")),
-            InOrder(("hardsync, mu = 4, lambda = 30", "hardsync, mu = 32, lambda = 30"), margin=0.1),
+            InOrder(("hardsync, mu = 128, lambda = 1", "hardsync, mu = 128, lambda = 10", "hardsync, mu = 128, lambda = 30")),
+            InOrder(("hardsync, mu = 4, lambda = 30", "hardsync, mu = 128, lambda = 30"), margin=0.1),
         ),
-        assumed=TASK + " Mini-batches of 32 and 4 in place of 128 and 4.",
+        assumed=TASK,
     ),
     Row(
         id="rudra/figure-7",
         source="Figure 7",
         items=("Figure 7",),
-        claim="At the large mini-batch lambda-softsync is 'much more pronounced' in its degradation than hardsync and"
-        " 1-softsync; with 4 samples all err like the baseline (real gradients).",
+        claim="At the large mini-batch lambda-softsync's degradation is 'much more pronounced' than hardsync's, and 1-softsync"
+        " looks 'nearly identical' to lambda-softsync; with 4 samples all err like the baseline (real gradients).",
         measure=_trade_offs,
         learns=True,
         expect=(
-            InOrder(("hardsync, mu = 32, lambda = 30", "lambda-softsync, mu = 32, lambda = 30"), margin=0.1),
-            InOrder(("1-softsync, mu = 32, lambda = 30", "lambda-softsync, mu = 32, lambda = 30"), margin=0.1),
+            InOrder(("hardsync, mu = 128, lambda = 30", "lambda-softsync, mu = 128, lambda = 30"), margin=0.1),
+            Near({"1-softsync - lambda-softsync, mu = 128": 0.0}, 0.02),
             Between({f"{protocol}, mu = 4, lambda = 30": (0, 0.04) for protocol in ("1-softsync", "lambda-softsync")}),
         ),
-        assumed=TASK + " Mini-batches of 32 and 4 in place of 128 and 4; like the baseline: an error below 4 %.",
-        why_not="lambda-softsync degrades more than hardsync, and small mini-batches cure all. But 1-softsync is the worst"
-        " here: it makes 60 updates in 40 epochs, with the mean of 30 gradients at a single learner's rate, and has not"
-        " learned the digits by then. In 140 epochs of 50,000 images it makes 1,800.",
+        assumed=TASK + " Like the baseline: an error below 4 %; identical: by 2 points.",
+        tried=(
+            "160 epochs: hardsync 3 %, 1-softsync 19 %, lambda-softsync 6 %",
+            "mu = 32, 40 epochs: hardsync 3 %, 1-softsync 18 %, lambda-softsync 4 %",
+        ),
+        why_not="1- and lambda-softsync are not alike, and which of them errs more depends on the number of epochs. 1-softsync"
+        " makes 15 updates in these 40 epochs, as hardsync does, but each with gradients of the version before; lambda-softsync"
+        " makes 450 at a thirtieth of the rate. In the paper's 140 epochs of 50,000 images even the few are 1,800. The rest"
+        " holds.",
     ),
     Row(
         id="rudra/table-2",
@@ -148,7 +162,9 @@ LEARNING = (
         measure=_constant_product,
         learns=True,
         expect=(
-            Between({"largest - smallest, mu lambda = 128": (0, 0.0096), "largest - smallest, mu lambda = 512": (0, 0.0194)}),
+            Between(
+                {f"largest - smallest, mu lambda = {product}": (0, most) for product, most in ((128, 0.0096), (512, 0.0194))}
+            ),
             InOrder(("mean error, mu lambda = 128", "mean error, mu lambda = 512")),
         ),
         assumed="scaled: " + TASK,
@@ -166,8 +182,10 @@ LEARNING = (
         measure=_image_net_errors,
         learns=True,
         expect=(InOrder(("error, base-hardsync", "error, base-softsync", "error, adv-softsync", "error, adv*-softsync")),),
-        assumed="Table 4's times; 40 epochs of 8 x 8 digits by a perceptron with momentum 0.9, the same rate for all.",
-        why_not="All four err by 2 to 3 %, within a few test images of each other: the digits do not tell them apart.",
+        assumed="Table 4's times; 40 epochs of 8 x 8 digits by a perceptron with momentum 0.9 in place of AdaGrad and a warm"
+        " start; the same rate for all, times sqrt(mu lambda / 256).",
+        why_not="The four errors differ by two of 360 test images or less, with three seeds, and are in no order: the digits"
+        " are learned by all four. The paper's neighbors differ by 0.4 to 1.3 points.",
     ),
     Row(
         id="rudra/figure-9",
@@ -176,13 +194,9 @@ LEARNING = (
         claim="'adv*-softsync is the first configuration to hit the 48% validation error mark' (real gradients).",
         measure=_image_net_errors,
         learns=True,
-        expect=tuple(
-            InOrder(("minutes to 95 %, adv*-softsync", f"minutes to 95 %, {name}"))
-            for name in ("adv-softsync", "base-softsync", "base-hardsync")
-        ),
-        assumed="as in the row above; 95 % of the test images in place of 48 % errors.",
-        why_not="Of the softsync runs the order is the paper's. base-hardsync is first here, not last: with fresh gradients"
-        " it needs half as many updates to 95 % as the others, and its epochs take twice as long at most. The paper's"
-        " softsync runs used AdaGrad and began with weights of an epoch of hardsync, which makes up for that.",
+        expect=(Near({"share of seeds in which adv* is first": 1.0}, 0),),
+        assumed="as in the row above; 95 % of the test images in place of 48 % errors. First with each seed.",
+        why_not="adv* is the first on average over three seeds, and not with each: with seed 0 hardsync is as early. Digits"
+        " need many more samples to the same error with a staleness of 1 than without, which eats up the time that adv* saves.",
     ),
 )
