@@ -75,7 +75,7 @@ def _figure_8(effort: Effort) -> dict[str, float]:
     """Train 20 workers asynchronously, and synchronously with 2 of them as backups, at the rates of appendix A.3: 1 to N."""
     workers, rate = 20, 0.005
     simulation = Simulation(workers=workers, steps=120, batch=16, compute=lognormal(1.57 * SECOND, 0.06))
-    seeds = range(effort.choose(5, 2))
+    seeds = range(effort.choose(5, 1))
     asynchronous = learn("asp", simulation, "digits", seeds, learning_rate=rate, momentum=0.9, looks=40)
     backups = learn("backup:2", simulation, "digits", seeds, learning_rate=rate * (workers - 2), momentum=0.9, looks=40)
     return {

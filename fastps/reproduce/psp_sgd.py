@@ -86,7 +86,7 @@ def _cost_of_delays(effort: Effort) -> dict[str, float]:
 def _errors(effort: Effort, late: bool) -> dict[str, float]:
     """Return section 4.2's rates: 0.02 x d n / 128, divided by ten after one third and after two thirds."""
     batch = 8
-    cluster = _cluster(effort.choose(150, 40), MINUTES["c=28, 90%"])
+    cluster = _cluster(effort.choose(150, 30), MINUTES["c=28, 90%"])
     small = replace(cluster, batch=batch, late_pulls=cluster.late_pulls if late else (0.0, 0))
     return {
         name: error(

@@ -44,7 +44,7 @@ def _converging(effort: Effort) -> dict[str, tuple[float, float]]:
     found = {}
     for sync in ("bsp", "asp", "ssp:5", "r2sp:0.8"):
         scaled = rate * (16 if sync == "bsp" else 1)
-        rows = learn(sync, cluster, "digits", range(effort.choose(8, 3)), learning_rate=scaled, momentum=0.0, looks=60)
+        rows = learn(sync, cluster, "digits", range(effort.choose(8, 2)), learning_rate=scaled, momentum=0.0, looks=60)
         seconds = time_to(rows, 0.9)
         found[sync] = seconds / fmean(iteration_s(row) for row in rows), seconds
     return found
