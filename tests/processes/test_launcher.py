@@ -165,7 +165,11 @@ with store, store.attach(fastps.rank()) as worker:
 
 @pytest.mark.parametrize(
     ("mishap", "ending"),
-    [("os.kill(os.getpid(), 9)", -9), ("raise RuntimeError('boom')", 1), ("os._exit(7)", 7)],
+    [
+        ("os.kill(os.getpid(), 9)", -9),
+        ("raise RuntimeError('boom')", 1),
+        pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("sync", ["bsp", pytest.param("asp", marks=pytest.mark.slow)])
 def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(

@@ -27,6 +27,7 @@ from fastps.kernels.shm.plan import plan
 from fastps.kernels.update import fold
 from tests.fuzz.places import header_of
 from tests.support import processes
+from tests.support.sizes import sample_and_full
 
 FLOATS = 1 << 22
 LONG = 14 << 20  # floats of which a fold is longer than a core's time slice
@@ -249,9 +250,10 @@ def test_what_a_helper_that_is_killed_or_stopped_left_undone_is_folded(
     assert any(fold_all(expected, rng) for _ in range(8)), "nobody was hit while it helped"  # a busy machine lets few help
 
 
-def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(expected: list[bytes]) -> None:
+@sample_and_full(4, 12, "kills")
+def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(expected: list[bytes], kills: int) -> None:
     rng = random.Random(2)
-    for _ in range(12):
+    for _ in range(kills):
         job = Job()
 
         def push_for_ever(job: Job = job) -> None:
