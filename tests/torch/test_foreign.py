@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -227,6 +228,10 @@ def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:
     running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
     assert running.stdout is not None
     assert [running.stdout.readline(), running.stdout.readline()] == [b"begun\n"] * 2
+    parent, asleep, deadline = psutil.Process(running.pid), 0, time.monotonic() + 20
+    while asleep < 5 and time.monotonic() < deadline:  # until it waits: in os.fork() it would tell of the interrupt twice
+        asleep = asleep + 1 if parent.status() == psutil.STATUS_SLEEPING else 0
+        time.sleep(0.01)
     os.killpg(running.pid, signal.SIGINT)
     _, told = running.communicate(timeout=20)
     assert running.returncode == -signal.SIGINT
