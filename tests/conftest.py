@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what the collection made out of garbage collections: they would pass over a million objects, here and in forks."""
+    if "torch" in sys.modules:  # torch imports it with the first optimizer, so every forked child would again
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 

@@ -167,6 +167,7 @@ def test_workers_of_the_tutorial_run() -> None:
     assert "the job: 10 updates" in _fastps(script, "--steps", "20")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_resumed_script_of_the_tutorial_ends_as_one_that_was_never_stopped(tmp_path: Path) -> None:
     script, runs = str(TUTORIAL / "resumable.py"), str(tmp_path / "runs")

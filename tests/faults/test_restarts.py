@@ -106,7 +106,9 @@ for phase in range(2):
 """
 
 
-@pytest.mark.parametrize("phase", [0, 1], ids=["the first optimizer", "the second"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param(0, marks=pytest.mark.slow, id="the first optimizer"), pytest.param(1, id="the second")]
+)
 def test_nobody_waits_for_a_worker_that_failed_before_it_attached_and_is_not_replaced(tmp_path: Path, phase: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(NO_SHOW.replace("PHASE", str(phase)))

@@ -55,7 +55,7 @@ def test_progress_bars_move_and_what_fastps_says_comes_without_a_traceback(
 ) -> None:
     text = "import sys, fastps\nprint('half', end='\\r')\nprint('whole')\nraise fastps.UsageError('too much')"
     for tracebacks in (False, True):
-        Launcher(_script(tmp_path, text), 1, tracebacks=tracebacks).run()
+        Launcher(_script(tmp_path, text), 1, tracebacks=tracebacks, start_method="spawn").run()
         captured = capsys.readouterr()
         assert captured.out == "[0] half\n[0] whole\n"
         assert captured.err.splitlines()[-1] == "[0] fastps.errors.UsageError: too much"
@@ -166,7 +166,7 @@ with store, store.attach(fastps.rank()) as worker:
 @pytest.mark.parametrize(
     ("mishap", "ending"),
     [
-        ("os.kill(os.getpid(), 9)", -9),
+        pytest.param("os.kill(os.getpid(), 9)", -9, marks=pytest.mark.slow),
         ("raise RuntimeError('boom')", 1),
         pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
     ],

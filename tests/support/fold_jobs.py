@@ -32,7 +32,9 @@ Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, flo
 
 SIZES = (1, 15, 16, 17, 1023, 1024, 1025, 8209)  # around the sizes of a vector (16 floats) and of a tile (1,024 or 8,192)
 MODES = pytest.mark.parametrize("mode", [FOLD_SUM, FOLD_EACH], ids=["sum", "each"])
-ISAS = pytest.mark.parametrize("isa", compiled.instruction_sets())
+# All are held against the reference. What else is promised, the widest shows in `make test`, all in `make test-all`.
+*_NARROW, _WIDEST = compiled.instruction_sets()
+ISAS = pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in _NARROW), _WIDEST])
 GAP = 16  # floats between segments, as an arena's alignment leaves them
 
 

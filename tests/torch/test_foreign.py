@@ -1,5 +1,6 @@
 """What programs do that were written for something else: it works, or one sentence says what was found and what to do."""
 
+import contextlib
 import copy
 import importlib
 import multiprocessing
@@ -180,7 +181,7 @@ def spawned_death(rank: int) -> None:
     _train(model := _model(), _wrap(model), 10**6)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> None:
     model = _model()
     expected = copy.deepcopy(model)
@@ -428,8 +429,9 @@ def test_worker_that_only_pulls_is_refused_where_the_others_wait_for_it() -> Non
 
         with store.attach(0) as worker:
             reader = processes.start(read)
-            for _ in range(50):
-                worker.step({"w": np.zeros(4)})
+            with contextlib.suppress(fastps.WorkerDiedError):  # the reader may be refused before the last step
+                for _ in range(50):
+                    worker.step({"w": np.zeros(4)})
             processes.finish([reader], 20)
     kind, sentence = reader.outcome
     assert kind == "UsageError"

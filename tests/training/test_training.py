@@ -79,15 +79,20 @@ def test_a_runs_row_spans_all_workers() -> None:
     assert (replaced["seconds"], replaced["steps_per_s"]) == (5.0, 8.0), "a replacement counts the steps before it, too"
 
 
-def _accuracy(sync: str, seed: int) -> float:
-    options = TrainingOptions(sync=sync, workers=4, epochs=10, seed=seed)
+def _accuracy(sync: str, seed: int, epochs: int = 10) -> float:
+    options = TrainingOptions(sync=sync, workers=4, epochs=epochs, seed=seed)
     row = compare.train(options, load("mnist5k"), Console(quiet=True), progress=False)
     return float(row["test_accuracy"])
 
 
-@pytest.mark.parametrize("sync", ["bsp", pytest.param("dssp:3,15", marks=pytest.mark.slow)])
-def test_real_images_are_learnt_by_four_workers(sync: str) -> None:
-    assert _accuracy(sync, seed=0) >= BAR - 0.01, "a single seed; the slow test has the median"
+def test_real_images_are_learnt_by_four_workers() -> None:
+    assert _accuracy("bsp", seed=0, epochs=3) >= 0.88, "the slow tests train to the end"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["bsp", "dssp:3,15"])
+def test_ten_epochs_come_close_to_the_bar_with_a_single_seed(sync: str) -> None:
+    assert _accuracy(sync, seed=0) >= BAR - 0.01
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The compiled fold, bit for bit, against its oracle on every instruction set. Speed is not tested here."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -37,6 +38,7 @@ from tests.support.fold_jobs import (
     make_job,
     normal,
 )
+from tests.support.sizes import sample_and_full
 
 
 def test_every_rule_of_the_fold_has_rows() -> None:
@@ -46,8 +48,9 @@ def test_every_rule_of_the_fold_has_rows() -> None:
 @pytest.mark.exhaustive
 @ROWS
 @MODES
-def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int) -> None:
-    for pushes in range(1, 7):
+@sample_and_full((1, 2, 5), range(1, 7), "counts")
+def test_compiled_fold_is_the_reference_bit_for_bit(row: Row, mode: int, counts: Sequence[int]) -> None:
+    for pushes in counts:
         for seed, situation in enumerate(SITUATIONS):
             job = make_job(row, pushes, situation, seed)
             expected = job.fold_by_reference(mode)
