@@ -20,8 +20,7 @@ from fastps.processes.program import TORCH_IMPORTS, Program
 
 ALL_OF_IT = """
 import faulthandler, gc, json, logging, os, random, signal, sys, threading, warnings
-import __main__
-main = __main__
+main = sys.modules["__main__"]
 data = {
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path,
     "flags": str(sys.flags), "cwd": os.getcwd(),
@@ -142,7 +141,10 @@ def test_classes_of_a_forked_main_module_are_pickled_and_multiprocessing_finds_i
     assert capsys.readouterr().out == "[0] spawn [42]\n[0] fork [42]\n"
 
 
-def test_torch_is_imported_once_without_threads_and_without_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_is_imported_once_without_threads_and_without_cuda(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the number of workers gives it
     script = tmp_path / "script.py"
     text = "import sys\nhas_it = 'torch' in sys.modules\nimport os, torch\n"
     text += "print(has_it, torch.cuda.is_initialized(), torch.get_num_threads(),"

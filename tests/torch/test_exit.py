@@ -16,7 +16,7 @@ _PROGRAM = """
 import atexit, json, os, sys, threading
 import torch
 import torch._dynamo  # torch imports it with the first optimizer, so every fork would again
-import fastps
+import fastps.torch.optimizer  # as well: the public names are imported when they are used
 
 cases = json.loads(sys.argv[1])
 codes = {name: [] for name in cases}
