@@ -62,6 +62,14 @@ class WorkerDiedError(Error):
         self.worker = worker
 
 
+class NodeLostError(Error):
+    """A node of the job was lost, or failed. The attribute `node` is its number; -1 if this node cannot tell."""
+
+    def __init__(self, message: str, node: int = -1) -> None:
+        super().__init__(message)
+        self.node = node
+
+
 class NonFiniteGradientError(Error, ArithmeticError):
     """A push had a non-finite gradient, or would have made the weights non-finite; it was not folded.
 

@@ -95,6 +95,12 @@ def _renamed(given: str | None, option: typer.CallbackParam) -> None:
         raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
 
 
+NumberOfNodes = Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes of the job; run the same command on each.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.")]
+NodeRank = Annotated[str, typer.Option(metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come.")]
+Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or who has pushed (asp).")]
+OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
+NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that is not heard for this long is lost.")]
 OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]

@@ -270,7 +270,7 @@ class DeviceArena:
         weights_out: int,
         state_in: int,
         state_out: int,
-        pushes: Sequence[tuple[int, int, float, float]],
+        pushes: Sequence[tuple[int, int, float, float, int]],
     ) -> None:
         """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word."""
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
@@ -282,11 +282,11 @@ class DeviceArena:
             region.floats,
         )
         span = self._span_of(shard)
-        steps_in, steps_out = self._steps(state_in)[span], self._steps(state_out)[span]
-        made = [
-            launch_args.DevicePush(base + region.gradient(lane, slot), *self._slot_words(lane, slot, span), *scales)
-            for lane, slot, *scales in pushes
-        ]
+        steps_in, steps_out = self._store.all_steps(state_in)[span], self._store.all_steps(state_out)[span]
+        made = []
+        for lane, slot, *scales, _ in pushes:
+            hypers, present = self._store.slot_words(lane, slot)
+            made.append(launch_args.DevicePush(base + region.gradient(lane, slot), hypers, present[span], *scales))
         order, counted = launch_args.make_launch_args(shape, mode, made, steps_in, buffers, scale=scale, rate_scale=rate_scale)
         for computed, folded in self._present_peers():
             self._device.wait(computed, self._stream)
@@ -303,22 +303,6 @@ class DeviceArena:
         """The indices of a shard's parameters, which are contiguous."""
         numbers = [index for index, parameter in enumerate(self._layout.parameters) if parameter.shard == shard]
         return slice(numbers[0], numbers[-1] + 1)
-
-    def _steps(self, buffer: int) -> npt.NDArray[np.int64]:
-        """Each parameter's count of applied updates, which stays in the shared arena."""
-        count = len(self._layout.parameters)
-        return np.frombuffer(self._store.memory, np.int64, count, self._store.arena.steps_offset(buffer))
-
-    def _slot_words(self, lane: int, slot: int, span: slice) -> tuple[list[tuple[float, ...]], npt.NDArray[np.bool_]]:
-        """The hyper-parameters and presence bits of a push; struct fps_hyper is the format of the former."""
-        begin = self._store.arena.slot_offset(lane, slot)
-        groups, count = self._layout.groups, len(self._layout.parameters)
-        words = np.frombuffer(self._store.memory, np.float64, 16 * groups, begin).reshape(groups, 16)
-        flags = words[:, 15].copy().view(np.uint64)
-        hypers = [(*row[:8], int(flag)) for row, flag in zip(words.tolist(), flags.tolist(), strict=True)]
-        presence = self._store.arena.presence_offset(lane, slot)
-        present = np.frombuffer(self._store.memory, np.uint8, 8 * -(-count // 64), presence)
-        return hypers, np.unpackbits(present, count=count, bitorder="little").view(np.bool_)[span]
 
     def _tiles_of(self, shard: int) -> tuple[int, int]:
         """The address and length of the shard's tile table on this device; the shard's first fold writes it."""

@@ -39,6 +39,9 @@ class Parameter:
         return math.prod(self.shape)
 
 
+LEAF = "leaf"
+"""The name of the rule of a leaf arena, whose fold is made on another arena."""
+
 GradientType = Literal["float32", "float16", "bfloat16"]
 GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
 
@@ -73,6 +76,11 @@ class Layout:
     def has_server(self) -> bool:
         """Whether a server process combines. Its lane is number `lanes`, behind the workers' lanes."""
         return self.server == "process"
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether this is the arena of one node of several: its server is the node's agent, and node 0 has the state."""
+        return self.rule.name == LEAF
 
     @property
     def planes(self) -> int:

@@ -119,6 +119,22 @@ class JobMemory:
             for index, parameter in enumerate(self.layout.parameters)
         ]
 
+    def slot_words(self, lane: int, slot: int) -> tuple[list[Hyper], npt.NDArray[np.bool_]]:
+        """The hyper-parameters of each group and the presence bit of each parameter in a slot.
+
+        struct fps_hyper of fold.h is the format of the former.
+        """
+        begin, groups, count = self.arena.slot_offset(lane, slot), self.layout.groups, len(self.layout.parameters)
+        words = np.frombuffer(self.memory, np.float64, 16 * groups, begin).reshape(groups, 16)
+        flags = words[:, 15].copy().view(np.uint64)
+        hypers = [Hyper._make([*row[:8], int(flag)]) for row, flag in zip(words.tolist(), flags.tolist(), strict=True)]
+        present = np.frombuffer(self.memory, np.uint8, 8 * -(-count // 64), self.arena.presence_offset(lane, slot))
+        return hypers, np.unpackbits(present, count=count, bitorder="little").view(np.bool_)
+
+    def all_steps(self, buffer: int) -> npt.NDArray[np.int64]:
+        """How often the rule was applied to each parameter, in one state buffer."""
+        return np.frombuffer(self.memory, np.int64, len(self.layout.parameters), self.arena.steps_offset(buffer))
+
     def committed(self) -> tuple[list[int], list[int]]:
         """The published weights buffer of each shard, and the published state buffer of each.
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
-from fastps.errors import UsageError, WorkerDiedError
+from fastps.errors import NodeLostError, UsageError, WorkerDiedError
 from fastps.kernels.shm.arena import MAX_LANES
 from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
 from fastps.processes.fault_injection import FaultInjector, FaultReport
 from fastps.processes.forkserver_client import ForkServer
+from fastps.processes.nodes import NodeOptions, RollCall
 from fastps.processes.options import JobOptions
 from fastps.processes.output import JobOutput
 from fastps.processes.program import Program
@@ -43,7 +44,8 @@ _DRAIN_NS = 300_000_000  # reads output this long from pipes that a worker's own
 _IMPORT_NS = 120_000_000_000  # the longest time for the fork server's imports
 _FAULT_TICK_S = 0.02  # time between two calls of FaultInjector.tick
 _OUT_OF_MEMORY = ", for want of memory: the control group's limit was reached; use fewer workers or raise it"
-_CONSEQUENCE = f"{WorkerDiedError.__module__}.{WorkerDiedError.__qualname__}:"  # a traceback's last line names the type so
+# A traceback's last line names the type so.
+_CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 START_METHODS = ("fork", "spawn")
 NO_OPTIONS = JobOptions()
 
@@ -85,8 +87,8 @@ class LaunchedWorker:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether a WorkerDiedError ended the worker: another worker had failed before."""
-        return any(line.startswith(_CONSEQUENCE) for line in self.tail)
+        """Whether the loss of another worker or node ended the worker."""
+        return any(line.startswith(_CONSEQUENCES) for line in self.tail)
 
     @property
     def ending(self) -> str:
@@ -134,6 +136,7 @@ class Launcher:
             a script or `-m` and a module; other commands, and "spawn": a new process each.
         imports: what the fork server imports; None: torch, unless the script imports the standard library alone.
         prefix: whether each line of output begins with its worker's number.
+        nodes: the options of a job of several nodes, of which this launcher starts one; None: this machine is alone.
         trace: a file into which all workers record the run; it is written when the run has ended.
         tracebacks: whether to pass on tracebacks of fastps' own errors; default: only if the command has --debug.
 
@@ -153,6 +156,7 @@ class Launcher:
         start_method: str = "fork",
         imports: Sequence[str] | None = None,
         prefix: bool = True,
+        nodes: NodeOptions | None = None,
         trace: Path | None = None,
         tracebacks: bool | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -168,6 +172,8 @@ class Launcher:
         self.job = job or secrets.token_hex(8)
         if trace is not None and options.restarts:
             raise UsageError("a trace has one worker a lane: expected no restarts beside --trace")
+        if nodes is not None:
+            nodes.check_beside(options)
         self._command = list(command)
         self._count = workers
         self._sync = sync
@@ -178,6 +184,8 @@ class Launcher:
         self._imports = imports
         self._restarts_left = options.restarts
         self._port = 0
+        self._nodes = nodes
+        self._roll_call: RollCall | None = None
         self._oom_kills = oom_kills()
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
@@ -218,6 +226,8 @@ class Launcher:
             if self._injector is not None:
                 self._injector.close()
             self._kill_all()
+            if self._roll_call is not None:
+                self._roll_call.close()
             self._adopting.close()
             for number, handler in zip(ends, previous, strict=True):
                 signal.signal(number, handler)
@@ -243,8 +253,12 @@ class Launcher:
 
     def _start(self) -> None:
         self._port = _free_port()
+        if self._nodes is not None:
+            self._roll_call = RollCall(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
+        if self._roll_call is not None and self._roll_call.wait(lambda: self._interrupts > 0):
+            self.job = self._roll_call.job
         for rank in range(self._count):
             if self._interrupts:
                 return
@@ -265,7 +279,7 @@ class Launcher:
         base = {**os.environ, **self._options.environment()}
         if restart and self.job in discovery.listening():
             base["FASTPS_JOINS"] = "1"  # the worker joins the running job instead of creating it again
-        return environment_of(
+        variables = environment_of(
             rank,
             self._count,
             self._port,
@@ -277,6 +291,7 @@ class Launcher:
             restarts=self._options.restarts,
             trace=self._trace,
         )
+        return variables if self._roll_call is None else {**variables, **self._roll_call.variables(rank, self._style)}
 
     def _launch(
         self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
@@ -397,9 +412,14 @@ class Launcher:
             cast("IO[bytes]", key.fileobj).close()
             self._open_pipes -= 1
         for line in [*lines, *([cut.bar + b"\r"] if cut.bar else [])]:
-            self._output.write(worker.rank, line.decode("utf-8", "replace"), sink)
+            self._output.write(self._first_rank + worker.rank, line.decode("utf-8", "replace"), sink)
         if not data and worker is not self._forkserver_worker:  # the fork server shares the number of a worker that goes on
-            self._output.end(worker.rank, sink)
+            self._output.end(self._first_rank + worker.rank, sink)
+
+    @property
+    def _first_rank(self) -> int:
+        """The number, among the workers of all nodes, of this node's first worker."""
+        return self._roll_call.first_rank if self._roll_call is not None else 0
 
     def _on_interrupt(self, number: int, frame: object) -> None:
         """Pass on the first Ctrl-C, then send SIGTERM and SIGKILL after deadlines. Kill at once on the second."""

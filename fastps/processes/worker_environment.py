@@ -21,6 +21,7 @@ _OF_TORCHRUN = (
     *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     "TORCHELASTIC_RUN_ID",
 )
+_OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 
 
@@ -57,7 +58,7 @@ def environment_of(
     The style "fastps" removes torchrun's variables from `base`.
     """
     cores = len(os.sched_getaffinity(0))
-    variables = {name: value for name, value in base.items() if name not in _OF_TORCHRUN}
+    variables = {name: value for name, value in base.items() if name not in (*_OF_TORCHRUN, *_OF_NODES)}
     variables |= {
         "FASTPS_RANK": str(rank),
         "FASTPS_WORKERS": str(workers),

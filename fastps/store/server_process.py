@@ -41,6 +41,18 @@ def chosen_server(given: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
+class AgentPlan:
+    """A server that is more than one: the agent of a node. Its module runs instead of the plain server's.
+
+    Attributes:
+        module: the module to run; `Order.agent` is then its own part of the order, which must pickle.
+    """
+
+    module: str
+    order: Any
+
+
+@dataclass(frozen=True)
 class Order:
     """The message that starts a server.
 
@@ -48,6 +60,7 @@ class Order:
         memfd: the arena, under the same descriptor number in the server.
         rule: a user rule, pickled by value; empty for a built-in rule.
         make_device: makes the device that the server owns, for a job whose shards lie on a device.
+        agent: what a node's agent is told besides; None for a plain server.
     """
 
     job: str
@@ -56,18 +69,24 @@ class Order:
     memfd: int
     rule: bytes
     make_device: Callable[[], Any] | None
+    agent: Any = None
 
 
 class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
-    def __init__(self, store: JobMemory, make_device: Callable[[], Any] | None = None) -> None:
-        """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError."""
+    def __init__(self, store: JobMemory, make_device: Callable[[], Any] | None = None, agent: AgentPlan | None = None) -> None:
+        """Start the server and wait until it serves. Call `begin` once the store answers. Raises AttachError.
+
+        An agent serves once the nodes have met, for which it has the job's timeout; it ends when all nodes have left.
+        """
         self._parent = os.getpid()
-        layout, rule = _picklable(store.layout)
-        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, make_device)
+        self._is_agent = agent is not None
+        layout, rule = picklable(store.layout)
+        order = Order(store.job, layout, store.timeout_s, store.descriptor, rule, make_device, agent and agent.order)
+        self._start_s = _START_S + (store.timeout_s if agent is not None else 0.0)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.processes.server"],
+            [sys.executable, "-P", "-m", agent.module if agent is not None else "fastps.processes.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -87,13 +106,15 @@ class ServerProcess:
             raise
 
     def _await_serving(self, store: JobMemory) -> None:
-        deadline_ns = store.clock.now_ns() + int(_START_S * 1e9)
+        deadline_ns = store.clock.now_ns() + int(self._start_s * 1e9)
         while not store.arena.is_served():
             ended = self._process.poll()
             if ended is not None or store.clock.now_ns() >= deadline_ns:
+                if reason := store.arena.failure(store.arena.server_lane):
+                    raise AttachError(f"job {store.job}: {reason}")
                 found = "none" if ended is None else f"that it ended with exit code {ended}"
                 raise AttachError(
-                    f"job {store.job}: expected a server process within {_START_S:g} s, found {found}: see its own"
+                    f"job {store.job}: expected a server process within {self._start_s:g} s, found {found}: see its own"
                     " output, or use server='workers'"
                 )
             store.clock.sleep_ns(_POLL_NS)
@@ -118,13 +139,13 @@ class ServerProcess:
             threading.Thread(target=self._process.wait, name="fastps-reaper", daemon=True).start()
             return
         try:
-            self._process.wait(_END_S)
+            self._process.wait(None if self._is_agent else _END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-def _picklable(layout: Layout) -> tuple[Layout, bytes]:
+def picklable(layout: Layout) -> tuple[Layout, bytes]:
     """The layout with a rule that is plain data, and the pickled source of a user rule; b"" for a built-in rule."""
     rule = layout.rule
     if not rule.address:

@@ -20,6 +20,7 @@ from fastps.job.layout import GradientType, Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import instances
+from fastps.store.server_process import AgentPlan
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -122,8 +123,10 @@ def join(
     hypers: list[Hyper],
     to: Joining,
     finish: Callable[[Store], None] | None = None,
+    agent: AgentPlan | None = None,
 ) -> Worker:
     """Attach this process's worker to the job's arena. Worker 0 creates the arena, and calls `finish` before others join.
+    `agent` is the plan of the node's agent, in a job of several nodes.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -142,6 +145,7 @@ def join(
             timeout_s=to.timeout_s,
             clock=to.clock,
             finish=finish if to.resumed is None else None,
+            agent=agent,
         )
     else:
         store = Store.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)

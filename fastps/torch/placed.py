@@ -4,11 +4,17 @@ import torch
 
 from fastps.device.placement import placement
 from fastps.errors import UnsupportedError
+from fastps.job.nodes import nodes
 from fastps.torch.placements import HostPlacement
 
 
 def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype) -> HostPlacement:
     """The placement of a model. Raises UnsupportedError if its parameters are on several devices."""
+    of = nodes()
+    if of is not None:
+        from fastps.torch.on_nodes import NodePlacement
+
+        return NodePlacement(tensors, push_dtype, of)
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)

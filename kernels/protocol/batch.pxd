@@ -18,6 +18,7 @@ cdef class Batch:
     cdef int bad_lane           # of the last push that could not be taken
     cdef uint32_t n_pushes      # in the batch
     cdef int64_t samples        # of all of them
+    cdef int64_t weight         # of all of them: the gradients that a mean divides by
     # Of the version that is being made.
     cdef int64_t pushes_of_update
     cdef int64_t staleness_of_update

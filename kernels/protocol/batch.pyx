@@ -63,7 +63,7 @@ cdef class Batch:
     cdef void begin(self) noexcept nogil:
         """Begin without pushes."""
         self.n_pushes = 0
-        self.samples = 0
+        self.samples = self.weight = 0
 
     # -- what is taken -----------------------------------------------------------------------------
 
@@ -150,6 +150,7 @@ cdef class Batch:
             rate_scale = <double> descriptor.samples / <double> worker.base_batch
         self.fold.item.put(self.n_pushes, lane, descriptor, scale, rate_scale)
         self.samples += descriptor.samples
+        self.weight += max(descriptor.weight, <uint32_t> 1)
         self.n_pushes += 1
         return True
 
@@ -184,6 +185,7 @@ cdef class Batch:
                 state_workers(state)[push.lane].folded -= 1
                 state_workers(state)[push.lane].dropped += 1
                 self.samples -= push.samples
+                self.weight -= push.weight
             else:
                 self.fold.item.move(kept, &push)
                 kept += 1
@@ -198,7 +200,8 @@ cdef class Batch:
         cdef bint is_mean = policy.fold not in (FOLD_EACH, FOLD_IN_ORDER)
         self.fold.item.write(
             FPS_FOLD_SUM if is_mean or policy.combine else FPS_FOLD_EACH, self.n_pushes,
-            1.0 / self.n_pushes if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out, state_in, state_out)
+            1.0 / <double> max(self.weight, 1) if is_mean else 1.0, self._rate_scale(policy), weights_in, weights_out,
+            state_in, state_out)
 
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil:
         """The factor of the learning rate of a sum."""

@@ -7,6 +7,7 @@ from fastps.kernels.shm.arena_h cimport fps_lane
 
 cdef class Lane(ShardLocks):
     cdef fps_lane *words
+    cdef public uint32_t weight  # the gradients that the next push is a sum of
 
     cdef int _check_slot(self, uint32_t slot) except -1
     cdef void _set_versions(self, uint32_t slot) noexcept nogil

@@ -14,6 +14,7 @@ KIND_NULL: int
 KIND_LEAVE: int
 
 class Lane(ShardLocks):
+    weight: int
     def __init__(self, arena: Arena, index: int) -> None: ...
     def set_hyper(
         self,

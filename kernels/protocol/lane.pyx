@@ -62,7 +62,8 @@ KIND_LEAVE = FPS_LEAVE
 cdef class Lane(ShardLocks):
     """One attached lane: the compiled half of a worker. Only one thread may use it.
 
-    `index` is the lane of `arena` that the caller has claimed.
+    `index` is the lane of `arena` that the caller has claimed. `weight` is the number of gradients that each push is a sum of:
+    a mean divides by the weights of its pushes. 0, the default, is 1.
     """
 
     def __cinit__(self, Arena arena not None, uint32_t index):
@@ -173,6 +174,7 @@ cdef class Lane(ShardLocks):
         descriptor.scale = scale
         descriptor.loss = loss
         descriptor.samples = samples
+        descriptor.weight = self.weight
         return lane_post(self.words, self.arena.header.ring_size, self._done(), &descriptor) == 0
 
     def posted(self):

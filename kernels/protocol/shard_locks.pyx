@@ -159,17 +159,18 @@ cdef class ShardLocks(Reader):
             combiner.fold.item.user_rule = <fps_user_rule> address
         self.helper.item.user_rule = <fps_user_rule> address
 
-    def fold_with(self, device not None, shards not None):
+    def fold_with(self, device not None, shards not None, bint nothing=False):
         """Fold the given shards by calling `device`, and take no other shard's lock: its memory is on another device.
 
         `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
-        slot, scale, rate_scale), queues the fold on its device; an error that it raises gives the outcome BAD_FOLD
-        and is `fold_failure`.
+        slot, scale, rate_scale, samples), queues the fold on its device; an error that it raises gives the outcome BAD_FOLD
+        and is `fold_failure`. With `nothing` it is also called, with no pushes, for a version of null pushes alone.
         """
         cdef Combiner combiner
         for combiner in self.combiners:
             combiner.fold.device = device
             combiner.fold.on_device = True
+            combiner.fold.folds_nothing = nothing
             combiner.hands_over = combiner.shard not in shards
 
     @property

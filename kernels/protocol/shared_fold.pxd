@@ -25,6 +25,7 @@ cdef class SharedFold:
     cdef int n_cores
     cdef bint on_device             # whether `device` folds instead of the core
     cdef object device
+    cdef bint folds_nothing         # whether `device` is also called for versions without a push
     cdef object failure             # the error that it raised last, or None
     # Scratch, allocated once.
     cdef FoldScratch scratch        # one a shard: under overlap two threads of a lane may fold

@@ -46,6 +46,7 @@ cdef class WorkItem:
         push.slot = descriptor.slot
         push.step = descriptor.step
         push.samples = descriptor.samples
+        push.weight = max(descriptor.weight, <uint32_t> 1)
         push.scale = scale
         push.rate_scale = rate_scale
 
@@ -140,7 +141,7 @@ cdef class WorkItem:
     cdef tuple for_device(self):
         """(mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes) for a fold on a device.
 
-        A push is (lane, slot, scale, rate_scale).
+        A push is (lane, slot, scale, rate_scale, samples).
         """
         cdef uint32_t index
         cdef fps_folded_push push
@@ -148,6 +149,6 @@ cdef class WorkItem:
         pushes = []
         for index in range(min(words.n_pushes, <uint32_t> FPS_MAX_PUSHES)):
             push = self.push(index)
-            pushes.append((push.lane, push.slot, push.scale, push.rate_scale))
+            pushes.append((push.lane, push.slot, push.scale, push.rate_scale, push.samples))
         return (words.mode, words.scale, words.rate_scale, words.weights_in, words.weights_out, words.state_in,
                 words.state_out, pushes)

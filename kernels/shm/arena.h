@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 8
+#define FPS_ABI 9
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -57,7 +57,8 @@ typedef struct {
     uint32_t slot;         /* which of the lane's slots holds the gradient */
     uint32_t kind;         /* FPS_PUSH, FPS_NULL or FPS_LEAVE */
     uint32_t samples;      /* batch size, 0 if never told */
-    uint32_t reserved[3];
+    uint32_t weight;       /* the gradients that this one is a sum of, which a mean counts; 0 is 1 */
+    uint32_t reserved[2];
 } fps_descriptor;
 _Static_assert(sizeof(fps_descriptor) == FPS_LINE, "a descriptor is one cache line, so posting it dirties one");
 
@@ -148,7 +149,7 @@ _Static_assert(sizeof(fps_shard_header) == 8 * FPS_LINE, "lock, commit and the r
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
-    uint32_t lane, slot, samples, pad;
+    uint32_t lane, slot, samples, weight;
     uint64_t step;
     double scale, rate_scale; /* as of fps_push in fold.h */
 } fps_folded_push;

@@ -33,6 +33,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t slot
         uint32_t kind
         uint32_t samples
+        uint32_t weight
 
     ctypedef struct fps_lane:
         uint64_t tail
@@ -95,6 +96,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t lane
         uint32_t slot
         uint32_t samples
+        uint32_t weight
         uint64_t step
         double scale
         double rate_scale

@@ -17,15 +17,21 @@ from fastps.cli.options import (
     InjectFaults,
     Json,
     MaxWorkers,
+    NodeRank,
+    NodeTimeout,
     NonFinite,
+    NumberOfNodes,
     OldChaos,
+    OnNodeLoss,
     OnWorkerLoss,
+    Rendezvous,
     Restarts,
     Resume,
     Seed,
     Server,
     TraceFile,
     Wide,
+    Within,
     Workers,
     console_of,
     job_options_of,
@@ -85,7 +91,7 @@ def _names_python(argument: str) -> bool:
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
     epilog="Examples:  fastps run -n 4 train.py --epochs 3   |   fastps run -n 4 --sync dssp:3,15 -m package.train"
     "   |   fastps run -n 4 --restarts 8 --checkpoint runs/a --every 500 train.py"
-    "   |   fastps run --gpus 0,1,2,3 -n 4 train.py",
+    "   |   fastps run --gpus 0,1,2,3 -n 4 train.py   |   fastps run --nnodes 2 --rendezvous node0:29400 -n 4 train.py",
 )
 def run(
     context: typer.Context,
@@ -96,6 +102,12 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
     start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
+    nnodes: NumberOfNodes = 1,
+    rendezvous: Rendezvous = "",
+    node_rank: NodeRank = "auto",
+    within: Within = "bsp",
+    on_node_loss: OnNodeLoss = "stop",
+    node_timeout: NodeTimeout = 3.0,
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -119,17 +131,23 @@ def run(
     from fastps.device.placement import parse_gpus
     from fastps.processes.failure_report import failure_panel
     from fastps.processes.launcher import Launcher
+    from fastps.processes.nodes import NodeOptions
     from fastps.system.json_report import write_json
 
     policy = parse_policy(sync) if sync is not None else None
+    nodes = (
+        NodeOptions(nnodes, rendezvous, node_rank, within, on_node_loss, node_timeout) if nnodes != 1 or rendezvous else None
+    )
     if policy is not None and workers > 0:
-        policy.values(workers)  # raises PolicyError for more than there are
+        policy.values(workers if nodes is None else nnodes)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
     options = job_options_of(context, seed)
-    launcher = Launcher(command, workers, sync=spec, options=options, env=env, start_method=start_method, trace=trace)
+    launcher = Launcher(
+        command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
+    )
     outcome = launcher.run()
     if outcome.faults is not None:
         Console(stderr=True).print(faults_text(outcome.faults.row()))

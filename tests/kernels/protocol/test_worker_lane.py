@@ -47,6 +47,17 @@ def test_a_push_is_folded_granted_and_tallied() -> None:
     assert found == [1, 41, 0, 30, 16, 0.5]
 
 
+def test_a_mean_divides_by_the_gradients_that_its_pushes_are_sums_of() -> None:
+    job = Job(2, **BSP)
+    steps = Steps(job)
+    steps.lane.weight = 3
+    steps.write(6.0)
+    assert steps.lane.push(10, 1.0, 0, False) == turn.DONE
+    job.post(1, 2.0, 30)
+    assert job.lanes[1].try_combine() == turn.DONE
+    assert (job.arena.version, job.current()) == (1, 1.0 - (6.0 + 2.0) / 4)
+
+
 def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None:
     job = Job(2, **BSP)
     steps = Steps(job)

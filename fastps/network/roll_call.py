@@ -1,0 +1,141 @@
+"""How the launchers of several nodes find each other, before a worker runs: numbers for nodes and workers, and one job.
+
+A launcher runs this module as a process of its own, because the store is torch's and a launcher never imports torch. The first
+node also keeps the store until its launcher ends. The result is one line of JSON on standard output.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from fastps.errors import AttachError, Error, UsageError
+
+_PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node's place: its number, its first worker's rank, the workers of all nodes, the job's name, a free port of node 0."""
+
+    number: int
+    first_rank: int
+    world: int
+    job: str
+    port: int
+
+
+def main() -> int:
+    """Meet the other nodes, print the place, and on the first node keep the store until standard input ends."""
+    given = _arguments()
+    try:
+        store, number = _connect(given)
+        place = _place(PrefixStore("launch", store), given, number)
+    except Error as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        return 1
+    print(json.dumps(asdict(place)), flush=True)
+    sys.stdin.read()
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", required=True)
+    for name in ("--port", "--nodes", "--workers", "--number"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    return parser.parse_args()
+
+
+def _connect(given: argparse.Namespace) -> tuple[Store, int]:
+    """The store and this node's number; -1 as the number asked for means: the rendezvous' own host is node 0."""
+    limit = timedelta(seconds=given.timeout)
+    if given.number == 0 or (given.number < 0 and _is_here(given.host)):
+        try:
+            return TCPStore(given.host, given.port, is_master=True, wait_for_workers=False, timeout=limit), 0
+        except RuntimeError as error:
+            if given.number == 0:
+                raise UsageError(
+                    f"node 0 cannot listen on port {given.port}: {_first_line(error)}; end what uses the port, or give another"
+                ) from error
+    try:
+        store = TCPStore(given.host, given.port, is_master=False, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise AttachError(
+            f"no rendezvous answered at {given.host}:{given.port} within {given.timeout:g} s ({_first_line(error)}): start node"
+            " 0 there, and check the name, the port and the firewall"
+        ) from error
+    number = given.number if given.number >= 0 else int(PrefixStore("launch", store).add("numbers", 1))
+    return store, number
+
+
+def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
+    if number >= given.nodes:
+        raise UsageError(f"expected {given.nodes} nodes at the rendezvous, found another one: check --nnodes on every node")
+    if store.add(f"taken/{number}", 1) > 1:
+        raise UsageError(f"two nodes say that they are node {number}: give each another --node-rank, or leave it to auto")
+    if number == 0:
+        store.set("job", json.dumps([secrets.token_hex(8), _free_port(), given.nodes]))
+    store.set(f"workers/{number}", str(given.workers))
+    _await(store, ["job"], given, number)
+    job, port, nodes = json.loads(store.get("job"))
+    if nodes != given.nodes:
+        raise UsageError(
+            f"node {number} expects {given.nodes} nodes, and node 0 expects {nodes}: give the same --nnodes everywhere"
+        )
+    _await(store, [f"workers/{each}" for each in range(given.nodes)], given, number)
+    counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
+    return Place(number, sum(counts[:number]), sum(counts), job, port)
+
+
+def _await(store: Store, keys: list[str], given: argparse.Namespace, number: int) -> None:
+    """Wait for keys, and say every while how many are missing."""
+    left_s = given.timeout
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(_PROGRESS_S, left_s)))
+            return
+        except RuntimeError:
+            left_s -= _PROGRESS_S
+            missing = sum(not store.check([key]) for key in keys)
+            if left_s <= 0:
+                raise AttachError(
+                    f"node {number} waited {given.timeout:g} s for {missing} of {given.nodes} nodes: start them, or give a"
+                    " smaller --nnodes"
+                ) from None
+            print(f"fastps: node {number} waits for {missing} of {given.nodes} nodes", file=sys.stderr, flush=True)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address of this machine is meant."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+        return True
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+if __name__ == "__main__":
+    # Not even an exit handler of torch's store may keep a launcher waiting.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,135 @@
+"""The sum of what the workers of a node have pushed: read from their slots, written into the memory that travels.
+
+A parameter that a push does not have counts as zero in the sum, and as absent if no push has it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastps.job.update_rules import Hyper
+from fastps.membership.job_memory import JobMemory
+from fastps.network.edge import CHUNK_BYTES
+
+CHUNK_FLOATS = CHUNK_BYTES // 4
+"""Floats of one part of a sum, which is still in the cache when the next push is added."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push of a leaf arena: its lane, its slot, and the factor of its gradient."""
+
+    lane: int
+    slot: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a sum has besides its floats: the hyper-parameters of each group, and which parameters any push has."""
+
+    hypers: list[Hyper]
+    present: npt.NDArray[np.bool_]
+
+    @property
+    def presence(self) -> bytes:
+        """The bitmap of the parameters, as Worker.push takes it."""
+        bits = np.packbits(self.present, bitorder="little").tobytes()
+        return bits.ljust(8 * -(-len(self.present) // 64), b"\0")
+
+
+def payload_bytes(groups: int, parameters: int) -> int:
+    """The size of `pack`'s result."""
+    return 8 * len(Hyper._fields) * groups + 8 * -(-parameters // 64)
+
+
+def pack(terms: Terms) -> bytes:
+    """The terms as bytes.
+
+    >>> unpack(pack(Terms([Hyper(0.5)], np.array([True, False]))), 1, 2).hypers[0].learning_rate
+    0.5
+    """
+    return np.array(terms.hypers, np.float64).tobytes() + terms.presence
+
+
+def unpack(data: bytes, groups: int, parameters: int) -> Terms:
+    """The terms of `pack`."""
+    words = np.frombuffer(data, np.float64, len(Hyper._fields) * groups).reshape(groups, -1).tolist()
+    hypers = [Hyper._make([*row[:-1], int(row[-1])]) for row in words]
+    bits = np.frombuffer(data, np.uint8, offset=8 * len(Hyper._fields) * groups)
+    return Terms(hypers, np.unpackbits(bits, count=parameters, bitorder="little").view(np.bool_))
+
+
+class Sums:
+    """Sums of a leaf arena's pushes, in order of lanes, so that their bits do not depend on the order of arrival."""
+
+    def __init__(self, store: JobMemory) -> None:
+        self._store = store
+        self._floats = store.layout.buffer_floats
+        self._spans = [(each.offset, each.offset + each.length) for each in store.layout.parameters]
+
+    def slot(self, lane: int, slot: int) -> torch.Tensor:
+        """All floats of a slot."""
+        offset = self._store.arena.gradient_offset(lane, slot)
+        return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
+
+    def weights(self, buffer: int) -> torch.Tensor:
+        """All floats of a weights buffer."""
+        offset = self._store.arena.weights_offset(buffer)
+        return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
+
+    def begin(self, pushes: Sequence[Push], out: torch.Tensor) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """The terms of a sum, and its parts of CHUNK_FLOATS, which are computed one by one into `out`.
+
+        A single push that is not scaled is not copied: its own memory is handed out.
+        """
+        pushes = sorted(pushes, key=lambda push: (push.lane, push.slot))
+        words = [self._store.slot_words(push.lane, push.slot) for push in pushes]
+        present = np.logical_or.reduce([bits for _, bits in words])
+        terms = Terms(words[0][0], present)
+        slots = [self.slot(push.lane, push.slot) for push in pushes]
+        scales = [push.scale for push in pushes]
+        if not all(bits.all() for _, bits in words):
+            self._sum_by_parameter(slots, scales, [bits for _, bits in words], out)
+            return terms, _parts([out])
+        if len(slots) == 1 and scales[0] == 1.0:
+            return terms, _parts(slots)
+        return terms, _summed(slots, scales, out)
+
+    def _sum_by_parameter(
+        self, slots: list[torch.Tensor], scales: list[float], present: list[npt.NDArray[np.bool_]], out: torch.Tensor
+    ) -> None:
+        """The whole sum, where some push lacks a parameter: its slot then holds old values."""
+        for index, (first, last) in enumerate(self._spans):
+            total = out[first:last].zero_()
+            for slot, scale, bits in zip(slots, scales, present, strict=True):
+                if bits[index]:
+                    total.add_(slot[first:last], alpha=scale)
+
+
+def _edges(floats: int) -> Iterator[tuple[int, int]]:
+    return pairwise([*range(0, floats, CHUNK_FLOATS), floats])
+
+
+def _parts(whole: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in whole:
+        for first, last in _edges(len(tensor)):
+            yield tensor[first:last]
+
+
+def _summed(slots: list[torch.Tensor], scales: list[float], out: torch.Tensor) -> Iterator[torch.Tensor]:
+    for first, last in _edges(len(out)):
+        part = out[first:last]
+        if len(slots) > 1 and scales[0] == scales[1] == 1.0:
+            torch.add(slots[0][first:last], slots[1][first:last], out=part)
+            rest = 2
+        else:
+            torch.mul(slots[0][first:last], scales[0], out=part)
+            rest = 1
+        for slot, scale in zip(slots[rest:], scales[rest:], strict=True):
+            part.add_(slot[first:last], alpha=scale)
+        yield part

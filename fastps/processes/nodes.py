@@ -1,0 +1,147 @@
+"""A launcher's part in a job of several nodes: it meets the other launchers and gives its workers their place."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fastps.errors import AttachError, UsageError
+from fastps.job import limits
+from fastps.job.fault_policy import LOSS_CHOICES
+from fastps.job.nodes import NODE_TIMEOUT_S, WITHIN, address
+from fastps.processes.options import JobOptions
+from fastps.system.processes import die_with_parent
+
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """The options of a job of several nodes, as every launcher of it is given them.
+
+    Attributes:
+        count: the number of nodes.
+        rendezvous: HOST:PORT of node 0, where the nodes find each other.
+        rank: this node's number, or "auto": the rendezvous' host is node 0, and the others are numbered as they come.
+        within, on_node_loss, timeout_s: see Nodes.
+
+    Raises UsageError for values out of range.
+
+    >>> NodeOptions(2, "10.0.0.1:29400").number
+    -1
+    """
+
+    count: int
+    rendezvous: str
+    rank: str = "auto"
+    within: str = "bsp"
+    on_node_loss: str = "stop"
+    timeout_s: float = NODE_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise UsageError(f"--nnodes: expected 2 or more nodes, found {self.count}")
+        if not self.rendezvous:
+            raise UsageError("--nnodes: expected --rendezvous HOST:PORT beside it, the same on every node; HOST is node 0")
+        address(self.rendezvous)
+        if self.rank != "auto" and not (self.rank.isdecimal() and int(self.rank) < self.count):
+            raise UsageError(f"--node-rank: expected auto, or 0 to {self.count - 1}, found {self.rank!r}")
+        if self.within not in WITHIN:
+            raise UsageError(f"--within: expected {' or '.join(WITHIN)}, found {self.within!r}")
+        if self.on_node_loss not in LOSS_CHOICES:
+            raise UsageError(f"--on-node-loss: expected {' or '.join(LOSS_CHOICES)}, found {self.on_node_loss!r}")
+
+    def check_beside(self, options: JobOptions) -> None:
+        """Raise UsageError for options that a job of several nodes does not have."""
+        if options.restarts or options.checkpoint or options.resume or options.faults is not None:
+            raise UsageError(
+                "a job of several nodes ends with a lost worker and keeps no checkpoints yet: expected no --restarts,"
+                " --checkpoint, --resume and --inject-faults beside --nnodes"
+            )
+
+    @property
+    def number(self) -> int:
+        """The number that was asked for, or -1."""
+        return -1 if self.rank == "auto" else int(self.rank)
+
+
+class RollCall:
+    """The process that meets the other nodes. On node 0 it keeps the rendezvous until `close`."""
+
+    def __init__(self, options: NodeOptions, workers: int) -> None:
+        self._options, self._workers = options, workers
+        host, port = address(options.rendezvous)
+        numbers = {"port": port, "nodes": options.count, "workers": workers, "number": options.number}
+        arguments = [
+            f"--{name}={value}" for name, value in {"host": host, "timeout": limits.timeout_s(None), **numbers}.items()
+        ]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fastps.network.roll_call", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            process_group=0,  # Ctrl-C reaches only the launcher
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        self.number, self.first_rank, self.world, self.port, self.job = 0, 0, workers, 0, ""
+
+    def wait(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until all nodes are there. Returns False if `is_over` says before that the launch has ended.
+
+        Raises AttachError, UsageError.
+        """
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not selector.select(_TICK_S):
+                if is_over():
+                    return False
+        line = self._process.stdout.readline()
+        if is_over():
+            return False
+        found = json.loads(line) if line else {"error": "the process that meets the other nodes has ended: see its own output"}
+        if "error" in found:
+            raise (UsageError if found.get("kind") == "UsageError" else AttachError)(found["error"])
+        self.number, self.first_rank, self.world = int(found["number"]), int(found["first_rank"]), int(found["world"])
+        self.port, self.job = int(found["port"]), str(found["job"])
+        return True
+
+    def variables(self, local_rank: int, style: str) -> Mapping[str, str]:
+        """The variables of one worker of this node, besides those that a worker of one node has."""
+        options = self._options
+        rank, host = self.first_rank + local_rank, address(options.rendezvous)[0]
+        values: dict[str, object] = {
+            "FASTPS_RANK": rank,
+            "FASTPS_WORKERS": self.world,
+            "FASTPS_LOCAL_RANK": local_rank,
+            "FASTPS_LOCAL_WORKERS": self._workers,
+            "FASTPS_NNODES": options.count,
+            "FASTPS_NODE_RANK": self.number,
+            "FASTPS_RENDEZVOUS": options.rendezvous,
+            "FASTPS_WITHIN": options.within,
+            "FASTPS_ON_NODE_LOSS": options.on_node_loss,
+            "FASTPS_NODE_TIMEOUT": options.timeout_s,
+        }
+        if style == "torchrun":
+            values |= {
+                "RANK": rank,
+                "WORLD_SIZE": self.world,
+                "ROLE_RANK": rank,
+                "ROLE_WORLD_SIZE": self.world,
+                "GROUP_RANK": self.number,
+                "GROUP_WORLD_SIZE": options.count,
+                "MASTER_ADDR": host,
+                "MASTER_PORT": self.port,
+            }
+        return {name: str(value) for name, value in values.items()}
+
+    def close(self) -> None:
+        """End the process, and with it the rendezvous."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        self._process.kill()
+        self._process.wait()

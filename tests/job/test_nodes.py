@@ -1,0 +1,82 @@
+"""What a process learns of its job's nodes from the environment, and what is refused between nodes."""
+
+import pytest
+
+from fastps.errors import PolicyError, UsageError
+from fastps.job.disciplines import DISCIPLINES
+from fastps.job.nodes import Nodes, address, check_policy, nodes
+from fastps.job.specs import parse_policy
+
+OWN = {
+    "FASTPS_NNODES": "2",
+    "FASTPS_NODE_RANK": "1",
+    "FASTPS_RENDEZVOUS": "[fd77::1]:29400",
+    "FASTPS_LOCAL_RANK": "2",
+    "FASTPS_LOCAL_WORKERS": "3",
+}
+TORCHRUN = {
+    "GROUP_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "3",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*OWN, *TORCHRUN, "FASTPS_WITHIN", "FASTPS_ON_NODE_LOSS", "FASTPS_NODE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_one_node_has_no_nodes(environment: pytest.MonkeyPatch) -> None:
+    assert nodes() is None
+    environment.setenv("GROUP_WORLD_SIZE", "1")
+    assert nodes() is None
+
+
+@pytest.mark.parametrize(("variables", "host", "port"), [(OWN, "fd77::1", 29400), (TORCHRUN, "node0", 29500)])
+def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables: dict[str, str], host: str, port: int) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert nodes() == Nodes(2, 1, 2, 3, host, port)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FASTPS_NODE_RANK", "2", "expected a node from 0 to 1, found node 2"),
+        ("FASTPS_NODE_RANK", "x", "FASTPS_NODE_RANK to be a whole number, found 'x'"),
+        ("FASTPS_LOCAL_RANK", "3", "expected a worker from 0 to 2"),
+        ("FASTPS_RENDEZVOUS", "node0", "HOST:PORT, such as node0:29400, found 'node0'"),
+        ("FASTPS_WITHIN", "ssp", "expected within to be one of bsp, asp, found 'ssp'"),
+        ("FASTPS_ON_NODE_LOSS", "wait", "expected on_node_loss to be one of stop, continue"),
+        ("FASTPS_NODE_TIMEOUT", "0.1", "expected a node timeout from 1 to 3600 seconds, found 0.1"),
+        ("FASTPS_NODE_TIMEOUT", "soon", "FASTPS_NODE_TIMEOUT to be a number of seconds, found 'soon'"),
+    ],
+)
+def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
+    for each, text in {**OWN, name: value}.items():
+        environment.setenv(each, text)
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+        nodes()
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:", "a:0", "a:70000", "a:b"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        address(text)
+
+
+@pytest.mark.parametrize("name", list(DISCIPLINES))
+def test_every_discipline_makes_sense_between_nodes_or_says_why_not(name: str) -> None:
+    of = Nodes(4, 0, 0, 1, "a", 1)
+    for spec in DISCIPLINES[name].examples:
+        policy = parse_policy(spec)
+        if policy.warm_up or policy.tune or policy.ema:
+            with pytest.raises(PolicyError, match="with 4 nodes:"):
+                check_policy(policy, of)
+        else:
+            check_policy(policy, of)

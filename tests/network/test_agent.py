@@ -1,0 +1,207 @@
+"""Jobs of several nodes, all on this machine: they train as one process does, under every discipline, and name who is lost."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.job.disciplines import DISCIPLINES
+from fastps.job.specs import parse_policy
+from tests.support import nodes, processes
+
+STEPS, BATCH = 12, 8
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+MOMENTUM: Optimizers = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
+
+
+class Branched(torch.nn.Module):
+    """A model with a part that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = torch.nn.Linear(13, 17)
+        self.sometimes = torch.nn.Linear(17, 17)
+        self.top = torch.nn.Linear(17, 3)
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        below = torch.tanh(self.trunk(inputs))
+        return self.top(torch.tanh(self.sometimes(below)) if uses_all else below)
+
+
+def _batches(workers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(workers * BATCH, 13, generator=generator), torch.randint(0, 3, (workers * BATCH,), generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def _weights(model: torch.nn.Module) -> np.ndarray[Any, Any]:
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy().copy()
+
+
+def _alone(make: Optimizers, workers: int) -> np.ndarray[Any, Any]:
+    """One process of plain torch that trains on the batches of all workers."""
+    model = Branched()
+    optimizer = make(model.parameters())
+    for step, (inputs, labels) in enumerate(_batches(workers)):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs, step % 3 > 0), labels).backward()
+        optimizer.step()
+    return _weights(model)
+
+
+def _work(make: Optimizers, workers: int, sync: str = "bsp") -> Callable[[int], Any]:
+    def work(rank: int) -> Any:
+        model = Branched()
+        with fastps.DistributedOptimizer(make(model.parameters()), sync=sync, batch_size=BATCH, timeout_s=30) as optimizer:
+            assert (fastps.rank(), fastps.world_size()) == (rank, workers)
+            for step, (inputs, labels) in enumerate(_batches(workers)):
+                own = slice(rank * BATCH, (rank + 1) * BATCH)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs[own], step % 3 > 0), labels[own]).backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+            return _weights(model), optimizer.version
+
+    return work
+
+
+def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str) -> list[Any]:
+    with nodes.rendezvous() as port:
+        children = nodes.start(counts, port, work, variables)
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize(
+    ("counts", "make"),
+    [
+        pytest.param((1, 2), MOMENTUM, id="1+2, momentum"),
+        pytest.param((2, 2), ADAM, id="2+2, adam", marks=pytest.mark.slow),
+        pytest.param((1, 3), ADAM, id="1+3, adam", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1), MOMENTUM, id="2+1+1, momentum", marks=pytest.mark.slow),
+    ],
+)
+def test_nodes_train_as_one_process_does_with_the_batches_of_all(counts: tuple[int, ...], make: Optimizers) -> None:
+    """Parameters without a gradient in some steps, too; nodes with different numbers of workers count as many gradients."""
+    outcomes = _train(counts, _work(make, sum(counts)))
+    expected = _alone(make, sum(counts))
+    for weights, version in outcomes:
+        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
+        assert version == STEPS
+    assert all(np.array_equal(weights, outcomes[0][0]) for weights, _ in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", ["bsp", "asp"])
+@pytest.mark.parametrize("name", [name for name in DISCIPLINES if name != "auto"])
+def test_every_discipline_trains_over_three_nodes(name: str, within: str) -> None:
+    """All nodes end with the same weights, which are finite and not those of the beginning."""
+    policies = [parse_policy(spec) for spec in DISCIPLINES[name].examples]
+    spec = next(policy.spec for policy in policies if not (policy.tune or policy.ema or policy.warm_up))
+    outcomes = _train((1, 2, 1), _work(MOMENTUM, 4, spec), FASTPS_WITHIN=within)
+    first = _weights(Branched())
+    for weights, _ in outcomes:
+        assert np.isfinite(weights).all()
+        assert not np.array_equal(weights, first)
+        assert np.array_equal(weights, outcomes[0][0])
+
+
+def _until_lost(rank: int) -> Any:
+    """Train for as long as nobody is lost; the time and the text of the end."""
+    model = Branched()
+    try:
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
+            optimizer.wait_for_start()
+            for _ in range(100_000):
+                optimizer.zero_grad()
+                model(torch.ones(2, 13), True).sum().backward()
+                optimizer.step()
+    except fastps.Error as error:
+        return time.monotonic(), type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_node_is_named_everywhere_at_once(victim: int) -> None:
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1), port, _until_lost)
+        deadline = time.monotonic() + 60
+        while len(found := nodes.agents()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(4.0)
+        killed = time.monotonic()
+        os.kill(found[victim], signal.SIGKILL)
+        processes.finish(children, 30)
+    for rank, child in enumerate(children):
+        ended, kind, text = child.outcome
+        assert kind == "NodeLostError"
+        assert ended - killed < 3.5
+        if rank != victim:
+            assert f"node {victim}" in text
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_its_node_and_is_named_on_the_others() -> None:
+    def work(rank: int) -> Any:
+        if rank != 2:
+            return _until_lost(rank)
+        model = Branched()
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
+            for step in range(100_000):
+                optimizer.zero_grad()
+                model(torch.ones(2, 13), True).sum().backward()
+                optimizer.step()
+                if step == 20:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 2), port, work)
+        processes.finish(children, 60)
+    assert children[2].exit_code == -signal.SIGKILL
+    assert children[0].outcome[1:] == ("NodeLostError", "node 1: worker 1 of 2 failed: its process is gone")
+    assert children[1].outcome[1] in ("WorkerDiedError", "NodeLostError")
+
+
+@pytest.mark.slow
+def test_a_node_with_another_model_is_told_what_differs() -> None:
+    def work(rank: int) -> Any:
+        model = torch.nn.Linear(13, 3 + rank)
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), model=model, timeout_s=20):
+            time.sleep(1)
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1), port, work)
+        processes.finish(children, 60)
+    kind, text = children[1].outcome
+    assert kind == "AttachError"
+    assert "LayoutError" in text
+    assert "parameter 0" in text
+
+
+@pytest.mark.slow
+def test_steps_that_a_scaler_skips_hold_up_no_other_node() -> None:
+    """A node whose workers all make null pushes still takes part in each version."""
+
+    def work(rank: int) -> Any:
+        model = torch.nn.Linear(4, 1, bias=False)
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), timeout_s=20) as optimizer:
+            model.weight.data.fill_(1.0)
+            for step in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(rank == 1 and step % 2))
+                optimizer.step()
+            return optimizer.version
+
+    assert _train((1, 1), work) == [6, 6]

@@ -1,0 +1,120 @@
+"""Edges over real Gloo links, both sides in this process: order, losses, silence, and what a failed peer says."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import TCPStore
+
+from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
+from fastps.network.gloo import GlooLink
+from fastps.network.link import LinkLostError
+from fastps.network.messages import Header, Kind
+from fastps.system.clock import SYSTEM_CLOCK
+
+
+def _both(make: Callable[[int], Any]) -> list[Any]:
+    """What two threads make, one for each side."""
+    made: list[Any] = [None, None]
+
+    def run(side: int) -> None:
+        made[side] = make(side)
+
+    threads = [threading.Thread(target=run, args=(side,)) for side in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return made
+
+
+@dataclass
+class Pair:
+    edges: list[Edge]
+    links: list[tuple[GlooLink, GlooLink]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def link(side: int) -> tuple[GlooLink, GlooLink]:
+        own = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        control, data = (GlooLink(own, name, side, "127.0.0.1", 10.0) for name in ("control", "data"))
+        return control, data
+
+    links = _both(link)
+    made = Pair([Edge(*each, SYSTEM_CLOCK, 1.5) for each in links], links)
+    yield made
+    for edge in made.edges:
+        edge.close()
+
+
+def test_headers_come_in_order_and_beats_are_not_among_them(pair: Pair) -> None:
+    leaf, home = pair.edges
+    for step in range(5):
+        leaf.say(Header(Kind.PUSH, step=step))
+    assert home.hear(0.7) is not None
+    assert [header.step for _ in range(4) if (header := home.hear(1.0)) is not None] == [1, 2, 3, 4]
+    assert home.hear(0.7) is None, "only beats"
+
+
+def test_floats_arrive_as_they_were_sent_in_both_directions_at_once(pair: Pair) -> None:
+    random = np.random.default_rng(3)
+    sent = [random.integers(0, 256, 20 * CHUNK_BYTES + 13, np.uint8) for _ in range(2)]
+    found = [np.zeros_like(memory) for memory in sent]
+
+    def exchange(side: int) -> None:
+        pair.edges[side].send(chunks_of(sent[side]))
+        pair.edges[side].receive(chunks_of(found[side]))
+
+    def answer(side: int) -> None:
+        pair.edges[side].receive(chunks_of(found[side]))
+        pair.edges[side].send(chunks_of(sent[side]))
+
+    _both(lambda side: exchange(side) if side == 0 else answer(side))
+    assert np.array_equal(found[0], sent[1])
+    assert np.array_equal(found[1], sent[0])
+
+
+def test_a_side_that_closes_is_missed_at_once(pair: Pair) -> None:
+    leaf, home = pair.edges
+    leaf.close()
+    began = time.monotonic()
+    with pytest.raises(LinkLostError):
+        home.hear(10.0)
+    assert time.monotonic() - began < 2
+    with pytest.raises(LinkLostError):
+        home.say(Header(Kind.PUSH))
+
+
+def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
+    leaf, home = pair.edges
+    leaf._ends.set()  # its beats end, and its links stay open
+    began = time.monotonic()
+    with pytest.raises(LinkLostError):
+        home.hear(10.0)
+    assert 0.9 < time.monotonic() - began < 4
+
+
+def test_what_a_failed_side_says_is_the_reason(pair: Pair) -> None:
+    leaf, home = pair.edges
+    leaf.say(Header(Kind.FAILED, text="the disk is full"))
+    leaf.close()
+    header = home.hear(5.0)
+    assert header is not None and header.text == "the disk is full"
+    with pytest.raises(LinkLostError, match="the disk is full"):
+        home.check()
+    assert home.failure == "the disk is full"
+
+
+def test_bytes_that_are_no_header_end_the_edge(pair: Pair) -> None:
+    home = pair.edges[1]
+    control = pair.links[0][0]
+    control.wait(control.send(np.full(512, 7, np.uint8)), 2.0)
+    with pytest.raises(LinkLostError, match="expected a message of fastps"):
+        home.hear(5.0)

@@ -1,0 +1,94 @@
+"""Launchers of several nodes, all on this machine: they find each other, number their workers, and say what is wrong."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastps.errors import UsageError
+from fastps.processes.nodes import NodeOptions
+from fastps.processes.options import JobOptions
+
+SHOW = """
+import os
+names = ("FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS", "FASTPS_NODE_RANK", "FASTPS_NNODES")
+print(*(os.environ[name] for name in names), os.environ["FASTPS_JOB"])
+"""
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _launch(*arguments: str, port: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "fastps", "run", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
+    script, port = tmp_path / "show.py", _port()
+    script.write_text(SHOW)
+    launched = [_launch("-n", str(count), str(script), port=port) for count in (1, 2)]
+    ended = [process.communicate(timeout=60) for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], ended
+    rows = sorted(line.split() for out, _ in ended for line in out.splitlines())
+    jobs = {row.pop() for row in rows}
+    assert len(jobs) == 1
+    numbers = {int(row[-2]): row for row in rows}
+    assert len(numbers) == 2, "either may be node 0"
+    counts = {int(row[-2]): int(row[-3]) for row in rows}
+    expected = []
+    for node in (0, 1):
+        first = 0 if node == 0 else counts[0]
+        for local in range(counts[node]):
+            expected.append([f"[{first + local}]", str(first + local), "3", str(local), str(counts[node]), str(node), "2"])
+    assert rows == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([["--node-rank", "0"], ["--node-rank", "0"]], "cannot listen on port"),
+        ([["--node-rank", "0"], ["--node-rank", "1"], ["--node-rank", "1"]], "two nodes say that they are node 1"),
+        ([["--node-rank", "0"], ["--nnodes", "3", "--node-rank", "1"]], "give the same --nnodes everywhere"),
+    ],
+)
+def test_what_does_not_fit_together_is_named_by_who_came_last(tmp_path: Path, arguments: list[list[str]], message: str) -> None:
+    script, port = tmp_path / "show.py", _port()
+    script.write_text("import time\ntime.sleep(3)")
+    launched = [_launch(*each, str(script), port=port) for each in arguments]
+    errors = []
+    for process in launched:
+        try:
+            errors.append(process.communicate(timeout=15)[1])
+        except subprocess.TimeoutExpired:  # it waits for a node that was refused
+            process.send_signal(2)
+            errors.append(process.communicate(timeout=15)[1])
+    assert any(message in text for text in errors), errors
+    assert 2 in [process.returncode for process in launched]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 1}, "--nnodes: expected 2 or more nodes, found 1"),
+        ({"rendezvous": ""}, "--nnodes: expected --rendezvous HOST:PORT beside it"),
+        ({"rendezvous": "here"}, "HOST:PORT, such as node0:29400, found 'here'"),
+        ({"rank": "2"}, "--node-rank: expected auto, or 0 to 1, found '2'"),
+        ({"within": "ssp"}, "--within: expected bsp or asp, found 'ssp'"),
+        ({"on_node_loss": "wait"}, "--on-node-loss: expected stop or continue, found 'wait'"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        NodeOptions(**{"count": 2, "rendezvous": "a:1", **options})  # type: ignore[arg-type]
+
+
+def test_options_that_several_nodes_do_not_have_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected no --restarts, --checkpoint"):
+        NodeOptions(2, "a:1").check_beside(JobOptions(restarts=1))

@@ -1,0 +1,62 @@
+"""Helpers for tests of several nodes: all on this machine, each with an agent of its own, over real links on loopback."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from tests.support import processes
+from tests.support.processes import Child
+
+
+@contextmanager
+def rendezvous() -> Iterator[int]:
+    """A store for nodes to find each other; gives its port."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def start(
+    counts: Sequence[int], port: int, work: Callable[[int], Any], variables: Mapping[str, str] | None = None
+) -> list[Child]:
+    """Start a process for each worker of nodes with so many workers; `work` gets the worker's rank in the whole job."""
+    firsts = [0, *accumulate(counts)]
+    children = []
+    for node, count in enumerate(counts):
+        for local in range(count):
+            rank = firsts[node] + local
+            own = {
+                "FASTPS_NNODES": len(counts),
+                "FASTPS_NODE_RANK": node,
+                "FASTPS_RENDEZVOUS": f"127.0.0.1:{port}",
+                "FASTPS_LOCAL_RANK": local,
+                "FASTPS_LOCAL_WORKERS": count,
+                "FASTPS_RANK": rank,
+                "FASTPS_WORKERS": sum(counts),
+                "FASTPS_JOB": f"nodes-{os.getpid()}-{port}",
+                **(variables or {}),
+            }
+
+            def run(rank: int = rank, own: Mapping[str, Any] = own) -> Any:
+                os.environ.update({name: str(value) for name, value in own.items()})
+                torch.set_num_threads(1)
+                return work(rank)
+
+            children.append(processes.start(run))
+    return children
+
+
+def agents() -> dict[int, int]:
+    """The process id of each node's agent, among the descendants of this process."""
+    import psutil
+
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        if "fastps.network.agent" in process.cmdline():
+            found[int(process.environ()["FASTPS_NODE_RANK"])] = process.pid
+    return found
