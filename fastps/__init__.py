@@ -23,6 +23,7 @@ _NAMES_OF = {
         "CheckpointError",
         "Error",
         "LayoutError",
+        "NodeLostError",
         "NonFiniteGradientError",
         "ParameterChangedError",
         "PolicyError",

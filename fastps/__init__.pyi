@@ -8,6 +8,7 @@ from fastps.errors import AttachError as AttachError
 from fastps.errors import CheckpointError as CheckpointError
 from fastps.errors import Error as Error
 from fastps.errors import LayoutError as LayoutError
+from fastps.errors import NodeLostError as NodeLostError
 from fastps.errors import NonFiniteGradientError as NonFiniteGradientError
 from fastps.errors import ParameterChangedError as ParameterChangedError
 from fastps.errors import PolicyError as PolicyError

@@ -78,6 +78,7 @@ MODULES = {
     "fastps/network/link": "tests/network/test_edge.py",
     "fastps/network/home": "tests/network/test_agent.py",
     "fastps/network/leaf": "tests/network/test_agent.py",
+    "fastps/network/serving": "tests/network/test_agent.py",
     "fastps/network/meeting": "tests/network/test_agent.py",
     "fastps/network/roll_call": "tests/processes/test_nodes.py",
     "fastps/torch/on_nodes": "tests/network/test_agent.py",

@@ -75,6 +75,17 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             "time / fastps": lambda row: f"{row['ratio']:.2f}",
         },
     ),
+    "nodes": (
+        "one step of two nodes with two workers each, without compute; bound: none is known",
+        {
+            "side": lambda row: row["name"],
+            "link": lambda row: row["backend"],
+            "workers": lambda row: str(row["workers"]),
+            "parameters": lambda row: f"{row['parameters']:,}",
+            **_TIMES,
+            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+        },
+    ),
     "train": (
         "one step of training; bound: none is known, but single is one process with all cores and the batches of all",
         {
@@ -92,7 +103,7 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
 
 
 _WIDE = ("least", "most", "GB/s", "run", "MiB", "steps/s")  # columns that a narrow terminal does without
-_TEXTS = ("kernel", "figure", "sync", "fold/grant", "surroundings", "side", "model", "backend")
+_TEXTS = ("kernel", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:

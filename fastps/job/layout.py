@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from fastps.errors import UnsupportedError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.policy import Policy
 from fastps.job.update_rules import Rule
@@ -81,6 +82,14 @@ class Layout:
     def is_leaf(self) -> bool:
         """Whether this is the arena of one node of several: its server is the node's agent, and node 0 has the state."""
         return self.rule.name == LEAF
+
+    def check_has_state(self, what: str) -> None:
+        """Raise UnsupportedError for what needs the job's state, if this is a leaf arena."""
+        if self.is_leaf:
+            raise UnsupportedError(
+                f"{what}: not in a job of several nodes yet, because node 0 has the job's state and no worker reaches it; save"
+                " the model on one worker after wait_for_others(), and load it before wrapping the optimizer"
+            )
 
     @property
     def planes(self) -> int:

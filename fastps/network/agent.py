@@ -20,11 +20,12 @@ from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
-from fastps.network.home import Home, Serving
+from fastps.network.home import Home
 from fastps.network.leaf import FarHome, Leaf, NearHome, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.meeting import Meeting
 from fastps.network.messages import Header, Kind
+from fastps.network.serving import Serving
 from fastps.store.server_loop import Server, answer_as_server
 from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.store import Store
@@ -110,10 +111,9 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     meeting = Meeting(of, order.name, leaf.timeout_s, leaf.clock)
     if of.is_home:
         home = Home.create(layout, of, leaf, order.hypers)
-        near = NearHome(leaf, home)
-        for node in range(1, of.count):
-            serving = Serving(home, node, partial(meeting.answer, node, layout))
-            home.edges.append(serving)
+        others = [Serving(home, node, partial(meeting.answer, node, layout)) for node in range(1, of.count)]
+        near = NearHome(leaf, home, others)
+        for serving in others:
             serving.start()
         meeting.show(layout)
         return near

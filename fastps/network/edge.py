@@ -19,6 +19,7 @@ from fastps.system.clock import Clock
 
 BEAT_S = 0.5
 CHUNK_BYTES = 1 << 20
+SENDS_UNDER_WAY = 17  # the most whose memory must stay as it is
 _AHEAD = 8  # receives begun ahead
 
 
@@ -112,24 +113,34 @@ class Edge:
     # -- floats ------------------------------------------------------------------------------------
 
     def send(self, chunks: Iterable[Memory]) -> None:
-        """Send memory in this order. A chunk is taken from the iterator when it is sent, so it may be computed then."""
+        """Send memory in this order. A chunk is taken from the iterator when it is sent, so it may be computed then.
+
+        When a chunk is taken, the sends of all but the SENDS_UNDER_WAY - 1 chunks before it have ended.
+        """
         self._transfer(self._data.send(chunk) for chunk in chunks)
 
     def receive(self, chunks: Iterable[Memory]) -> None:
         """Receive into memory in this order; sizes are those of the peer's `send`."""
+        for _ in self.receiving(chunks):
+            pass
+
+    def receiving(self, chunks: Iterable[Memory]) -> Iterator[None]:
+        """Receive as `receive` does, and yield whenever the next chunk has arrived."""
         under_way: deque[object] = deque()
         for chunk in chunks:
             under_way.append(self._data.receive(chunk))
             if len(under_way) > _AHEAD:
                 self._wait(under_way.popleft())
+                yield
         for transfer in under_way:
             self._wait(transfer)
+            yield
 
     def _transfer(self, transfers: Iterator[object]) -> None:
         under_way: deque[object] = deque()
         for transfer in transfers:
             under_way.append(transfer)
-            if len(under_way) > 2 * _AHEAD:
+            if len(under_way) >= SENDS_UNDER_WAY:
                 self._wait(under_way.popleft())
         for transfer in under_way:
             self._wait(transfer)

@@ -1,15 +1,12 @@
-"""The home: the arena whose workers are nodes, and a thread for each node that pushes and pulls in its name.
+"""The home: the arenas whose workers are nodes, one for each part of the model.
 
-The arena is an ordinary store, so the compiled scheduler decides between nodes as it does between workers. A node's lane
-belongs to the thread that serves its edge: it receives the node's sum straight into the lane's slot, posts it, waits for the
-grant, and sends the weights from the pinned buffer.
+An arena is an ordinary store, so the compiled scheduler decides between nodes as it does between workers. `NodeLanes` are a
+node's lanes, one in each arena: its sum is written straight into their slots, and its weights are read from the pinned buffers.
 """
 
-import contextlib
-import logging
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -19,15 +16,13 @@ from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory, Views
-from fastps.network.edge import Edge, chunks_of
+from fastps.network.edge import chunks_of
 from fastps.network.link import LinkLostError, Memory
-from fastps.network.messages import Header, Kind
-from fastps.network.sums import payload_bytes, unpack
+from fastps.network.messages import Header
+from fastps.network.parts import Part, parts_of
+from fastps.network.sums import Terms
 from fastps.store.store import Store
 from fastps.store.worker import Worker
-
-logger = logging.getLogger("fastps.network")
-_HEAR_S = 1.0
 
 
 class _Lane(Worker):
@@ -42,160 +37,163 @@ class _Lane(Worker):
 
 
 class HomeStore(Store):
-    """The home arena of a job, in the process of node 0's agent."""
+    """The arena of one part, in the process of node 0's agent."""
 
     worker_class = _Lane
 
 
+class NodeLanes:
+    """The lanes of one node, in the arenas of all parts. One thread may write and push while another waits and reads."""
+
+    def __init__(self, parts: list[Part], workers: list[Worker], within: str) -> None:
+        self.parts = parts
+        self._workers = workers
+        self._within = within
+        self._posted: queue.SimpleQueue[int] = queue.SimpleQueue()  # parts whose grant may be waited for
+
+    def check_with(self, check: Callable[[], None]) -> None:
+        """Call this in every wait."""
+        for worker in self._workers:
+            cast(_Lane, worker).check = check
+
+    @property
+    def slots(self) -> list[Memory]:
+        """The slot of each part's next push. It may be written once the step before is granted."""
+        return [_slot(worker) for worker in self._workers]
+
+    def push(self, part: int, terms: Terms, header: Header) -> None:
+        """Push what lies in a part's slot: a sum of `header.weight` gradients.
+
+        Where a version is not a mean of several pushes, the sum is divided by its gradients, unless the node sums whatever has
+        come (within="asp"): then each counts as a push.
+        """
+        worker = self._workers[part]
+        worker.lane.weight, worker.loss = header.weight, header.loss
+        is_whole = worker.store.layout.policy.is_mean or self._within == "asp"
+        scale = 1.0 if is_whole else 1.0 / max(1, header.weight)
+        presence = terms.presence_in(self.parts[part].parameters)
+        worker.push(terms.hypers, presence=presence, scale=scale, samples=header.samples)
+        self._posted.put(part)
+
+    def push_nothing(self) -> None:
+        """Make a step without a gradient."""
+        for part, worker in enumerate(self._workers):
+            worker.push(worker.store.hypers, null=True)
+            self._posted.put(part)
+
+    def granted(self) -> Iterator[tuple[Part, list[Memory]]]:
+        """Wait for each part's push and grant in turn, and pull its weights: whole shards, each from its buffer.
+
+        Raises LinkLostError after `abort`.
+        """
+        for part, worker in zip(self.parts, self._workers, strict=True):
+            if self._posted.get() < 0:
+                raise LinkLostError("the rest of a push did not come")
+            worker.advance()
+            worker.pull()
+            yield part, _weights(worker)
+
+    def last(self) -> Iterator[tuple[Part, list[Memory]]]:
+        """Leave each part in turn, wait for the other nodes, and pull the final weights."""
+        for part, worker in zip(self.parts, self._workers, strict=True):
+            worker.wait_for_others()
+            yield part, _weights(worker)
+
+    def pulled(self) -> Iterator[Memory]:
+        """The weights of the last pull, in chunks."""
+        for worker in self._workers:
+            for memory in _weights(worker):
+                yield from chunks_of(memory)
+
+    @property
+    def version(self) -> int:
+        """The version of the last pull of the first part."""
+        return self._workers[0].version
+
+    def look_around(self) -> None:
+        """Raise WorkerDiedError if another node is lost and the job ends with it."""
+        for worker in self._workers:
+            worker.look_around()
+
+    def abort(self) -> None:
+        """End a wait for a part that will not be pushed."""
+        self._posted.put(-1)
+
+    def close(self, failure: str | None) -> None:
+        """Give the lanes back; with `failure` the other nodes hear why. May be called twice."""
+        text = failure and f"{NodeLostError.__name__}: {failure}"
+        for worker in self._workers:
+            worker.close(text)
+
+
 @dataclass
 class Home:
-    """The home arena and its lanes."""
+    """The home arenas of a job."""
 
-    store: HomeStore
+    parts: list[Part]
+    stores: list[Store]
     of: Nodes
-    edges: list["Serving"] = field(default_factory=list)
 
     @staticmethod
     def create(layout: Layout, of: Nodes, leaf: JobMemory, hypers: list[Hyper]) -> "Home":
-        """Make the arena, with the weights of the leaf's version 0."""
+        """Make the arenas, with the weights of the leaf's version 0."""
+        home = Home(parts_of(layout), [], of)
+        first = np.frombuffer(leaf.memory, np.float32, layout.buffer_floats, leaf.arena.weights_offset(0))
+        try:
+            for number, part in enumerate(home.parts):
+                home.stores.append(_store(f"{leaf.job}.home{number}", part, first, leaf, hypers))
+        except BaseException:
+            home.close()
+            raise
+        return home
 
-        def write(views: Views) -> None:
-            for view, first in zip(views, leaf.weight_views(0), strict=True):
-                view[:] = first
+    def attach(self, node: int) -> NodeLanes:
+        """Take a node's lanes. Raises AttachError."""
+        return NodeLanes(self.parts, [store.attach(node) for store in self.stores], self.of.within)
 
-        job = f"{leaf.job}.home"
-        made = HomeStore.create_for(layout, write, hypers, job=job, timeout_s=leaf.timeout_s, clock=leaf.clock)
-        return Home(cast(HomeStore, made), of)
-
-    def attach(self, node: int) -> Worker:
-        """Take a node's lane. Raises AttachError."""
-        return self.store.attach(node)
+    def give_up(self, node: int, failure: str) -> None:
+        """Mark the lanes of a node that never came as failed."""
+        for store in self.stores:
+            store.arena.finish(node, f"{NodeLostError.__name__}: {failure}")
 
     def loss_of(self, error: Error) -> NodeLostError:
         """The error that ends the job on this node, by the node that failed first."""
-        arena = self.store.arena
-        failed = next((lane for lane in range(self.of.count) if arena.failure(lane)), -1)
-        text = arena.failure(failed) if failed >= 0 else str(error)
-        return NodeLostError(text.partition(": ")[2] or text if failed >= 0 else text, failed)
-
-    def await_nodes(self) -> None:
-        """Wait until every node has left or is lost."""
-        for serving in self.edges:
-            serving.join()
+        for store in self.stores:
+            for node in range(self.of.count):
+                if text := store.arena.failure(node):
+                    return NodeLostError(text.partition(": ")[2] or text, node)
+        return NodeLostError(str(error))
 
     def close(self) -> None:
-        """Release the arena."""
-        self.store.close()
+        """Release the arenas."""
+        for store in self.stores:
+            store.close()
 
 
-def gradient_of(worker: Worker, lane: int) -> Memory:
+def _store(
+    job: str, part: Part, first: np.ndarray[tuple[int], np.dtype[np.float32]], leaf: JobMemory, hypers: list[Hyper]
+) -> Store:
+    """The arena of one part, with its range of the first weights."""
+
+    def write(views: Views) -> None:
+        for view, parameter in zip(views, part.layout.parameters, strict=True):
+            begin = part.first + parameter.offset
+            view[:] = first[begin : begin + parameter.length]
+
+    return HomeStore.create_for(part.layout, write, hypers, job=job, timeout_s=leaf.timeout_s, clock=leaf.clock)
+
+
+def _slot(worker: Worker) -> Memory:
     """All bytes of the slot of the worker's next push."""
     store = worker.store
-    offset = store.arena.gradient_offset(lane, worker.lane.slot)
+    offset = store.arena.gradient_offset(worker.rank, worker.lane.slot)
     return np.frombuffer(store.memory, np.uint8, 4 * store.layout.buffer_floats, offset)
 
 
-def weight_parts(store: JobMemory, buffers: Sequence[int], shards: Sequence[tuple[int, int]]) -> list[Memory]:
-    """The floats of the shards, each from its buffer, in order and in the parts in which they travel."""
-    parts = []
-    for (first, last), buffer in zip(shards, buffers, strict=True):
-        begin = store.arena.weights_offset(buffer) + 4 * first
-        parts += chunks_of(np.frombuffer(store.memory, np.uint8, 4 * (last - first), begin))
-    return parts
-
-
-def push_scale(worker: Worker, weight: int, within: str) -> float:
-    """The factor of a node's sum where a version is not a mean of several pushes: the mean of its gradients, or their sum."""
-    return 1.0 if worker.store.layout.policy.is_mean or within == "asp" else 1.0 / max(1, weight)
-
-
-class Serving(threading.Thread):
-    """The thread that serves one node: it opens the edge with `connect`, and ends when the node has left or is lost."""
-
-    def __init__(self, home: Home, node: int, connect: Callable[[], tuple[Edge, Header]]) -> None:
-        super().__init__(name=f"fastps-node-{node}", daemon=True)
-        self._home, self._node = home, node
-        self._connect = connect
-        self._groups, self._parameters = home.store.layout.groups, len(home.store.layout.parameters)
-
-    def run(self) -> None:
-        """See threading.Thread."""
-        worker: Worker | None = None
-        edge: Edge | None = None
-        failure: str | None = None
-        try:
-            edge, hello = self._connect()
-            worker = self._home.attach(self._node)
-            cast(_Lane, worker).check = edge.check
-            logger.info("node %d joined with %d workers", self._node, hello.weight)
-            self._send_weights(edge, worker, Kind.WELCOME)
-            while self._serve(edge, worker):
-                pass
-        except LinkLostError as error:
-            failure = (edge.failure if edge is not None else "") or f"node {self._node} was lost: {error}"
-        except Error as error:
-            failure = f"node {self._node}: {type(error).__name__}: {error}"
-        self._end(edge, worker, failure)
-
-    def _end(self, edge: Edge | None, worker: Worker | None, failure: str | None) -> None:
-        """Give the lane back, and tell the node why if it can still hear."""
-        if failure is not None:
-            logger.warning("%s", failure)
-        try:
-            if worker is not None:
-                worker.close(failure and f"{NodeLostError.__name__}: {failure}")
-            elif failure is not None:
-                self._home.store.arena.finish(self._node, f"{NodeLostError.__name__}: {failure}")
-        except Error as error:
-            failure = failure or str(error)
-        if edge is not None:
-            if failure:
-                with contextlib.suppress(LinkLostError):
-                    edge.say(Header(Kind.FAILED, text=self._reason(failure)))
-            edge.close()
-
-    def _reason(self, failure: str) -> str:
-        return str(self._home.loss_of(NodeLostError(failure, self._node)))
-
-    def _serve(self, edge: Edge, worker: Worker) -> bool:
-        """Serve one message. Returns whether another may follow."""
-        header = edge.hear(_HEAR_S)
-        if header is None:
-            worker.look_around()
-            return True
-        if header.kind == Kind.LEAVE:
-            worker.wait_for_others()
-            self._send_weights(edge, worker, Kind.WEIGHTS)
-            return False
-        if header.kind == Kind.FAILED:
-            raise LinkLostError(header.text)
-        if header.kind == Kind.NULL:
-            worker.push(self._home.store.hypers, null=True)
-        elif header.kind == Kind.PUSH:
-            self._push(edge, worker, header)
-        else:
-            raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends")
-        worker.advance()
-        worker.pull()
-        self._send_weights(edge, worker, Kind.WEIGHTS)
-        return True
-
-    def _push(self, edge: Edge, worker: Worker, header: Header) -> None:
-        """Receive a sum into the lane's slot, and post it."""
-        terms = np.zeros(payload_bytes(self._groups, self._parameters), np.uint8)
-        slot = gradient_of(worker, self._node)
-        edge.receive([terms, *chunks_of(slot)])
-        found = unpack(terms.tobytes(), self._groups, self._parameters)
-        post(worker, found.hypers, found.presence, header, self._home.of.within)
-
-    def _send_weights(self, edge: Edge, worker: Worker, kind: Kind) -> None:
-        edge.say(Header(kind, node=0, step=worker.steps, version=worker.version))
-        edge.send(weight_parts(worker.store, worker.buffers, worker.store.layout.shards))
-
-
-def post(worker: Worker, hypers: list[Hyper], presence: bytes, header: Header, within: str) -> None:
-    """Post the sum that lies in the lane's slot."""
-    worker.lane.weight = header.weight
-    worker.loss = header.loss
-    scale = push_scale(worker, header.weight, within)
-    worker.push(hypers, presence=presence, scale=scale, samples=header.samples)
+def _weights(worker: Worker) -> list[Memory]:
+    """The pulled weights of each shard."""
+    store = worker.store
+    return [
+        np.frombuffer(store.memory, np.uint8, 4 * (last - first), store.arena.weights_offset(buffer) + 4 * first)
+        for (first, last), buffer in zip(store.layout.shards, worker.buffers, strict=True)
+    ]

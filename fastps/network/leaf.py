@@ -6,7 +6,9 @@ their slots.
 """
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -16,12 +18,12 @@ from fastps.errors import Error, NodeLostError, TimeoutExceededError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.membership.job_memory import JobMemory
-from fastps.network.edge import Edge
-from fastps.network.home import Home, gradient_of, post, weight_parts
-from fastps.network.link import LinkLostError
+from fastps.network.edge import SENDS_UNDER_WAY, Edge, chunks_of
+from fastps.network.home import Home
+from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
-from fastps.network.sums import Push, Sums, pack
-from fastps.store.worker import Worker
+from fastps.network.parts import Part, parts_of
+from fastps.network.sums import CHUNK_FLOATS, Push, Sums, pack
 from fastps.system.deadline import Deadline
 
 _HEAR_S = 0.5
@@ -88,66 +90,68 @@ class Leaf:
 
 
 class NearHome:
-    """The home of node 0's leaf, in the same process: the sum is written into the home's slot."""
+    """The home of node 0's leaf, in the same process: the sum is written into the home's slots.
 
-    def __init__(self, leaf: JobMemory, home: Home) -> None:
+    `others` are the threads that serve the other nodes.
+    """
+
+    def __init__(self, leaf: JobMemory, home: Home, others: Sequence[threading.Thread]) -> None:
         self._sums = Sums(leaf)
         self._home = home
-        self._worker: Worker = home.attach(0)
+        self._lanes = home.attach(0)
+        self._others = others
 
     def step(self, header: Header, pushes: Sequence[Push], buffer: int) -> None:
         """See Upstream."""
-        worker = self._worker
         try:
-            if worker.lane.awaits:
-                worker.advance()  # an error ended the wait of the step before
             if pushes:
-                slot = torch.from_numpy(gradient_of(worker, 0).view(np.float32))
-                terms, parts = self._sums.begin(pushes, slot)
-                at = 0
-                for part in parts:
-                    if part.data_ptr() != slot[at:].data_ptr():
-                        slot[at : at + len(part)] = part
-                    at += len(part)
-                post(worker, terms.hypers, terms.presence, header, self._home.of.within)
+                self._push(header, pushes)
             else:
-                worker.push(self._home.store.hypers, null=True)
-            worker.advance()
-            worker.pull()
+                self._lanes.push_nothing()
+            self._copy_weights(self._lanes.granted(), buffer)
         except Error as error:
             raise self._home.loss_of(error) from error
-        self._copy_weights(buffer)
+
+    def _push(self, header: Header, pushes: Sequence[Push]) -> None:
+        slots = [torch.from_numpy(slot.view(np.float32)) for slot in self._lanes.slots]
+        terms, chunks = self._sums.begin(pushes, slots)
+        for part, slot in enumerate(slots):
+            at = 0
+            while at < len(slot):
+                chunk, target = next(chunks), slot[at:]
+                if chunk.data_ptr() != target.data_ptr():
+                    target[: len(chunk)] = chunk
+                at += len(chunk)
+            self._lanes.push(part, terms, header)
 
     def finish(self, buffer: int) -> None:
         """See Upstream."""
         try:
-            self._worker.wait_for_others()
+            self._copy_weights(self._lanes.last(), buffer)
         except Error as error:
             raise self._home.loss_of(error) from error
-        self._copy_weights(buffer)
 
-    def _copy_weights(self, buffer: int) -> None:
+    def _copy_weights(self, granted: Iterator[tuple[Part, list[Memory]]], buffer: int) -> None:
         weights = self._sums.weights(buffer)
-        for (first, last), held in zip(self._home.store.layout.shards, self._worker.buffers, strict=True):
-            weights[first:last] = self._held(held)[first:last]
-
-    def _held(self, buffer: int) -> torch.Tensor:
-        store = self._home.store
-        offset = store.arena.weights_offset(buffer)
-        return torch.from_numpy(np.frombuffer(store.memory, np.float32, store.layout.buffer_floats, offset))
+        for part, memories in granted:
+            at = part.first
+            for memory in memories:
+                held = torch.from_numpy(memory.view(np.float32))
+                weights[at : at + len(held)] = held
+                at += len(held)
 
     def check(self) -> None:
         """See Upstream."""
         try:
-            self._worker.look_around()
+            self._lanes.look_around()
         except Error as error:
             raise self._home.loss_of(error) from error
 
     def leave(self, failure: str | None) -> None:
         """See Upstream. Waits until the other nodes have left or are lost, because the weights are here."""
-        if not self._worker.closed:
-            self._worker.close(failure and f"{NodeLostError.__name__}: {failure}")
-        self._home.await_nodes()
+        self._lanes.close(failure)
+        for thread in self._others:
+            thread.join()
         self._home.close()
 
 
@@ -155,10 +159,12 @@ class FarHome:
     """The home on another node, across an edge."""
 
     def __init__(self, leaf: JobMemory, layout: Layout, of: Nodes, edge: Edge) -> None:
-        self._leaf, self._layout, self._of = leaf, layout, of
+        self._leaf, self._of = leaf, of
         self._edge = edge
         self._sums = Sums(leaf)
-        self._staging = torch.zeros(leaf.layout.buffer_floats)
+        self._parts = parts_of(layout)
+        self._staging = _ring(leaf.layout.buffer_floats)
+        self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if len(self._parts) > 1 else None
         self._has_left = self._has_finished = False
 
     def begin(self, hello: Header) -> None:
@@ -170,12 +176,21 @@ class FarHome:
         """See Upstream."""
         try:
             self._edge.say(header)
-            if pushes:
-                terms, parts = self._sums.begin(pushes, self._staging)
-                self._edge.send(memory for each in ([_bytes(pack(terms))], map(_memory, parts)) for memory in each)
-            self._take_weights(Kind.WEIGHTS, buffer)
+            if not pushes:
+                self._take_weights(Kind.WEIGHTS, buffer)
+            elif self._receiver is None:
+                self._send(pushes)
+                self._take_weights(Kind.WEIGHTS, buffer)
+            else:  # the first parts come back before the last are sent
+                taken = self._receiver.submit(self._take_weights, Kind.WEIGHTS, buffer)
+                self._send(pushes)
+                taken.result()
         except LinkLostError as error:
             raise self._lost(error) from error
+
+    def _send(self, pushes: Sequence[Push]) -> None:
+        terms, chunks = self._sums.begin(pushes, self._staging)
+        self._edge.send(memory for each in ([_bytes(pack(terms))], map(_memory, chunks)) for memory in each)
 
     def finish(self, buffer: int) -> None:
         """See Upstream."""
@@ -198,8 +213,11 @@ class FarHome:
                 )
         if answer.kind != kind:
             raise LinkLostError(answer.text or f"expected {kind.name} of node 0, found {answer.kind.name}")
-        shards = self._layout.shards
-        self._edge.receive(weight_parts(self._leaf, [buffer] * len(shards), shards))
+        weights = _memory(self._sums.weights(buffer))
+        shards = [
+            (4 * (part.first + first), 4 * (part.first + last)) for part in self._parts for first, last in part.layout.shards
+        ]
+        self._edge.receive(chunk for first, last in shards for chunk in chunks_of(weights[first:last]))
 
     def _lost(self, error: LinkLostError) -> NodeLostError:
         text = self._edge.failure
@@ -223,11 +241,20 @@ class FarHome:
             with contextlib.suppress(LinkLostError):  # the home has ended, or noticed first
                 self._edge.say(Header(Kind.FAILED, self._of.number, text=failure))
         self._edge.close()
+        if self._receiver is not None:
+            self._receiver.shutdown()
 
 
-def _memory(part: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _ring(floats: int) -> list[torch.Tensor]:
+    """Memory for each chunk of a sum, of which few are under way: the same again and again, so that it stays in the cache."""
+    ring = torch.zeros(min(SENDS_UNDER_WAY + 1, -(-floats // CHUNK_FLOATS)), CHUNK_FLOATS)
+    chunks = range(0, floats, CHUNK_FLOATS)
+    return [ring[number % len(ring), : min(CHUNK_FLOATS, floats - first)] for number, first in enumerate(chunks)]
+
+
+def _memory(part: torch.Tensor) -> Memory:
     return part.numpy().view(np.uint8)
 
 
-def _bytes(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _bytes(data: bytes) -> Memory:
     return np.frombuffer(data, np.uint8).copy()

@@ -37,9 +37,13 @@ class Terms:
 
     @property
     def presence(self) -> bytes:
-        """The bitmap of the parameters, as Worker.push takes it."""
-        bits = np.packbits(self.present, bitorder="little").tobytes()
-        return bits.ljust(8 * -(-len(self.present) // 64), b"\0")
+        """The bitmap of all parameters, as Worker.push takes it."""
+        return self.presence_in(range(len(self.present)))
+
+    def presence_in(self, parameters: range) -> bytes:
+        """The bitmap of some parameters, in order."""
+        bits = np.packbits(self.present[parameters.start : parameters.stop], bitorder="little").tobytes()
+        return bits.ljust(8 * -(-len(parameters) // 64), b"\0")
 
 
 def payload_bytes(groups: int, parameters: int) -> int:
@@ -82,10 +86,11 @@ class Sums:
         offset = self._store.arena.weights_offset(buffer)
         return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
 
-    def begin(self, pushes: Sequence[Push], out: torch.Tensor) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """The terms of a sum, and its parts of CHUNK_FLOATS, which are computed one by one into `out`.
+    def begin(self, pushes: Sequence[Push], outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """The terms of a sum, and its chunks, which are computed one by one into `outs`, one of them after the other.
 
-        A single push that is not scaled is not copied: its own memory is handed out.
+        Together `outs` are as long as a slot, and each but the last is whole chunks. A single push that is not scaled is not
+        copied: its own memory is handed out.
         """
         pushes = sorted(pushes, key=lambda push: (push.lane, push.slot))
         words = [self._store.slot_words(push.lane, push.slot) for push in pushes]
@@ -94,11 +99,12 @@ class Sums:
         slots = [self.slot(push.lane, push.slot) for push in pushes]
         scales = [push.scale for push in pushes]
         if not all(bits.all() for _, bits in words):
-            self._sum_by_parameter(slots, scales, [bits for _, bits in words], out)
-            return terms, _parts([out])
+            whole = torch.empty(self._floats)
+            self._sum_by_parameter(slots, scales, [bits for _, bits in words], whole)
+            return terms, _chunks(whole)
         if len(slots) == 1 and scales[0] == 1.0:
-            return terms, _parts(slots)
-        return terms, _summed(slots, scales, out)
+            return terms, _chunks(slots[0])
+        return terms, _summed(slots, scales, outs)
 
     def _sum_by_parameter(
         self, slots: list[torch.Tensor], scales: list[float], present: list[npt.NDArray[np.bool_]], out: torch.Tensor
@@ -115,21 +121,26 @@ def _edges(floats: int) -> Iterator[tuple[int, int]]:
     return pairwise([*range(0, floats, CHUNK_FLOATS), floats])
 
 
-def _parts(whole: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for tensor in whole:
-        for first, last in _edges(len(tensor)):
-            yield tensor[first:last]
+def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
+    for first, last in _edges(len(whole)):
+        yield whole[first:last]
 
 
-def _summed(slots: list[torch.Tensor], scales: list[float], out: torch.Tensor) -> Iterator[torch.Tensor]:
-    for first, last in _edges(len(out)):
-        part = out[first:last]
-        if len(slots) > 1 and scales[0] == scales[1] == 1.0:
-            torch.add(slots[0][first:last], slots[1][first:last], out=part)
-            rest = 2
-        else:
-            torch.mul(slots[0][first:last], scales[0], out=part)
-            rest = 1
-        for slot, scale in zip(slots[rest:], scales[rest:], strict=True):
-            part.add_(slot[first:last], alpha=scale)
-        yield part
+def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    begin = 0
+    for out in outs:
+        for first, last in _edges(len(out)):
+            _sum([slot[begin + first : begin + last] for slot in slots], scales, out[first:last])
+            yield out[first:last]
+        begin += len(out)
+
+
+def _sum(terms: list[torch.Tensor], scales: list[float], total: torch.Tensor) -> None:
+    if len(terms) > 1 and scales[0] == scales[1] == 1.0:
+        torch.add(terms[0], terms[1], out=total)
+        rest = 2
+    else:
+        torch.mul(terms[0], scales[0], out=total)
+        rest = 1
+    for term, scale in zip(terms[rest:], scales[rest:], strict=True):
+        total.add_(term, alpha=scale)

@@ -82,7 +82,11 @@ class RollCall:
             [sys.executable, "-P", "-m", "fastps.network.roll_call", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             process_group=0,  # Ctrl-C reaches only the launcher
             preexec_fn=die_with_parent(os.getpid()),
         )

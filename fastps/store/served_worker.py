@@ -43,7 +43,7 @@ class ServedWorker(Worker):
             super().try_combine()
 
     def take_over(self) -> None:
-        """Combine from now on, because the server is gone. Raises NodeLostError on one of several nodes: the state is elsewhere."""
+        """Combine from now on, because the server is gone. Raises NodeLostError on one of several nodes."""
         if self.store.layout.is_leaf:
             self.is_served = False  # it leaves before its workers do, once the other nodes have left
             if self.store.arena.lane_state(self.store.arena.server_lane) != LANE_LEFT:

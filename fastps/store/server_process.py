@@ -89,7 +89,11 @@ class ServerProcess:
             [sys.executable, "-P", "-m", agent.module if agent is not None else "fastps.processes.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             pass_fds=[store.descriptor],
             start_new_session=True,  # Ctrl-C and SIGHUP must reach only the workers
         )

@@ -155,6 +155,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
         resumed = join.resumed_from(resume, layout, model, self.param_groups)
+        if wanted is not None or resumed is not None:
+            layout.check_has_state("checkpoints")
         if policy.warm_up:
             join.check_may_move(wanted is not None or resumed is not None, faults)
         self._model, self._seeds = model, dict(seeds or {})
@@ -382,7 +384,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
         that was pointed at other memory reaches no other worker, and the next step would point it back.
         """
-        if not self._placement.shows_arena:
+        if not self._placement.shows_arena or self._store.layout.is_leaf:
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
                 " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"

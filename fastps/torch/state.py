@@ -35,6 +35,7 @@ def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any] | None]:
     """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step."""
+    worker.store.layout.check_has_state("the optimizer's state")
     worker.lock_shards()
     try:
         _, buffers = worker.store.committed()
@@ -62,6 +63,7 @@ class _Buffers:
 @contextlib.contextmanager
 def _republished(worker: Worker) -> Iterator[_Buffers]:
     """Hold all shard locks inside the block, which writes the free buffers; publish them at its end unless it raised."""
+    worker.store.layout.check_has_state("replacing weights or the optimizer's state")
     worker.lock_shards()
     published = False
     try:

@@ -205,3 +205,53 @@ def test_steps_that_a_scaler_skips_hold_up_no_other_node() -> None:
             return optimizer.version
 
     assert _train((1, 1), work) == [6, 6]
+
+
+@pytest.mark.slow
+def test_a_model_of_several_parts_trains_as_one_process_does() -> None:
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: slice) -> None:
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(4):
+            inputs, labels = torch.randn(24, 1500, generator=generator), torch.randint(0, 10, (24,), generator=generator)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(1500, 2000), torch.nn.Tanh(), torch.nn.Linear(2000, 10))
+
+    def work(rank: int) -> Any:
+        own = model()
+        with fastps.DistributedOptimizer(MOMENTUM(own.parameters()), timeout_s=30) as optimizer:
+            loop(own, optimizer, slice(rank * 8, (rank + 1) * 8))
+            optimizer.wait_for_others()
+            return float(np.abs(_weights(own) - _weights(expected)).max())
+
+    expected = model()
+    loop(expected, MOMENTUM(expected.parameters()), slice(0, 24))
+    assert max(_train((2, 1), work)) < 1e-5
+
+
+@pytest.mark.slow
+def test_what_needs_the_jobs_state_is_refused_by_name() -> None:
+    def refusals(rank: int) -> Any:
+        model = torch.nn.Linear(4, 1)
+        found = []
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), model=model, timeout_s=20) as optimizer:
+            for call in (
+                optimizer.state_dict,
+                lambda: optimizer.replace_weights([torch.ones(1, 4), torch.ones(1)]),
+                lambda: optimizer.load_state_dict(MOMENTUM(torch.nn.Linear(4, 1).parameters()).state_dict()),
+            ):
+                with pytest.raises(fastps.UnsupportedError, match="not in a job of several nodes yet") as caught:
+                    call()
+                found.append(type(caught.value).__name__)
+            with torch.no_grad():
+                model.weight.fill_(1.0)
+            model(torch.ones(1, 4)).sum().backward()
+            with pytest.raises(fastps.ParameterChangedError, match="load weights before wrapping"):
+                optimizer.step()
+        return found
+
+    assert _train((1, 1), refusals) == [["UnsupportedError"] * 3] * 2

@@ -1,0 +1,71 @@
+"""Nodes that are lost: killed, stopped or cut off. The others name them in time, or go on without them."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import nodes, processes
+
+pytestmark = pytest.mark.slow
+
+
+def _train(rank: int, sync: str, seconds: float) -> Any:
+    """Train for some seconds; how many steps were made, when the longest was over and how long it was, and how it ended."""
+    model = torch.nn.Linear(13, 3)
+    began = before = time.monotonic()
+    steps, longest, text = 0, 0.0, ""
+    try:
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync=sync, timeout_s=30) as optimizer:
+            optimizer.wait_for_start()
+            began = before = time.monotonic()
+            while before - began < seconds:
+                optimizer.zero_grad()
+                model(torch.ones(2, 13)).sum().backward()
+                optimizer.step()
+                now = time.monotonic()
+                steps, longest, before = steps + 1, max(longest, now - before), now
+                time.sleep(0.005)
+    except fastps.Error as error:
+        text = f"{type(error).__name__}: {error}"
+    return steps, longest, time.monotonic(), text
+
+
+def _lose(number: signal.Signals, loss: str, sync: str, seconds: float) -> tuple[float, list[Any]]:
+    """Send a signal to the agent of node 2 of 3; when that was, and how the workers of nodes 0 and 1 ended."""
+    with nodes.rendezvous() as port:
+        work = lambda rank: _train(rank, sync, seconds)  # noqa: E731
+        children = nodes.start((1, 1, 1), port, work, {"FASTPS_ON_NODE_LOSS": loss})
+        deadline = time.monotonic() + 60
+        while len(found := nodes.agents()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(5.0)
+        sent = time.monotonic()
+        os.kill(found[2], number)
+        processes.finish(children[:2], 60)
+        if number == signal.SIGSTOP:
+            os.kill(found[2], signal.SIGKILL)
+        processes.finish(children[2:], 60)
+    return sent, [child.outcome for child in children[:2]]
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.5)])
+def test_others_end_in_time_and_name_the_node(number: signal.Signals, within_s: float) -> None:
+    sent, outcomes = _lose(number, "stop", "bsp", 60)
+    for _, _, ended, text in outcomes:
+        assert "NodeLostError: node 2 was lost" in text
+        assert ended - sent < within_s
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:3"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_others_go_on_without_the_node(number: signal.Signals, sync: str) -> None:
+    _, outcomes = _lose(number, "continue", sync, 12)
+    for steps, longest, _, text in outcomes:
+        assert text == ""
+        assert steps > 100
+        assert longest < (1.0 if sync == "asp" else 4.5)

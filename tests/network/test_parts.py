@@ -1,0 +1,52 @@
+"""How a home is cut: the parts cover all floats, and there are several only where their decisions cannot differ."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import SGD
+from fastps.network.edge import CHUNK_BYTES
+from fastps.network.parts import parts_of
+
+CHUNK = CHUNK_BYTES // 4
+
+
+def _layout(lengths: list[int], sync: str = "bsp") -> Layout:
+    policy = parse_policy(sync)
+    rows = [(str(index), (length,), (1,), 0) for index, length in enumerate(lengths)]
+    return Layout(place(rows, policy.shards), 1, SGD(lr=0.1).rule, policy, 3)
+
+
+@given(st.lists(st.integers(0, 9 * CHUNK), min_size=1, max_size=8))
+def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> None:
+    layout = _layout(lengths)
+    parts = parts_of(layout)
+    assert parts[0].first == 0
+    assert parts[-1].last == layout.buffer_floats
+    counted = [0] * len(lengths)
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        assert part.last % CHUNK == 0 or following is None
+        assert following is None or part.last == following.first
+        assert part.layout.buffer_floats == part.floats
+        for index, parameter in zip(part.parameters, part.layout.parameters, strict=True):
+            whole = layout.parameters[index]
+            assert parameter.name == whole.name
+            assert part.first + parameter.offset == max(part.first, whole.offset)
+            counted[index] += parameter.length
+    assert counted == lengths
+
+
+def test_a_large_parameter_is_cut_and_a_small_model_is_not() -> None:
+    assert len(parts_of(_layout([25_000_000]))) > 10
+    assert len(parts_of(_layout([25_000]))) == 1
+
+
+@pytest.mark.parametrize(
+    "sync", ["asp", "ssp:3", "dssp:3,15", "backup:1", "psp:2,0.5,shards=4", "softsync:1", "r2sp", "bsp,shards=2"]
+)
+def test_a_discipline_whose_parts_could_differ_has_one(sync: str) -> None:
+    layout = _layout([25_000_000, 100], sync)
+    (part,) = parts_of(layout)
+    assert part.layout is layout
