@@ -15,8 +15,8 @@ from fastps.checkpoint.format import Checkpoint, load
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity
-from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout
+from fastps.job.policy import Policy
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import instances
@@ -55,9 +55,11 @@ def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
             )
 
 
-def check_may_move(has_checkpoints: bool, faults: FaultPolicy) -> None:
-    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires."""
-    if has_checkpoints or faults.continues:
+def check_checkpoints(has_checkpoints: bool, layout: Layout, policy: Policy) -> None:
+    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires; UnsupportedError on a leaf."""
+    if has_checkpoints:
+        layout.check_has_state("checkpoints")
+    if policy.warm_up and (has_checkpoints or layout.faults.continues):
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
             ' on_worker_loss="stop" beside it; take what it recommends (fastps advise) as sync instead'

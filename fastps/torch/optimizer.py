@@ -155,10 +155,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
         resumed = join.resumed_from(resume, layout, model, self.param_groups)
-        if wanted is not None or resumed is not None:
-            layout.check_has_state("checkpoints")
-        if policy.warm_up:
-            join.check_may_move(wanted is not None or resumed is not None, faults)
+        join.check_checkpoints(wanted is not None or resumed is not None, layout, policy)
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
         self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
