@@ -101,6 +101,7 @@ NodeRank = Annotated[str, typer.Option(metavar="auto|N", help="This node's numbe
 Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or who has pushed (asp).")]
 OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
 NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that is not heard for this long is lost.")]
+LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="What floats travel in: float32, bfloat16, float16 or int8.")]
 OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]

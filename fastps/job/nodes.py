@@ -15,6 +15,7 @@ from fastps.job.update_rules import Rule
 from fastps.kernels.update import fold
 
 NODE_TIMEOUT_S = 3.0
+LINK_DTYPES = ("float32", "bfloat16", "float16", "int8")
 WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
 LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())
 """The rule of a leaf arena, whose fold is the home's: it has no state of its own."""
@@ -31,6 +32,7 @@ class Nodes:
         host, port: the rendezvous, at which the nodes find each other.
         within: how the workers of one node are summed: "bsp" waits for all of them, "asp" takes what is there.
         on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
+        link_dtype: what floats travel in: "float32", or with error feedback "bfloat16", "float16" or "int8".
         timeout_s: a node that is not heard for this long is lost.
     """
 
@@ -43,6 +45,7 @@ class Nodes:
     within: str = "bsp"
     on_node_loss: str = "stop"
     timeout_s: float = NODE_TIMEOUT_S
+    link_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
@@ -55,6 +58,8 @@ class Nodes:
             raise UsageError(f"expected within to be one of {', '.join(WITHIN)}, found {self.within!r}")
         if self.on_node_loss not in LOSS_CHOICES:
             raise UsageError(f"expected on_node_loss to be one of {', '.join(LOSS_CHOICES)}, found {self.on_node_loss!r}")
+        if self.link_dtype not in LINK_DTYPES:
+            raise UsageError(f"expected link_dtype to be one of {', '.join(LINK_DTYPES)}, found {self.link_dtype!r}")
         if not 1 <= self.timeout_s <= 3600:
             raise UsageError(f"expected a node timeout from 1 to 3600 seconds, found {self.timeout_s:g}")
 
@@ -79,7 +84,8 @@ def nodes() -> Nodes | None:
         host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", None)
     within = os.environ.get("FASTPS_WITHIN", "bsp")
     loss = os.environ.get("FASTPS_ON_NODE_LOSS", "stop")
-    return Nodes(count, number, local_rank, local_workers, host, port, within, loss, _timeout_s())
+    link_dtype = os.environ.get("FASTPS_LINK_DTYPE", "float32")
+    return Nodes(count, number, local_rank, local_workers, host, port, within, loss, _timeout_s(), link_dtype)
 
 
 def address(text: str) -> tuple[str, int]:

@@ -121,7 +121,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     try:
         edge = meeting.reach()
         far = FarHome(leaf, layout, of, edge)
-        far.begin(Header(Kind.HELLO, of.number, weight=of.local_workers, layout=layout.digest()))
+        far.begin(Header(Kind.HELLO, of.number, weight=of.local_workers, layout=layout.digest(), text=of.link_dtype))
     except LinkLostError as error:
         raise NodeLostError(f"node {of.number} could not join node 0 at {of.host}:{of.port}: {error}", 0) from error
     return far

@@ -20,7 +20,7 @@ from fastps.system.clock import Clock
 BEAT_S = 0.5
 CHUNK_BYTES = 1 << 20
 SENDS_UNDER_WAY = 17  # the most whose memory must stay as it is
-_AHEAD = 8  # receives begun ahead
+RECEIVES_UNDER_WAY = 9  # the most that are begun and have not been taken
 
 
 class Edge:
@@ -129,7 +129,7 @@ class Edge:
         under_way: deque[object] = deque()
         for chunk in chunks:
             under_way.append(self._data.receive(chunk))
-            if len(under_way) > _AHEAD:
+            if len(under_way) >= RECEIVES_UNDER_WAY:
                 self._wait(under_way.popleft())
                 yield
         for transfer in under_way:

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,8 @@ from fastps.errors import Error, NodeLostError, TimeoutExceededError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.membership.job_memory import JobMemory
-from fastps.network.edge import SENDS_UNDER_WAY, Edge, chunks_of
+from fastps.network.codec import CODECS, Received, Sent
+from fastps.network.edge import SENDS_UNDER_WAY, Edge
 from fastps.network.home import Home
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
@@ -32,8 +34,11 @@ _HEAR_S = 0.5
 class Upstream(Protocol):
     """What a leaf needs of the home, near or far. Raises NodeLostError."""
 
-    def step(self, header: Header, pushes: Sequence[Push], buffer: int) -> None:
-        """Hand a sum (or, without pushes, a step without one) to the home; write the granted weights into a leaf buffer."""
+    def step(self, header: Header, pushes: Sequence[Push], before: int, buffer: int) -> None:
+        """Hand a sum (or, without pushes, a step without one) to the home; write the granted weights into a leaf buffer.
+
+        `before` is the buffer of the leaf's version so far.
+        """
         ...
 
     def finish(self, buffer: int) -> None:
@@ -71,7 +76,7 @@ class Leaf:
     ) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
         summed = [Push(lane, slot, factor) for lane, slot, factor, _, _ in pushes]
-        self.upstream.step(self._header(summed, sum(push[4] for push in pushes)), summed, weights_out)
+        self.upstream.step(self._header(summed, sum(push[4] for push in pushes)), summed, weights_in, weights_out)
         self._steps += 1
         self._store.all_steps(state_out)[:] = self._store.all_steps(state_in) + 1
 
@@ -101,7 +106,7 @@ class NearHome:
         self._lanes = home.attach(0)
         self._others = others
 
-    def step(self, header: Header, pushes: Sequence[Push], buffer: int) -> None:
+    def step(self, header: Header, pushes: Sequence[Push], before: int, buffer: int) -> None:
         """See Upstream."""
         try:
             if pushes:
@@ -164,6 +169,9 @@ class FarHome:
         self._sums = Sums(leaf)
         self._parts = parts_of(layout)
         self._staging = _ring(leaf.layout.buffer_floats)
+        codec = CODECS[of.link_dtype]
+        self._sent = Sent(codec, leaf.layout.buffer_floats, is_sum=True) if codec is not None else None
+        self._received = Received(codec) if codec is not None else None
         self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if len(self._parts) > 1 else None
         self._has_left = self._has_finished = False
 
@@ -172,25 +180,25 @@ class FarHome:
         self._edge.say(hello)
         self._take_weights(Kind.WELCOME, 0)
 
-    def step(self, header: Header, pushes: Sequence[Push], buffer: int) -> None:
+    def step(self, header: Header, pushes: Sequence[Push], before: int, buffer: int) -> None:
         """See Upstream."""
         try:
             self._edge.say(header)
-            if not pushes:
-                self._take_weights(Kind.WEIGHTS, buffer)
-            elif self._receiver is None:
-                self._send(pushes)
-                self._take_weights(Kind.WEIGHTS, buffer)
-            else:  # the first parts come back before the last are sent
-                taken = self._receiver.submit(self._take_weights, Kind.WEIGHTS, buffer)
+            if pushes and self._receiver is not None:  # the first parts come back before the last are sent
+                taken = self._receiver.submit(self._take_next, before, buffer)
                 self._send(pushes)
                 taken.result()
+                return
+            if pushes:
+                self._send(pushes)
+            self._take_next(before, buffer)
         except LinkLostError as error:
             raise self._lost(error) from error
 
     def _send(self, pushes: Sequence[Push]) -> None:
         terms, chunks = self._sums.begin(pushes, self._staging)
-        self._edge.send(memory for each in ([_bytes(pack(terms))], map(_memory, chunks)) for memory in each)
+        messages = map(_memory, chunks) if self._sent is None else self._sent.encoded(chunks)
+        self._edge.send(memory for each in ([_bytes(pack(terms))], messages) for memory in each)
 
     def finish(self, buffer: int) -> None:
         """See Upstream."""
@@ -201,8 +209,33 @@ class FarHome:
             raise self._lost(error) from error
         self._has_finished = True
 
+    def _take_next(self, before: int, buffer: int) -> None:
+        """Take the weights of the next version; rounded floats are what is added to the version before."""
+        if self._received is None:
+            self._take_weights(Kind.WEIGHTS, buffer)
+            return
+        self._await_answer(Kind.WEIGHTS)
+        old, new = self._sums.weights(before), self._sums.weights(buffer)
+        spans = list(self._chunks())
+        arriving = self._edge.receiving(self._received.memory(last - first for first, last in spans))
+        for number, (first, last) in enumerate(spans):
+            next(arriving)
+            torch.add(old[first:last], self._received.values(number, last - first), out=new[first:last])
+
     def _take_weights(self, kind: Kind, buffer: int) -> None:
         """Wait for the home's answer, and receive its weights straight into a leaf buffer."""
+        self._await_answer(kind)
+        weights = _memory(self._sums.weights(buffer))
+        self._edge.receive(weights[4 * first : 4 * last] for first, last in self._chunks())
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """The ranges of floats in which weights travel: the chunks of each shard of each part."""
+        for part in self._parts:
+            for first, last in part.layout.shards:
+                edges = [*range(part.first + first, part.first + last, CHUNK_FLOATS), part.first + last]
+                yield from pairwise(edges)
+
+    def _await_answer(self, kind: Kind) -> None:
         clock = self._leaf.clock
         deadline = Deadline(clock.now_ns(), int(self._leaf.timeout_s * 1e9))
         while (answer := self._edge.hear(_HEAR_S)) is None:
@@ -213,11 +246,6 @@ class FarHome:
                 )
         if answer.kind != kind:
             raise LinkLostError(answer.text or f"expected {kind.name} of node 0, found {answer.kind.name}")
-        weights = _memory(self._sums.weights(buffer))
-        shards = [
-            (4 * (part.first + first), 4 * (part.first + last)) for part in self._parts for first, last in part.layout.shards
-        ]
-        self._edge.receive(chunk for first, last in shards for chunk in chunks_of(weights[first:last]))
 
     def _lost(self, error: LinkLostError) -> NodeLostError:
         text = self._edge.failure

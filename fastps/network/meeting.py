@@ -4,6 +4,7 @@ The store is used to join and for nothing else: edges that are open do not need 
 """
 
 from datetime import timedelta
+from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -85,11 +86,19 @@ class Meeting:
         edge = self._open(store, node, 0)
         hello = edge.hear(_OPEN_S)
         if hello is None or hello.kind != Kind.HELLO or hello.layout != layout.digest():
-            refusal = "expected a HELLO of this job's layout first"
-            edge.say(Header(Kind.REFUSED, text=refusal))
-            edge.close()
-            raise LinkLostError(refusal)
+            self._refuse(edge, "expected a HELLO of this job's layout first")
+        elif hello.text != self._of.link_dtype:
+            self._refuse(
+                edge, f"node {node} has link_dtype {hello.text}, node 0 {self._of.link_dtype}: give the same everywhere"
+            )
+        assert hello is not None
         return edge, hello
+
+    @staticmethod
+    def _refuse(edge: Edge, reason: str) -> NoReturn:
+        edge.say(Header(Kind.REFUSED, text=reason))
+        edge.close()
+        raise LinkLostError(reason)
 
     @staticmethod
     def _knock(node: int) -> str:

@@ -52,7 +52,7 @@ class Header:
         loss: PUSH: the mean loss of the gradients, or NaN.
         layout: HELLO: the digest of the job's layout.
         secret: HELLO: proof that both nodes were given the same job name.
-        text: REFUSED, FAILED: a sentence for people; cut to fit.
+        text: REFUSED, FAILED: a sentence for people; cut to fit. HELLO: what floats travel in.
 
     >>> Header.unpack(Header(Kind.PUSH, node=1, step=7).pack()).step
     7

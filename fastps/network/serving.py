@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 
 from fastps.errors import Error, NodeLostError
+from fastps.network.codec import CODECS, Received, Sent
 from fastps.network.edge import Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
@@ -31,6 +33,9 @@ class Serving(threading.Thread):
         self._connect = connect
         layout = home.stores[0].layout
         self._groups, self._parameters = layout.groups, home.parts[-1].parameters.stop
+        codec = CODECS[home.of.link_dtype]
+        self._sent = Sent(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
+        self._received = Received(codec) if codec is not None else None
         self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
 
     def run(self) -> None:
@@ -45,6 +50,8 @@ class Serving(threading.Thread):
             logger.info("node %d joined with %d workers", self._node, hello.weight)
             edge.say(Header(Kind.WELCOME, version=lanes.version))
             edge.send(lanes.pulled())
+            if self._sent is not None:
+                self._sent.begin(torch.cat([torch.from_numpy(memory.view(np.float32)) for memory in lanes.pulled()]))
             while self._serve(edge, lanes):
                 pass
         except LinkLostError as error:
@@ -81,11 +88,11 @@ class Serving(threading.Thread):
         if header is None:
             lanes.look_around()
         elif header.kind == Kind.LEAVE:
-            self._answer(edge, lanes.last)
+            self._answer(edge, lanes.last(), None)
             return False
         elif header.kind == Kind.NULL:
             lanes.push_nothing()
-            self._answer(edge, lanes.granted)
+            self._answer(edge, lanes.granted(), self._sent)
         elif header.kind == Kind.PUSH:
             self._push(edge, lanes, header)
         elif header.kind == Kind.FAILED:
@@ -98,27 +105,33 @@ class Serving(threading.Thread):
         """Receive a sum into the lanes' slots, post each part when it is there, and answer with the weights."""
         packed = np.zeros(payload_bytes(self._groups, self._parameters), np.uint8)
         slots = [chunks_of(slot) for slot in lanes.slots]
-        arriving = edge.receiving([packed, *(chunk for slot in slots for chunk in slot)])
+        chunks = [chunk for slot in slots for chunk in slot]
+        own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
+        arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
         terms = unpack(packed.tobytes(), self._groups, self._parameters)
-        answered = None
+        answered, number = None, 0
         for part, slot in enumerate(slots):
-            for _ in slot:
+            for chunk in slot:
                 next(arriving)
+                if self._received is not None:
+                    floats = chunk.view(np.float32)
+                    torch.from_numpy(floats).copy_(self._received.values(number, len(floats)))
+                number += 1
             lanes.push(part, terms, header)
             if self._sender is not None and answered is None:
-                answered = self._sender.submit(self._answer, edge, lanes.granted)
+                answered = self._sender.submit(self._answer, edge, lanes.granted(), self._sent)
         if answered is None:
-            self._answer(edge, lanes.granted)
+            self._answer(edge, lanes.granted(), self._sent)
         else:
             answered.result()
 
-    def _answer(self, edge: Edge, granted: Callable[[], Iterator[tuple[object, list[Memory]]]]) -> None:
-        """Send the weights of each part as soon as it is granted."""
-        parts = granted()
-        _, first = next(parts)
+    def _answer(self, edge: Edge, granted: Iterator[tuple[object, list[Memory]]], sent: Sent | None) -> None:
+        """Send the weights of each part as soon as it is granted; without `sent` as they are."""
+        _, first = next(granted)
         edge.say(Header(Kind.WEIGHTS))
-        edge.send(_all_chunks(first, parts))
+        chunks = _all_chunks(first, granted)
+        edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
 
 
 def _all_chunks(first: list[Memory], rest: Iterator[tuple[object, list[Memory]]]) -> Iterator[Memory]:

@@ -99,7 +99,7 @@ class Sums:
         slots = [self.slot(push.lane, push.slot) for push in pushes]
         scales = [push.scale for push in pushes]
         if not all(bits.all() for _, bits in words):
-            whole = torch.empty(self._floats)
+            whole = torch.zeros(self._floats)  # between parameters, too: int8 has one scale for a block
             self._sum_by_parameter(slots, scales, [bits for _, bits in words], whole)
             return terms, _chunks(whole)
         if len(slots) == 1 and scales[0] == 1.0:

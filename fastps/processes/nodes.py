@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastps.errors import AttachError, UsageError
 from fastps.job import limits
 from fastps.job.fault_policy import LOSS_CHOICES
-from fastps.job.nodes import NODE_TIMEOUT_S, WITHIN, address
+from fastps.job.nodes import LINK_DTYPES, NODE_TIMEOUT_S, WITHIN, address
 from fastps.processes.options import JobOptions
 from fastps.system.processes import die_with_parent
 
@@ -26,7 +26,7 @@ class NodeOptions:
         count: the number of nodes.
         rendezvous: HOST:PORT of node 0, where the nodes find each other.
         rank: this node's number, or "auto": the rendezvous' host is node 0, and the others are numbered as they come.
-        within, on_node_loss, timeout_s: see Nodes.
+        within, on_node_loss, timeout_s, link_dtype: see Nodes.
 
     Raises UsageError for values out of range.
 
@@ -40,6 +40,7 @@ class NodeOptions:
     within: str = "bsp"
     on_node_loss: str = "stop"
     timeout_s: float = NODE_TIMEOUT_S
+    link_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -53,6 +54,8 @@ class NodeOptions:
             raise UsageError(f"--within: expected {' or '.join(WITHIN)}, found {self.within!r}")
         if self.on_node_loss not in LOSS_CHOICES:
             raise UsageError(f"--on-node-loss: expected {' or '.join(LOSS_CHOICES)}, found {self.on_node_loss!r}")
+        if self.link_dtype not in LINK_DTYPES:
+            raise UsageError(f"--link-dtype: expected one of {', '.join(LINK_DTYPES)}, found {self.link_dtype!r}")
 
     def check_beside(self, options: JobOptions) -> None:
         """Raise UsageError for options that a job of several nodes does not have."""
@@ -128,6 +131,7 @@ class RollCall:
             "FASTPS_WITHIN": options.within,
             "FASTPS_ON_NODE_LOSS": options.on_node_loss,
             "FASTPS_NODE_TIMEOUT": options.timeout_s,
+            "FASTPS_LINK_DTYPE": options.link_dtype,
         }
         if style == "torchrun":
             values |= {

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,31 +118,41 @@ def test_every_discipline_trains_over_three_nodes(name: str, within: str) -> Non
         assert np.array_equal(weights, outcomes[0][0])
 
 
-def _until_lost(rank: int) -> Any:
-    """Train for as long as nobody is lost; the time and the text of the end."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("link_dtype", "off"), [("bfloat16", 2e-3), ("float16", 2e-4), ("int8", 2e-2)])
+def test_rounded_floats_train_nearly_as_exact_ones_and_end_exactly_equal(link_dtype: str, off: float) -> None:
+    outcomes = _train((1, 2), _work(MOMENTUM, 3), FASTPS_LINK_DTYPE=link_dtype)
+    expected = _alone(MOMENTUM, 3)
+    for weights, _ in outcomes:
+        assert np.array_equal(weights, outcomes[0][0])
+        assert np.abs(weights - expected).max() < off
+    assert not np.array_equal(outcomes[0][0], expected)
+
+
+def _until_lost(rank: int, folder: Path | None = None) -> Any:
+    """Train for as long as nobody is lost; the time and the text of the end. Leave a file in the folder after ten steps."""
     model = Branched()
     try:
         with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
             optimizer.wait_for_start()
-            for _ in range(100_000):
+            for step in range(100_000):
                 optimizer.zero_grad()
                 model(torch.ones(2, 13), True).sum().backward()
                 optimizer.step()
+                if step == 10 and folder is not None:
+                    (folder / str(rank)).touch()
     except fastps.Error as error:
         return time.monotonic(), type(error).__name__, str(error)
     return None
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_node_is_named_everywhere_at_once(victim: int) -> None:
+def test_a_killed_node_is_named_everywhere_at_once(victim: int, tmp_path: Path) -> None:
     with nodes.rendezvous() as port:
-        children = nodes.start((1, 1), port, _until_lost)
-        deadline = time.monotonic() + 60
-        while len(found := nodes.agents()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(4.0)
+        children = nodes.start((1, 1), port, lambda rank: _until_lost(rank, tmp_path))
+        nodes.await_files(tmp_path, 2)
         killed = time.monotonic()
-        os.kill(found[victim], signal.SIGKILL)
+        os.kill(nodes.agents()[victim], signal.SIGKILL)
         processes.finish(children, 30)
     for rank, child in enumerate(children):
         ended, kind, text = child.outcome

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from tests.support import nodes, processes
 pytestmark = pytest.mark.slow
 
 
-def _train(rank: int, sync: str, seconds: float) -> Any:
-    """Train for some seconds; how many steps were made, when the longest was over and how long it was, and how it ended."""
+def _train(rank: int, sync: str, seconds: float, folder: Path) -> Any:
+    """Train for some seconds: how many steps were made, how long the longest was, when it ended, and by what error.
+
+    Leave a file in the folder after ten steps.
+    """
     model = torch.nn.Linear(13, 3)
     began = before = time.monotonic()
     steps, longest, text = 0, 0.0, ""
@@ -29,21 +33,22 @@ def _train(rank: int, sync: str, seconds: float) -> Any:
                 optimizer.step()
                 now = time.monotonic()
                 steps, longest, before = steps + 1, max(longest, now - before), now
+                if steps == 10:
+                    (folder / str(rank)).touch()
                 time.sleep(0.005)
     except fastps.Error as error:
         text = f"{type(error).__name__}: {error}"
     return steps, longest, time.monotonic(), text
 
 
-def _lose(number: signal.Signals, loss: str, sync: str, seconds: float) -> tuple[float, list[Any]]:
+def _lose(number: signal.Signals, loss: str, sync: str, seconds: float, folder: Path) -> tuple[float, list[Any]]:
     """Send a signal to the agent of node 2 of 3; when that was, and how the workers of nodes 0 and 1 ended."""
     with nodes.rendezvous() as port:
-        work = lambda rank: _train(rank, sync, seconds)  # noqa: E731
+        work = lambda rank: _train(rank, sync, seconds, folder)  # noqa: E731
         children = nodes.start((1, 1, 1), port, work, {"FASTPS_ON_NODE_LOSS": loss})
-        deadline = time.monotonic() + 60
-        while len(found := nodes.agents()) < 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(5.0)
+        nodes.await_files(folder, 3)
+        time.sleep(0.5)
+        found = nodes.agents()
         sent = time.monotonic()
         os.kill(found[2], number)
         processes.finish(children[:2], 60)
@@ -54,8 +59,8 @@ def _lose(number: signal.Signals, loss: str, sync: str, seconds: float) -> tuple
 
 
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.5)])
-def test_others_end_in_time_and_name_the_node(number: signal.Signals, within_s: float) -> None:
-    sent, outcomes = _lose(number, "stop", "bsp", 60)
+def test_others_end_in_time_and_name_the_node(number: signal.Signals, within_s: float, tmp_path: Path) -> None:
+    sent, outcomes = _lose(number, "stop", "bsp", 60, tmp_path)
     for _, _, ended, text in outcomes:
         assert "NodeLostError: node 2 was lost" in text
         assert ended - sent < within_s
@@ -63,8 +68,8 @@ def test_others_end_in_time_and_name_the_node(number: signal.Signals, within_s: 
 
 @pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:3"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_others_go_on_without_the_node(number: signal.Signals, sync: str) -> None:
-    _, outcomes = _lose(number, "continue", sync, 12)
+def test_others_go_on_without_the_node(number: signal.Signals, sync: str, tmp_path: Path) -> None:
+    _, outcomes = _lose(number, "continue", sync, 9, tmp_path)
     for steps, longest, _, text in outcomes:
         assert text == ""
         assert steps > 100

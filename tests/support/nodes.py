@@ -1,9 +1,11 @@
 """Helpers for tests of several nodes: all on this machine, each with an agent of its own, over real links on loopback."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +51,14 @@ def start(
 
             children.append(processes.start(run))
     return children
+
+
+def await_files(folder: Path, count: int, timeout_s: float = 60.0) -> None:
+    """Wait until a folder has so many files, which workers leave when they have come somewhere."""
+    deadline = time.monotonic() + timeout_s
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < deadline, "the workers have not come so far"
+        time.sleep(0.02)
 
 
 def agents() -> dict[int, int]:

@@ -16,6 +16,7 @@ from fastps.cli.options import (
     Every,
     InjectFaults,
     Json,
+    LinkDtype,
     MaxWorkers,
     NodeRank,
     NodeTimeout,
@@ -108,6 +109,7 @@ def run(
     within: Within = "bsp",
     on_node_loss: OnNodeLoss = "stop",
     node_timeout: NodeTimeout = 3.0,
+    link_dtype: LinkDtype = "float32",
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -136,7 +138,9 @@ def run(
 
     policy = parse_policy(sync) if sync is not None else None
     nodes = (
-        NodeOptions(nnodes, rendezvous, node_rank, within, on_node_loss, node_timeout) if nnodes != 1 or rendezvous else None
+        NodeOptions(nnodes, rendezvous, node_rank, within, on_node_loss, node_timeout, link_dtype)
+        if nnodes != 1 or rendezvous
+        else None
     )
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nnodes)  # raises PolicyError for more than there are
