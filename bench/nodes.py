@@ -18,6 +18,7 @@ from fastps.bench.namespaces import ADDRESSES, Nodes, missing_reason, two_nodes
 NODES, LOCAL = 2, 2
 RATES_MBIT = (0, 1000)
 SIDES = ("fastps", "gloo")
+ROUNDED = ("fastps bfloat16", "fastps int8")  # on the slow link
 _PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
@@ -36,7 +37,8 @@ def measure(options: BenchOptions) -> list[Row]:
 
 
 def _rows(nodes: Nodes, rate: int, parameters: int, steps: int, repeats: int) -> list[Row]:
-    sides = {name: (lambda name=name: _turn(nodes, name, parameters, steps)) for name in SIDES}
+    names = (*SIDES, *ROUNDED) if rate else SIDES
+    sides = {name: (lambda name=name: _turn(nodes, name, parameters, steps)) for name in names}
     spreads = interleaved(sides, repeats)
     own = spreads["fastps"].median
     link = f"{rate} Mbit/s" if rate else "veth"
@@ -54,15 +56,17 @@ def _row(name: str, link: str, parameters: int, spread: Spread, ratio: float) ->
 def _turn(nodes: Nodes, side: str, parameters: int, steps: int) -> float:
     """One turn of a side: the median seconds of its steps, on the worker that waits longest."""
     port = _free_port()
+    program, _, link_dtype = side.partition(" ")
     processes = []
     for rank in range(NODES * LOCAL):
         node, local = divmod(rank, LOCAL)
         variables = {
             "RANK": rank, "WORLD_SIZE": NODES * LOCAL, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": LOCAL,
             "GROUP_RANK": node, "GROUP_WORLD_SIZE": NODES, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": nodes.interfaces[node], "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "GLOO_SOCKET_IFNAME": nodes.interfaces[node], "FASTPS_LINK_DTYPE": link_dtype or "float32",
+            "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
         }  # fmt: skip
-        command = [sys.executable, "-m", "fastps.bench.nodes_member", side, str(parameters), str(steps)]
+        command = [sys.executable, "-m", "fastps.bench.nodes_member", program, str(parameters), str(steps)]
         environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
         processes.append(subprocess.Popen(nodes.command(node, command), env=environment, text=True, **_PIPES))
     found = []

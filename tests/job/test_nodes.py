@@ -53,6 +53,7 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
         ("FASTPS_RENDEZVOUS", "node0", "HOST:PORT, such as node0:29400, found 'node0'"),
         ("FASTPS_WITHIN", "ssp", "expected within to be one of bsp, asp, found 'ssp'"),
         ("FASTPS_ON_NODE_LOSS", "wait", "expected on_node_loss to be one of stop, continue"),
+        ("FASTPS_LINK_DTYPE", "int4", "expected link_dtype to be one of float32, bfloat16, float16, int8, found 'int4'"),
         ("FASTPS_NODE_TIMEOUT", "0.1", "expected a node timeout from 1 to 3600 seconds, found 0.1"),
         ("FASTPS_NODE_TIMEOUT", "soon", "FASTPS_NODE_TIMEOUT to be a number of seconds, found 'soon'"),
     ],

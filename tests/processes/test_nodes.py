@@ -81,6 +81,7 @@ def test_what_does_not_fit_together_is_named_by_who_came_last(tmp_path: Path, ar
         ({"rendezvous": "here"}, "HOST:PORT, such as node0:29400, found 'here'"),
         ({"rank": "2"}, "--node-rank: expected auto, or 0 to 1, found '2'"),
         ({"within": "ssp"}, "--within: expected bsp or asp, found 'ssp'"),
+        ({"link_dtype": "int4"}, "--link-dtype: expected one of float32, bfloat16, float16, int8, found 'int4'"),
         ({"on_node_loss": "wait"}, "--on-node-loss: expected stop or continue, found 'wait'"),
     ],
 )
