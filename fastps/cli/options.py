@@ -9,6 +9,7 @@ from rich.console import Console
 from fastps.errors import UsageError
 
 if TYPE_CHECKING:
+    from fastps.processes.nodes import NodeOptions
     from fastps.processes.options import JobOptions
     from fastps.training.options import TrainingOptions
 
@@ -156,6 +157,17 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> "Training
         **{name: given[name] for name in ("momentum", "seed", "transfer_ms", "compute_ms")},
         **others,
     )
+
+
+def nodes_of(context: typer.Context) -> "NodeOptions | None":
+    """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
+    from fastps.processes.nodes import NodeOptions
+
+    given = context.params
+    if given["nnodes"] == 1 and not given["rendezvous"]:
+        return None
+    names = ("nnodes", "rendezvous", "node_rank", "within", "on_node_loss", "node_timeout", "link_dtype")
+    return NodeOptions(*(given[name] for name in names))
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":

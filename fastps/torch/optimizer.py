@@ -134,7 +134,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         foreign.check_model(model)
         instance = instances.following() if job is None else 0
         self._identity = environment.identity(job, rank, workers, instance=instance)
-        self._names_job = job is not None
+        self._names_job, self._is_told = job is not None, workers is not None
         pushed = join.gradient_type(push_dtype)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
@@ -247,7 +247,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
         """The placement of this model's memory."""
-        return placed(self._tensors, push_dtype)
+        return placed(self._tensors, push_dtype, is_told=self._is_told)
 
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:

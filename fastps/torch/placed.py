@@ -8,9 +8,12 @@ from fastps.job.nodes import nodes
 from fastps.torch.placements import HostPlacement
 
 
-def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype) -> HostPlacement:
-    """The placement of a model. Raises UnsupportedError if its parameters are on several devices."""
-    of = nodes()
+def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: bool = False) -> HostPlacement:
+    """The placement of a model. Raises UnsupportedError if its parameters are on several devices.
+
+    `is_told`: whether the script says how many workers there are, so that the launcher's nodes are not meant.
+    """
+    of = None if is_told else nodes()
     if of is not None:
         from fastps.torch.on_nodes import NodePlacement
 

@@ -1,7 +1,9 @@
 """What a process learns of its job's nodes from the environment, and what is refused between nodes."""
 
 import pytest
+import torch
 
+import fastps
 from fastps.errors import PolicyError, UsageError
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.nodes import Nodes, address, check_policy, nodes
@@ -81,3 +83,13 @@ def test_every_discipline_makes_sense_between_nodes_or_says_why_not(name: str) -
                 check_policy(policy, of)
         else:
             check_policy(policy, of)
+
+
+def test_an_optimizer_that_is_told_its_workers_is_of_no_node(environment: pytest.MonkeyPatch) -> None:
+    for name, value in OWN.items():
+        environment.setenv(name, value)
+    weights = torch.nn.Parameter(torch.zeros(1))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), workers=1) as optimizer:
+        weights.grad = torch.ones(1)
+        optimizer.step()
+        assert weights.item() == -1.0

@@ -36,6 +36,7 @@ from fastps.cli.options import (
     Workers,
     console_of,
     job_options_of,
+    nodes_of,
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
@@ -133,15 +134,10 @@ def run(
     from fastps.device.placement import parse_gpus
     from fastps.processes.failure_report import failure_panel
     from fastps.processes.launcher import Launcher
-    from fastps.processes.nodes import NodeOptions
     from fastps.system.json_report import write_json
 
     policy = parse_policy(sync) if sync is not None else None
-    nodes = (
-        NodeOptions(nnodes, rendezvous, node_rank, within, on_node_loss, node_timeout, link_dtype)
-        if nnodes != 1 or rendezvous
-        else None
-    )
+    nodes = nodes_of(context)
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nnodes)  # raises PolicyError for more than there are
     if gpus is not None:
