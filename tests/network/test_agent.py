@@ -180,7 +180,10 @@ def test_a_worker_that_is_killed_ends_its_node_and_is_named_on_the_others() -> N
         children = nodes.start((1, 2), port, work)
         processes.finish(children, 60)
     assert children[2].exit_code == -signal.SIGKILL
-    assert children[0].outcome[1:] == ("NodeLostError", "node 1: worker 1 of 2 failed: its process is gone")
+    _, kind, text = children[0].outcome  # the node's other worker may be the first to say so
+    assert kind == "NodeLostError"
+    assert text.startswith("node 1: worker ")
+    assert "worker 1" in text
     assert children[1].outcome[1] in ("WorkerDiedError", "NodeLostError")
 
 
