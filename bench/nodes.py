@@ -6,7 +6,6 @@ of its steps. The all-reduce is alone: what applies its result is not counted.
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from fastps.bench.measure import BenchOptions, Row, Spread, check, interleaved
 from fastps.bench.namespaces import ADDRESSES, Nodes, missing_reason, two_nodes
+from fastps.system.ports import free_port
 
 NODES, LOCAL = 2, 2
 RATES_MBIT = (0, 1000)
@@ -55,7 +55,7 @@ def _row(name: str, link: str, parameters: int, spread: Spread, ratio: float) ->
 
 def _turn(nodes: Nodes, side: str, parameters: int, steps: int) -> float:
     """One turn of a side: the median seconds of its steps, on the worker that waits longest."""
-    port = _free_port()
+    port = free_port()
     program, _, link_dtype = side.partition(" ")
     processes = []
     for rank in range(NODES * LOCAL):
@@ -81,9 +81,3 @@ def _turn(nodes: Nodes, side: str, parameters: int, steps: int) -> float:
             process.wait()
     check(len({each["result"] for each in found}) == 1, "the same result on all workers", [each["result"] for each in found])
     return max(float(statistics.median(each["seconds"])) for each in found)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

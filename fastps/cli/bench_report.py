@@ -24,6 +24,8 @@ _TIMES: Columns = {
     "least": lambda row: _seconds(row["seconds_min"]),
     "most": lambda row: _seconds(row["seconds_max"]),
 }
+_SIZES: Columns = {"workers": lambda row: str(row["workers"]), "parameters": lambda row: f"{row['parameters']:,}"}
+_RATIO: Columns = {"time / fastps": lambda row: f"{row['ratio']:.2f}"}
 _SHARE: Columns = {"limit share": lambda row: "-" if row.get("limit_share") is None else f"{row['limit_share']:.2f}"}
 BENCHMARKS: dict[str, tuple[str, Columns]] = {
     "kernels": (
@@ -69,10 +71,9 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
         {
             "side": lambda row: row["name"],
             "sync": lambda row: row["sync"],
-            "workers": lambda row: str(row["workers"]),
-            "parameters": lambda row: f"{row['parameters']:,}",
+            **_SIZES,
             **_TIMES,
-            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+            **_RATIO,
         },
     ),
     "nodes": (
@@ -80,10 +81,9 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
         {
             "side": lambda row: row["name"],
             "link": lambda row: row["backend"],
-            "workers": lambda row: str(row["workers"]),
-            "parameters": lambda row: f"{row['parameters']:,}",
+            **_SIZES,
             **_TIMES,
-            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+            **_RATIO,
         },
     ),
     "train": (
@@ -92,11 +92,10 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             "side": lambda row: row["name"],
             "sync": lambda row: row["sync"],
             "model": lambda row: row["model"],
-            "workers": lambda row: str(row["workers"]),
-            "parameters": lambda row: f"{row['parameters']:,}",
+            **_SIZES,
             **_TIMES,
             "steps/s": lambda row: f"{row['steps_per_s']:.3g}",
-            "time / fastps": lambda row: f"{row['ratio']:.2f}",
+            **_RATIO,
         },
     ),
 }

@@ -99,10 +99,10 @@ def _renamed(given: str | None, option: typer.CallbackParam) -> None:
 NumberOfNodes = Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes of the job; run the same command on each.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.")]
 NodeRank = Annotated[str, typer.Option(metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come.")]
-Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or who has pushed (asp).")]
+Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or those that pushed (asp).")]
 OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
-NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that is not heard for this long is lost.")]
-LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="What floats travel in: float32, bfloat16, float16 or int8.")]
+NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that sends nothing for this long is lost.")]
+LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
 OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
@@ -161,13 +161,14 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> "Training
 
 def nodes_of(context: typer.Context) -> "NodeOptions | None":
     """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
+    from fastps.job.nodes import NodePolicy
     from fastps.processes.nodes import NodeOptions
 
     given = context.params
     if given["nnodes"] == 1 and not given["rendezvous"]:
         return None
-    names = ("nnodes", "rendezvous", "node_rank", "within", "on_node_loss", "node_timeout", "link_dtype")
-    return NodeOptions(*(given[name] for name in names))
+    policy = NodePolicy(*(given[name] for name in ("within", "on_node_loss", "node_timeout", "link_dtype")))
+    return NodeOptions(given["nnodes"], given["rendezvous"], given["node_rank"], policy)
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from fastps.device.interface import HANDLE_BYTES, Device, Event, Stream
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
+from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING, STATE_BUFFERS
 
 if TYPE_CHECKING:
@@ -260,34 +261,27 @@ class DeviceArena:
 
     # -- the fold ------------------------------------------------------------------------------------
 
-    def fold(
-        self,
-        shard: int,
-        mode: int,
-        scale: float,
-        rate_scale: float,
-        weights_in: int,
-        weights_out: int,
-        state_in: int,
-        state_out: int,
-        pushes: Sequence[tuple[int, int, float, float, int]],
-    ) -> None:
+    def fold(self, call: FoldCall) -> None:
         """Queue a fold; the function given to Lane.fold_with. Returns immediately; the combiner then flips the commit word."""
+        shard = call.shard
         region, base, shape = self._regions[shard], self._bases[shard], self._shapes[shard]
         buffers = launch_args.Buffers(
-            base + region.weights(weights_in),
-            base + region.weights(weights_out),
-            base + region.state(state_in),
-            base + region.state(state_out),
+            base + region.weights(call.weights_in),
+            base + region.weights(call.weights_out),
+            base + region.state(call.state_in),
+            base + region.state(call.state_out),
             region.floats,
         )
         span = self._span_of(shard)
-        steps_in, steps_out = self._store.all_steps(state_in)[span], self._store.all_steps(state_out)[span]
+        steps_in, steps_out = self._store.all_steps(call.state_in)[span], self._store.all_steps(call.state_out)[span]
         made = []
-        for lane, slot, *scales, _ in pushes:
-            hypers, present = self._store.slot_words(lane, slot)
-            made.append(launch_args.DevicePush(base + region.gradient(lane, slot), hypers, present[span], *scales))
-        order, counted = launch_args.make_launch_args(shape, mode, made, steps_in, buffers, scale=scale, rate_scale=rate_scale)
+        for push in call.pushes:
+            hypers, present = self._store.slot_words(push.lane, push.slot)
+            gradient = base + region.gradient(push.lane, push.slot)
+            made.append(launch_args.DevicePush(gradient, hypers, present[span], push.scale, push.rate_scale))
+        order, counted = launch_args.make_launch_args(
+            shape, call.mode, made, steps_in, buffers, scale=call.scale, rate_scale=call.rate_scale
+        )
         for computed, folded in self._present_peers():
             self._device.wait(computed, self._stream)
             self._device.wait(folded, self._stream)

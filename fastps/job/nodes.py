@@ -1,10 +1,12 @@
-"""The nodes of a job, as data: how many there are, which one this is, and how they find each other.
+"""The nodes of a job, as data: how many there are, which one this is, and where they find each other.
 
-`fastps run --nnodes` and torchrun set the variables; a job of one node has none of this.
+`fastps run --nnodes` and torchrun set the variables that describe them.
 """
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fastps.errors import PolicyError, UnsupportedError, UsageError
 from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
@@ -14,26 +16,80 @@ from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Rule
 from fastps.kernels.update import fold
 
-NODE_TIMEOUT_S = 3.0
-LINK_DTYPES = ("float32", "bfloat16", "float16", "int8")
-WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
-LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())
-"""The rule of a leaf arena, whose fold is the home's: it has no state of its own."""
+_WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
+_CHOICES: dict[str, Collection[str]] = {
+    "within": _WITHIN,
+    "on_node_loss": LOSS_CHOICES,
+    "link_dtype": ("float32", "bfloat16", "float16", "int8"),
+}
+_OPTIONS = {
+    "within": "--within (FASTPS_WITHIN)",
+    "on_node_loss": "--on-node-loss (FASTPS_ON_NODE_LOSS)",
+    "timeout_s": "--node-timeout (FASTPS_NODE_TIMEOUT)",
+    "link_dtype": "--link-dtype (FASTPS_LINK_DTYPE)",
+}
+_VARIABLES = {
+    "within": "FASTPS_WITHIN",
+    "on_node_loss": "FASTPS_ON_NODE_LOSS",
+    "timeout_s": "FASTPS_NODE_TIMEOUT",
+    "link_dtype": "FASTPS_LINK_DTYPE",
+}
+_LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    """How a job treats its nodes; the same on all of them.
+
+    Attributes:
+        within: how the workers of one node are summed: "bsp" waits for all of them, "asp" takes the pushes that are there.
+        on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
+        timeout_s: a node that sends nothing for this long is lost.
+        link_dtype: the type in which floats travel: "float32", or with error feedback "bfloat16", "float16" or "int8".
+
+    Raises UsageError for a value out of range.
+    """
+
+    within: str = "bsp"
+    on_node_loss: str = "stop"
+    timeout_s: float = 3.0
+    link_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"expected {_OPTIONS[name]} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
+        if not 1 <= self.timeout_s <= 3600:
+            raise UsageError(f"expected {_OPTIONS['timeout_s']} of 1 to 3600 seconds, found {self.timeout_s:g}")
+
+    @staticmethod
+    def of_environment() -> "NodePolicy":
+        """The policy of this process's job. Raises UsageError."""
+        found: dict[str, Any] = {name: os.environ[key] for name, key in _VARIABLES.items() if key in os.environ}
+        if "timeout_s" in found:
+            try:
+                found["timeout_s"] = float(found["timeout_s"])
+            except ValueError:
+                raise UsageError(f"expected FASTPS_NODE_TIMEOUT to be a number, found {found['timeout_s']!r}") from None
+        return NodePolicy(**found)
+
+    def environment(self) -> Mapping[str, str]:
+        """The variables that pass this policy to workers."""
+        return {key: str(getattr(self, name)) for name, key in _VARIABLES.items()}
+
+
+DEFAULT_NODE_POLICY = NodePolicy()
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, from the point of view of one process.
+    """The nodes of a job, from the point of view of one worker.
 
     Attributes:
         count: the number of nodes.
         number: this node's number, from 0. Node 0 is the home: it holds the weights and the optimizer's state.
         local_rank, local_workers: this worker's number on its node, and the workers of the node.
         host, port: the rendezvous, at which the nodes find each other.
-        within: how the workers of one node are summed: "bsp" waits for all of them, "asp" takes what is there.
-        on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
-        link_dtype: what floats travel in: "float32", or with error feedback "bfloat16", "float16" or "int8".
-        timeout_s: a node that is not heard for this long is lost.
     """
 
     count: int
@@ -42,10 +98,7 @@ class Nodes:
     local_workers: int
     host: str
     port: int
-    within: str = "bsp"
-    on_node_loss: str = "stop"
-    timeout_s: float = NODE_TIMEOUT_S
-    link_dtype: str = "float32"
+    policy: NodePolicy = DEFAULT_NODE_POLICY
 
     def __post_init__(self) -> None:
         if not 0 <= self.number < self.count:
@@ -54,14 +107,6 @@ class Nodes:
             raise UsageError(
                 f"expected a worker from 0 to {self.local_workers - 1} on this node, found {self.local_rank}: check LOCAL_RANK"
             )
-        if self.within not in WITHIN:
-            raise UsageError(f"expected within to be one of {', '.join(WITHIN)}, found {self.within!r}")
-        if self.on_node_loss not in LOSS_CHOICES:
-            raise UsageError(f"expected on_node_loss to be one of {', '.join(LOSS_CHOICES)}, found {self.on_node_loss!r}")
-        if self.link_dtype not in LINK_DTYPES:
-            raise UsageError(f"expected link_dtype to be one of {', '.join(LINK_DTYPES)}, found {self.link_dtype!r}")
-        if not 1 <= self.timeout_s <= 3600:
-            raise UsageError(f"expected a node timeout from 1 to 3600 seconds, found {self.timeout_s:g}")
 
     @property
     def is_home(self) -> bool:
@@ -69,23 +114,19 @@ class Nodes:
         return self.number == 0
 
 
-def nodes() -> Nodes | None:
-    """The nodes of this process's job, from the environment; None for a job of one node. Raises UsageError."""
+def nodes_of_environment() -> Nodes | None:
+    """The nodes of this process's job; None for a job of one node. Raises UsageError."""
     own = "FASTPS_NNODES" in os.environ
     count = _number("FASTPS_NNODES" if own else "GROUP_WORLD_SIZE", 1)
     if count <= 1:
         return None
-    number = _number("FASTPS_NODE_RANK" if own else "GROUP_RANK", None)
-    local_rank = _number("FASTPS_LOCAL_RANK" if own else "LOCAL_RANK", None)
-    local_workers = _number("FASTPS_LOCAL_WORKERS" if own else "LOCAL_WORLD_SIZE", None)
+    names = ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORKERS") if own else ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    number, local_rank, local_workers = (_number("FASTPS_" * own + name) for name in names)
     if own:
         host, port = address(os.environ.get("FASTPS_RENDEZVOUS", ""))
     else:
-        host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", None)
-    within = os.environ.get("FASTPS_WITHIN", "bsp")
-    loss = os.environ.get("FASTPS_ON_NODE_LOSS", "stop")
-    link_dtype = os.environ.get("FASTPS_LINK_DTYPE", "float32")
-    return Nodes(count, number, local_rank, local_workers, host, port, within, loss, _timeout_s(), link_dtype)
+        host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+    return Nodes(count, number, local_rank, local_workers, host, port, NodePolicy.of_environment())
 
 
 def address(text: str) -> tuple[str, int]:
@@ -100,32 +141,38 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def home_layout(layout: Layout, of: Nodes) -> Layout:
+def home_layout(layout: Layout, nodes: Nodes) -> Layout:
     """The layout of the home arena, whose workers are the nodes. Raises PolicyError, UnsupportedError."""
-    check_policy(layout.policy, of)
+    check_policy(layout.policy, nodes)
     if layout.owner_lanes:
         raise UnsupportedError("a job of several nodes keeps its arenas in host memory: set FASTPS_PLACEMENT=host")
     if layout.gradient_type != "float32":
         raise UnsupportedError(
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
-    faults = FaultPolicy(of.on_node_loss, layout.faults.nonfinite)
-    return replace(layout, workers=of.count, extra_bytes=0, faults=faults, server="workers")
+    faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
+    return replace(layout, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
 
 
-def leaf_layout(layout: Layout, of: Nodes) -> Layout:
+def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     """The layout of a leaf arena, whose workers are those of one node, and whose agent is its server."""
-    policy = replace(parse_policy(WITHIN[of.within]), clip=layout.policy.clip)  # which is of each worker's gradient
+    policy = replace(parse_policy(_WITHIN[nodes.policy.within]), clip=layout.policy.clip)  # a worker clips its own gradient
     parameters = tuple(replace(parameter, shard=0) for parameter in layout.parameters)
     faults = replace(layout.faults, nonfinite="allow")  # the home checks the sums
     return replace(
-        layout, parameters=parameters, rule=LEAF_RULE, policy=policy, workers=of.local_workers, faults=faults, server="process"
+        layout,
+        parameters=parameters,
+        rule=_LEAF_RULE,
+        policy=policy,
+        workers=nodes.local_workers,
+        faults=faults,
+        server="process",
     )
 
 
-def check_policy(policy: Policy, of: Nodes) -> None:
+def check_policy(policy: Policy, nodes: Nodes) -> None:
     """Raise PolicyError for a discipline that makes no sense between nodes, with the reason."""
-    policy.check_workers(of.count)
+    policy.check_workers(nodes.count)
     reasons = {
         "auto measures the workers of one arena: choose a discipline": policy.warm_up > 0,
         "a batch that the coordinator tunes is for a worker, not for a node: leave tune=true out": policy.tune,
@@ -133,10 +180,10 @@ def check_policy(policy: Policy, of: Nodes) -> None:
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason is not None:
-        raise PolicyError(f"{policy.spec} with {of.count} nodes: {reason}")
+        raise PolicyError(f"{policy.spec} with {nodes.count} nodes: {reason}")
 
 
-def _number(name: str, default: int | None) -> int:
+def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -145,11 +192,3 @@ def _number(name: str, default: int | None) -> int:
             f"the environment says that the job has several nodes: expected {name} to be a whole number, found {text!r}"
         )
     return int(text)
-
-
-def _timeout_s() -> float:
-    text = os.environ.get("FASTPS_NODE_TIMEOUT", str(NODE_TIMEOUT_S))
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"expected FASTPS_NODE_TIMEOUT to be a number of seconds, found {text!r}") from None

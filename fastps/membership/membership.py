@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from fastps.errors import NodeLostError, NonFiniteGradientError, WorkerDiedError, damaged
+from fastps.errors import NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
@@ -119,9 +119,6 @@ class Membership:
     def _lose_server(self, server: Owner, now_ns: int) -> None:
         """Go on without the server under any fault policy. Raises WorkerDiedError if it owned the memory on devices."""
         error = self._peers.error(server)
-        if self._store.layout.is_leaf:
-            reason = self._store.arena.failure(server[0]).partition(": ")[2]
-            raise NodeLostError(reason or f"this node's agent (process {self._store.arena.process_id(server[0])}) was killed")
         if self._store.layout.owner_lanes:
             raise WorkerDiedError(
                 f"{error}; the memory on devices is gone with it: restart the job (with FASTPS_PLACEMENT=host it can resume"

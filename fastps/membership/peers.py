@@ -107,10 +107,6 @@ class Peers:
         """Whether `dismiss` was called with this owner."""
         return owner in self._dismissed
 
-    def dismissed(self) -> list[Owner]:
-        """The owners that were dismissed."""
-        return sorted(self._dismissed)
-
     def close(self) -> None:
         """Close all pidfds."""
         for descriptor in self._owner_of:

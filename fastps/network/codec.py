@@ -1,20 +1,14 @@
-"""How floats travel: as they are, or rounded, with what rounding takes away kept by the sender for the next time.
+"""Codecs: float32 values rounded to bytes that travel between nodes, in 16 or 8 bits each.
 
-A push is sent as the sum plus what was left of the pushes before it. Weights are sent as the difference from what the receiver
-has; what it misses is then part of the next difference. Sums and updates stay in single precision on both sides.
-
-int8 has a scale for each block of 256 floats: their largest magnitude, over 127.
+int8 has a scale for each block of 256 floats: their largest magnitude, divided by 127.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from fastps.network.edge import RECEIVES_UNDER_WAY, SENDS_UNDER_WAY
 from fastps.network.link import Memory
-from fastps.network.sums import CHUNK_FLOATS
 
 BLOCK_FLOATS = 256
 
@@ -23,7 +17,7 @@ class Codec(Protocol):
     """A way to write float32 as bytes."""
 
     def wire_bytes(self, floats: int) -> int:
-        """The bytes of so many floats."""
+        """The number of bytes for this many floats."""
         ...
 
     def encode(self, values: torch.Tensor, out: Memory) -> None:
@@ -31,7 +25,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: Memory, out: torch.Tensor) -> None:
-        """Write the values that bytes stand for."""
+        """Write the values that the bytes represent."""
         ...
 
 
@@ -100,68 +94,4 @@ CODECS: dict[str, Codec | None] = {
     "float16": Half(torch.float16),
     "int8": Blocks(),
 }
-"""The ways in which floats travel, by the name of `link_dtype`; None: as they are, without a copy."""
-
-
-class Sent:
-    """The sender's side of one stream of floats, in chunks: what the receiver has, or what it still misses.
-
-    With `is_sum` each message is a sum by itself, and what rounding took away is added to the next. Else each message brings
-    the receiver from what it has to the values, and `begin` says what it has at first.
-    """
-
-    def __init__(self, codec: Codec, floats: int, *, is_sum: bool) -> None:
-        self._codec = codec
-        self._kept = torch.zeros(floats)
-        self._is_sum = is_sum
-        self._decoded = torch.zeros(CHUNK_FLOATS)
-        self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
-        self._messages = 0
-
-    def begin(self, values: torch.Tensor) -> None:
-        """Note what the receiver was given without rounding."""
-        self._kept.copy_(values)
-
-    def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:
-        """The messages for chunks, one after the other from the first float on. Few may be under way: see Edge.send."""
-        first = 0
-        for values in chunks:
-            out = self._ring[self._messages % len(self._ring)][: self._codec.wire_bytes(len(values))]
-            self._messages += 1
-            self._encode(self._kept[first : first + len(values)], values, out)
-            first += len(values)
-            yield out
-
-    def _encode(self, kept: torch.Tensor, values: torch.Tensor, out: Memory) -> None:
-        decoded = self._decoded[: len(values)]
-        wanted = kept.add_(values) if self._is_sum else values - kept
-        self._codec.encode(wanted, out)
-        self._codec.decode(out, decoded)
-        if self._is_sum:
-            kept.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a push that is rejected leaves nothing behind
-        else:
-            kept.add_(decoded)
-
-
-class Received:
-    """The receiver's side: memory for the messages that are under way, and their values."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._ring = _ring(codec, RECEIVES_UNDER_WAY + 1)
-        self._values = torch.zeros(CHUNK_FLOATS)
-
-    def memory(self, lengths: Iterable[int]) -> Iterator[Memory]:
-        """Memory for messages of so many floats, in turn."""
-        for number, floats in enumerate(lengths):
-            yield self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)]
-
-    def values(self, number: int, floats: int) -> torch.Tensor:
-        """The values of the message of that number, once it has arrived; valid until the next call."""
-        values = self._values[:floats]
-        self._codec.decode(self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)], values)
-        return values
-
-
-def _ring(codec: Codec, entries: int) -> list[Memory]:
-    return [np.zeros(codec.wire_bytes(CHUNK_FLOATS), np.uint8) for _ in range(entries)]
+"""Codecs by the value of `link_dtype`; None sends the floats unchanged, without a copy."""

@@ -1,8 +1,8 @@
-"""An edge: what joins a leaf's agent with the home's, on two links. One carries headers and beats, the other carries floats.
+"""An edge joins the agent of a node with that of node 0. One of its two links carries headers, the other carries floats.
 
-A receive of the next header is always under way, so the end of the peer's process is seen at once; a peer that is stopped, or
-cut off, is told by its missing beats. The floats of a message follow its header on the other link, in chunks, and many receives
-are begun ahead, because a sender waits for its receiver.
+A receive of the next header is always under way, so the end of the peer's process is noticed at once. Missing beats reveal a
+peer that is stopped or cut off. The floats of a message follow its header on the other link, in chunks. Receives begin several
+chunks early, because a sender waits for its receiver.
 """
 
 import queue
@@ -15,27 +15,26 @@ import numpy as np
 from fastps.errors import ProtocolError
 from fastps.network.link import Link, LinkLostError, Memory
 from fastps.network.messages import HEADER_BYTES, Header, Kind
-from fastps.system.clock import Clock
 
 BEAT_S = 0.5
 CHUNK_BYTES = 1 << 20
-SENDS_UNDER_WAY = 17  # the most whose memory must stay as it is
-RECEIVES_UNDER_WAY = 9  # the most that are begun and have not been taken
+CHUNK_FLOATS = CHUNK_BYTES // 4
+SENDS_UNDER_WAY = 17  # the most sends at a time; their memory must not change
+RECEIVES_UNDER_WAY = 9  # the most receives at a time
 
 
 class Edge:
-    """One side of an edge. One thread at a time may call `hear`, `send` and `receive`; any thread may call the rest.
+    """One side of an edge. Only one thread at a time may call `next_header`, `send` or `receive`; any thread may call the rest.
 
     Args:
         timeout_s: a peer that sends nothing for this long is lost.
     """
 
-    def __init__(self, control: Link, data: Link, clock: Clock, timeout_s: float) -> None:
+    def __init__(self, control: Link, data: Link, timeout_s: float) -> None:
         self._control, self._data = control, data
-        self._clock = clock
         self._timeout_s = timeout_s
         self._inbox: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
-        self._speaking = threading.Lock()
+        self._sending = threading.Lock()
         self._ends = threading.Event()
         self._loss = ""
         self._failure = ""
@@ -48,22 +47,22 @@ class Edge:
 
     # -- headers -----------------------------------------------------------------------------------
 
-    def say(self, header: Header) -> None:
+    def send_header(self, header: Header) -> None:
         """Send a header. Raises LinkLostError."""
         self.check()
-        self._say(header)
+        self._send_header(header)
 
-    def _say(self, header: Header) -> None:
+    def _send_header(self, header: Header) -> None:
         memory = np.frombuffer(header.pack(), np.uint8).copy()  # torch wants memory that it may write
         try:
-            with self._speaking:
+            with self._sending:
                 self._control.wait(self._control.send(memory), self._timeout_s)
         except LinkLostError as error:
             self._lose(str(error))
             raise
 
-    def hear(self, timeout_s: float) -> Header | None:
-        """The next header of the peer, or None after the timeout. Raises LinkLostError; its text is the peer's if it failed."""
+    def next_header(self, timeout_s: float) -> Header | None:
+        """The next header of the peer, or None after the timeout. Raises LinkLostError with the peer's reason, if any."""
         try:
             header = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -80,7 +79,7 @@ class Edge:
 
     @property
     def failure(self) -> str:
-        """What the peer said when it failed, or an empty text."""
+        """The reason that the peer gave when it failed, or an empty text."""
         return self._failure
 
     def _listen(self) -> None:
@@ -102,7 +101,7 @@ class Edge:
     def _beat(self) -> None:
         while not self._ends.wait(BEAT_S):
             try:
-                self._say(Header(Kind.BEAT))
+                self._send_header(Header(Kind.BEAT))
             except LinkLostError:
                 return
 
@@ -113,11 +112,17 @@ class Edge:
     # -- floats ------------------------------------------------------------------------------------
 
     def send(self, chunks: Iterable[Memory]) -> None:
-        """Send memory in this order. A chunk is taken from the iterator when it is sent, so it may be computed then.
+        """Send chunks in this order. Each is taken from the iterator just before its send, so it may be computed then.
 
-        When a chunk is taken, the sends of all but the SENDS_UNDER_WAY - 1 chunks before it have ended.
+        At that time all sends but those of the SENDS_UNDER_WAY - 1 chunks before it have ended.
         """
-        self._transfer(self._data.send(chunk) for chunk in chunks)
+        under_way: deque[object] = deque()
+        for chunk in chunks:
+            under_way.append(self._data.send(chunk))
+            if len(under_way) >= SENDS_UNDER_WAY:
+                self._wait(under_way.popleft())
+        for transfer in under_way:
+            self._wait(transfer)
 
     def receive(self, chunks: Iterable[Memory]) -> None:
         """Receive into memory in this order; sizes are those of the peer's `send`."""
@@ -136,15 +141,6 @@ class Edge:
             self._wait(transfer)
             yield
 
-    def _transfer(self, transfers: Iterator[object]) -> None:
-        under_way: deque[object] = deque()
-        for transfer in transfers:
-            under_way.append(transfer)
-            if len(under_way) >= SENDS_UNDER_WAY:
-                self._wait(under_way.popleft())
-        for transfer in under_way:
-            self._wait(transfer)
-
     def _wait(self, transfer: object) -> None:
         try:
             self._data.wait(transfer, self._timeout_s)
@@ -153,7 +149,7 @@ class Edge:
             raise
 
     def close(self) -> None:
-        """End the threads and close both links. Messages that were said before have arrived, or never will."""
+        """End the threads and close both links. Headers sent before have arrived, or never will."""
         self._ends.set()
         self._control.close()
         self._data.close()
@@ -163,7 +159,7 @@ class Edge:
 
 
 def chunks_of(memory: Memory) -> list[Memory]:
-    """The memory in parts of CHUNK_BYTES; the last may be shorter.
+    """Split memory into chunks of CHUNK_BYTES; the last may be shorter.
 
     >>> [len(chunk) for chunk in chunks_of(np.zeros(CHUNK_BYTES + 3, np.uint8))]
     [1048576, 3]

@@ -1,18 +1,16 @@
-"""Links over torch.distributed's Gloo: one process group of two ranks a link, so that a fault ends this link and no other.
+"""Links over torch.distributed's Gloo: one process group of two ranks for each link, so that a fault ends only this link.
 
-Two properties of Gloo shape this file. A wait that times out closes the pair, so a link is of no use after it. And a transfer
-that is in flight when the peer is killed does not fail by itself: only its timeout ends it. This is the only file that uses the
-private `ProcessGroupGloo._Options`, which alone can name the network address to listen on.
+Two properties of Gloo shape this file. A wait that times out closes the pair, so the link cannot be used again. A transfer that
+is in flight when the peer is killed does not fail; only its timeout ends it. This is the only file that uses the private
+`ProcessGroupGloo._Options`, which is needed to choose the network address to listen on.
 """
 
 import re
-import socket
 from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
-from fastps.errors import AttachError
 from fastps.network.link import LinkLostError, Memory
 
 Transfer = tuple[Work, torch.Tensor]
@@ -33,7 +31,7 @@ class GlooLink:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
         except RuntimeError as error:
             raise LinkLostError(
-                f"link {name}: expected the other node at {address} within {timeout_s:g} s: {_reason(error)}"
+                f"link {name}: expected the other node at {address} within {timeout_s:g} s: {reason_of(error)}"
             ) from error
 
     def send(self, memory: Memory) -> Transfer:
@@ -53,7 +51,7 @@ class GlooLink:
         try:
             begun: Work = getattr(group, what)([tensor], self._peer, 0)
         except RuntimeError as error:
-            raise LinkLostError(_reason(error)) from error
+            raise LinkLostError(reason_of(error)) from error
         return begun
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
@@ -62,35 +60,17 @@ class GlooLink:
             transfer[0].wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             self.close()
-            raise LinkLostError(_reason(error)) from error
+            raise LinkLostError(reason_of(error)) from error
 
     def close(self) -> None:
-        """See Link. The group ends with its last reference: a thread that still waits in it keeps it until its timeout."""
+        """See Link. The group ends with its last reference, which a waiting thread keeps until its timeout."""
         self._group = None
 
 
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to a host. Nothing is sent. Raises AttachError.
+def reason_of(error: BaseException) -> str:
+    """The first line of a torch error, without its source file and its advice.
 
-    >>> address_towards("127.0.0.1", 29400)
-    '127.0.0.1'
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise AttachError(
-            f"expected a network interface that leads to {host}, found none ({error}); check the host's name and the network,"
-            " or give --interface"
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """What Gloo says, without its source file and its advice.
-
-    >>> _reason(RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:99. This is typically caused by ..."))
+    >>> reason_of(RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:99. This is typically caused by ..."))
     'Connection closed by peer [10.0.0.2]:99'
     """
     text = str(error).partition("\n")[0] or type(error).__name__

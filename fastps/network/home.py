@@ -1,7 +1,7 @@
-"""The home: the arenas whose workers are nodes, one for each part of the model.
+"""The home: arenas whose workers are nodes, one for each part of the model.
 
-An arena is an ordinary store, so the compiled scheduler decides between nodes as it does between workers. `NodeLanes` are a
-node's lanes, one in each arena: its sum is written straight into their slots, and its weights are read from the pinned buffers.
+Each arena is an ordinary store, so the compiled scheduler decides between nodes as it does between workers. A node has a lane
+in every arena. Its sum is written straight into the lanes' slots, and its weights are read from the pinned buffers.
 """
 
 import queue
@@ -15,7 +15,7 @@ from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
-from fastps.membership.job_memory import JobMemory, Views
+from fastps.membership.job_memory import Floats, JobMemory, Views
 from fastps.network.edge import chunks_of
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
@@ -43,13 +43,13 @@ class HomeStore(Store):
 
 
 class NodeLanes:
-    """The lanes of one node, in the arenas of all parts. One thread may write and push while another waits and reads."""
+    """The lanes of one node, one in each arena. One thread may write and push while another waits and reads."""
 
     def __init__(self, parts: list[Part], workers: list[Worker], within: str) -> None:
         self.parts = parts
         self._workers = workers
         self._within = within
-        self._posted: queue.SimpleQueue[int] = queue.SimpleQueue()  # parts whose grant may be waited for
+        self._posted: queue.SimpleQueue[int] = queue.SimpleQueue()  # the parts that were pushed and wait for a grant
 
     def check_with(self, check: Callable[[], None]) -> None:
         """Call this in every wait."""
@@ -62,10 +62,10 @@ class NodeLanes:
         return [_slot(worker) for worker in self._workers]
 
     def push(self, part: int, terms: Terms, header: Header) -> None:
-        """Push what lies in a part's slot: a sum of `header.weight` gradients.
+        """Push the contents of a part's slot: a sum of `header.weight` gradients.
 
-        Where a version is not a mean of several pushes, the sum is divided by its gradients, unless the node sums whatever has
-        come (within="asp"): then each counts as a push.
+        A discipline that folds means divides by the weights. Under the others this divides the sum by its gradients, except
+        with within="asp", where each gradient counts as a push.
         """
         worker = self._workers[part]
         worker.lane.weight, worker.loss = header.weight, header.loss
@@ -105,11 +105,6 @@ class NodeLanes:
             for memory in _weights(worker):
                 yield from chunks_of(memory)
 
-    @property
-    def version(self) -> int:
-        """The version of the last pull of the first part."""
-        return self._workers[0].version
-
     def look_around(self) -> None:
         """Raise WorkerDiedError if another node is lost and the job ends with it."""
         for worker in self._workers:
@@ -132,12 +127,12 @@ class Home:
 
     parts: list[Part]
     stores: list[Store]
-    of: Nodes
+    nodes: Nodes
 
     @staticmethod
-    def create(layout: Layout, of: Nodes, leaf: JobMemory, hypers: list[Hyper]) -> "Home":
+    def create(layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper]) -> "Home":
         """Make the arenas, with the weights of the leaf's version 0."""
-        home = Home(parts_of(layout), [], of)
+        home = Home(parts_of(layout), [], nodes)
         first = np.frombuffer(leaf.memory, np.float32, layout.buffer_floats, leaf.arena.weights_offset(0))
         try:
             for number, part in enumerate(home.parts):
@@ -149,7 +144,7 @@ class Home:
 
     def attach(self, node: int) -> NodeLanes:
         """Take a node's lanes. Raises AttachError."""
-        return NodeLanes(self.parts, [store.attach(node) for store in self.stores], self.of.within)
+        return NodeLanes(self.parts, [store.attach(node) for store in self.stores], self.nodes.policy.within)
 
     def give_up(self, node: int, failure: str) -> None:
         """Mark the lanes of a node that never came as failed."""
@@ -159,7 +154,7 @@ class Home:
     def loss_of(self, error: Error) -> NodeLostError:
         """The error that ends the job on this node, by the node that failed first."""
         for store in self.stores:
-            for node in range(self.of.count):
+            for node in range(self.nodes.count):
                 if text := store.arena.failure(node):
                     return NodeLostError(text.partition(": ")[2] or text, node)
         return NodeLostError(str(error))
@@ -170,9 +165,7 @@ class Home:
             store.close()
 
 
-def _store(
-    job: str, part: Part, first: np.ndarray[tuple[int], np.dtype[np.float32]], leaf: JobMemory, hypers: list[Hyper]
-) -> Store:
+def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hyper]) -> Store:
     """The arena of one part, with its range of the first weights."""
 
     def write(views: Views) -> None:

@@ -1,7 +1,6 @@
-"""A link between two nodes: bytes in order, in both directions. Gloo implements it (gloo.py); others can.
+"""A link between two nodes: it carries bytes, in order and in both directions.
 
-A link promises less than a connection that one would like to have. A transfer may fail at any time and the link is then gone as
-a whole; nothing says which bytes the peer has received. The layers above number what they send, so that a new link goes on.
+A transfer may fail at any time. The whole link is then lost, and neither side knows which bytes the other has received.
 """
 
 from typing import Any, Protocol
@@ -25,18 +24,18 @@ class Link(Protocol):
     """One link. Each side sends in one thread at a time and receives in one thread at a time."""
 
     def send(self, memory: Memory) -> Transfer:
-        """Begin to send; the memory must stay as it is until `wait` returns. Raises LinkLostError."""
+        """Begin to send; the memory must not change until `wait` returns. Raises LinkLostError."""
         ...
 
     def receive(self, memory: Memory) -> Transfer:
         """Begin to receive exactly this many bytes. Raises LinkLostError.
 
-        Receives that are begun ahead let the peer send at once. The sizes of sends and receives must agree in their order.
+        Receives that begin early let the peer send at once. The sizes of sends and receives must agree in their order.
         """
         ...
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
-        """Wait for the end of a transfer. Raises LinkLostError after the timeout, too, and the link is then closed."""
+        """Wait for the end of a transfer. After an error or the timeout the link is closed. Raises LinkLostError."""
         ...
 
     def close(self) -> None:

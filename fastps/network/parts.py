@@ -1,20 +1,19 @@
-"""The parts of a home: ranges of the model's floats, each in an arena of its own, so that many are under way at once.
+"""The parts of a home: ranges of the model's floats, each with its own arena, so that many travel at once.
 
-While one part is summed, the part before it travels, one is folded, and one comes back. A part may begin in the middle of a
-parameter, because update rules work float by float. Only a discipline whose versions have the pushes of all nodes is cut: every
-part then makes the same decisions. Under the others the parts could differ in what they have folded, and a worker reads weights
-of one version.
+While one part is summed, the part before it travels, another is folded, and another comes back. A part may begin inside a
+parameter, because update rules work float by float. A model has several parts only under a discipline whose versions contain
+the pushes of all nodes: all parts then make the same decisions. Under other disciplines parts could fold different pushes, but
+a worker must read weights of one version.
 """
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
-from fastps.network.edge import CHUNK_BYTES
+from fastps.network.edge import CHUNK_FLOATS
 
 _LEAST_CHUNKS = 3
 _MOST_PARTS = 50
-_CHUNK_FLOATS = CHUNK_BYTES // 4
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,13 @@ class Part:
 
 
 def parts_of(layout: Layout) -> list[Part]:
-    """Cut a home's layout, at the edges of chunks.
-
-    A discipline that is not cut has one part, which is the layout itself.
-    """
+    """Cut a home's layout between chunks. A single part has the layout itself."""
     floats = layout.buffer_floats
-    chunks = -(-floats // _CHUNK_FLOATS)
+    chunks = -(-floats // CHUNK_FLOATS)
     count = max(1, min(_MOST_PARTS, chunks // _LEAST_CHUNKS))
     if count == 1 or not layout.policy.is_level or layout.policy.shards > 1:
         return [Part(0, floats, layout, range(len(layout.parameters)))]
-    edges = [round(chunks * part / count) * _CHUNK_FLOATS for part in range(count)] + [floats]
+    edges = [round(chunks * part / count) * CHUNK_FLOATS for part in range(count)] + [floats]
     return [_part(layout, first, last) for first, last in pairwise(edges)]
 
 
@@ -62,7 +58,7 @@ def _part(layout: Layout, first: int, last: int) -> Part:
 
 
 def _cut(parameter: Parameter, first: int, last: int) -> Parameter:
-    """What a part has of a parameter, as a flat one."""
+    """The floats of a parameter that lie in a part, as a flat parameter."""
     begin, end = max(first, parameter.offset), min(last, parameter.offset + parameter.length)
     length = max(0, end - begin)
     return replace(parameter, shape=(length,), stride=(1,), offset=begin - first, shard=0)

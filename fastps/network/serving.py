@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError
-from fastps.network.codec import CODECS, Received, Sent
+from fastps.network.codec import CODECS
 from fastps.network.edge import Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
+from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.sums import payload_bytes, unpack
 
 logger = logging.getLogger("fastps.network")
-_HEAR_S = 1.0
+_LISTEN_S = 1.0
 
 
 class Serving(threading.Thread):
@@ -33,9 +34,9 @@ class Serving(threading.Thread):
         self._connect = connect
         layout = home.stores[0].layout
         self._groups, self._parameters = layout.groups, home.parts[-1].parameters.stop
-        codec = CODECS[home.of.link_dtype]
-        self._sent = Sent(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
-        self._received = Received(codec) if codec is not None else None
+        codec = CODECS[home.nodes.policy.link_dtype]
+        self._sent = RoundedSender(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
+        self._received = RoundedReceiver(codec) if codec is not None else None
         self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
 
     def run(self) -> None:
@@ -48,7 +49,7 @@ class Serving(threading.Thread):
             lanes = self._home.attach(self._node)
             lanes.check_with(edge.check)
             logger.info("node %d joined with %d workers", self._node, hello.weight)
-            edge.say(Header(Kind.WELCOME, version=lanes.version))
+            edge.send_header(Header(Kind.WELCOME))
             edge.send(lanes.pulled())
             if self._sent is not None:
                 self._sent.begin(torch.cat([torch.from_numpy(memory.view(np.float32)) for memory in lanes.pulled()]))
@@ -61,7 +62,7 @@ class Serving(threading.Thread):
         self._end(edge, lanes, failure)
 
     def _end(self, edge: Edge | None, lanes: NodeLanes | None, failure: str | None) -> None:
-        """Give the lanes back, and tell the node why if it can still hear."""
+        """Give the lanes back, and send the node the reason if the edge still works."""
         reason = str(self._home.loss_of(NodeLostError(failure, self._node))) if failure else ""
         if failure:
             logger.warning("%s", failure)
@@ -79,12 +80,12 @@ class Serving(threading.Thread):
         if edge is not None:
             if reason:
                 with contextlib.suppress(LinkLostError):
-                    edge.say(Header(Kind.FAILED, text=reason))
+                    edge.send_header(Header(Kind.FAILED, text=reason))
             edge.close()
 
     def _serve(self, edge: Edge, lanes: NodeLanes) -> bool:
-        """Serve one message. Returns whether another may follow."""
-        header = edge.hear(_HEAR_S)
+        """Handle one message, if one comes soon. Returns False after the last."""
+        header = edge.next_header(_LISTEN_S)
         if header is None:
             lanes.look_around()
         elif header.kind == Kind.LEAVE:
@@ -102,7 +103,7 @@ class Serving(threading.Thread):
         return True
 
     def _push(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
-        """Receive a sum into the lanes' slots, post each part when it is there, and answer with the weights."""
+        """Receive a sum into the lanes' slots, push each part when it is complete, and answer with the weights."""
         packed = np.zeros(payload_bytes(self._groups, self._parameters), np.uint8)
         slots = [chunks_of(slot) for slot in lanes.slots]
         chunks = [chunk for slot in slots for chunk in slot]
@@ -126,10 +127,10 @@ class Serving(threading.Thread):
         else:
             answered.result()
 
-    def _answer(self, edge: Edge, granted: Iterator[tuple[object, list[Memory]]], sent: Sent | None) -> None:
-        """Send the weights of each part as soon as it is granted; without `sent` as they are."""
+    def _answer(self, edge: Edge, granted: Iterator[tuple[object, list[Memory]]], sent: RoundedSender | None) -> None:
+        """Send the weights of each part as soon as it is granted; rounded if `sent` is given."""
         _, first = next(granted)
-        edge.say(Header(Kind.WEIGHTS))
+        edge.send_header(Header(Kind.WEIGHTS))
         chunks = _all_chunks(first, granted)
         edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
 

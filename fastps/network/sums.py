@@ -12,20 +12,9 @@ import numpy.typing as npt
 import torch
 
 from fastps.job.update_rules import Hyper
+from fastps.kernels.protocol.fold_call import FoldedPush
 from fastps.membership.job_memory import JobMemory
-from fastps.network.edge import CHUNK_BYTES
-
-CHUNK_FLOATS = CHUNK_BYTES // 4
-"""Floats of one part of a sum, which is still in the cache when the next push is added."""
-
-
-@dataclass(frozen=True)
-class Push:
-    """One push of a leaf arena: its lane, its slot, and the factor of its gradient."""
-
-    lane: int
-    slot: int
-    scale: float
+from fastps.network.edge import CHUNK_FLOATS
 
 
 @dataclass(frozen=True)
@@ -86,7 +75,7 @@ class Sums:
         offset = self._store.arena.weights_offset(buffer)
         return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
 
-    def begin(self, pushes: Sequence[Push], outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+    def begin(self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
         """The terms of a sum, and its chunks, which are computed one by one into `outs`, one of them after the other.
 
         Together `outs` are as long as a slot, and each but the last is whole chunks. A single push that is not scaled is not

@@ -11,7 +11,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -26,13 +25,14 @@ from fastps.membership import discovery
 from fastps.processes.absent_workers import NoShows
 from fastps.processes.fault_injection import FaultInjector, FaultReport
 from fastps.processes.forkserver_client import ForkServer
-from fastps.processes.nodes import NodeOptions, RollCall
+from fastps.processes.nodes import LaunchRendezvous, NodeOptions
 from fastps.processes.options import JobOptions
 from fastps.processes.output import JobOutput
 from fastps.processes.program import Program
 from fastps.processes.worker_environment import environment_of, style_of
 from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.ports import free_port
 from fastps.system.processes import AdoptedProcess, adopting_orphans, die_with_parent
 from fastps.system.shared_memory import oom_kills
 from fastps.tracing import parts as trace_parts
@@ -185,7 +185,7 @@ class Launcher:
         self._restarts_left = options.restarts
         self._port = 0
         self._nodes = nodes
-        self._roll_call: RollCall | None = None
+        self._rendezvous: LaunchRendezvous | None = None
         self._oom_kills = oom_kills()
         self._forkserver: ForkServer | None = None
         self._forkserver_worker: LaunchedWorker | None = None  # its process
@@ -226,8 +226,8 @@ class Launcher:
             if self._injector is not None:
                 self._injector.close()
             self._kill_all()
-            if self._roll_call is not None:
-                self._roll_call.close()
+            if self._rendezvous is not None:
+                self._rendezvous.close()
             self._adopting.close()
             for number, handler in zip(ends, previous, strict=True):
                 signal.signal(number, handler)
@@ -252,13 +252,13 @@ class Launcher:
         return min(failed, key=lambda worker: (worker.is_consequence, worker.ended_ns), default=None)
 
     def _start(self) -> None:
-        self._port = _free_port()
+        self._port = free_port()  # for scripts that start torch.distributed themselves
         if self._nodes is not None:
-            self._roll_call = RollCall(self._nodes, self._count)
+            self._rendezvous = LaunchRendezvous(self._nodes, self._count)
         if self._forks:
             self._start_forkserver()
-        if self._roll_call is not None and self._roll_call.wait(lambda: self._interrupts > 0):
-            self.job = self._roll_call.job
+        if self._rendezvous is not None and self._rendezvous.wait(lambda: self._interrupts > 0):
+            self.job = self._rendezvous.job
         for rank in range(self._count):
             if self._interrupts:
                 return
@@ -291,7 +291,7 @@ class Launcher:
             restarts=self._options.restarts,
             trace=self._trace,
         )
-        return variables if self._roll_call is None else {**variables, **self._roll_call.variables(rank, self._style)}
+        return variables if self._rendezvous is None else {**variables, **self._rendezvous.variables(rank, self._style)}
 
     def _launch(
         self, rank: int, restart: int, command: list[str], variables: dict[str, str], inherited: Sequence[int] = ()
@@ -419,7 +419,7 @@ class Launcher:
     @property
     def _first_rank(self) -> int:
         """The number, among the workers of all nodes, of this node's first worker."""
-        return self._roll_call.first_rank if self._roll_call is not None else 0
+        return self._rendezvous.first_rank if self._rendezvous is not None else 0
 
     def _on_interrupt(self, number: int, frame: object) -> None:
         """Pass on the first Ctrl-C, then send SIGTERM and SIGKILL after deadlines. Kill at once on the second."""
@@ -456,10 +456,3 @@ class Launcher:
                 os.close(key.fileobj)
             else:
                 cast("IO[bytes]", key.fileobj).close()
-
-
-def _free_port() -> int:
-    """Return a free port for scripts that start torch.distributed themselves; fastps needs none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

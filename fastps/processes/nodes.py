@@ -1,4 +1,4 @@
-"""A launcher's part in a job of several nodes: it meets the other launchers and gives its workers their place."""
+"""A launcher in a job of several nodes: it finds the other launchers and gives its workers their ranks."""
 
 import json
 import os
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from fastps.errors import AttachError, UsageError
 from fastps.job import limits
-from fastps.job.fault_policy import LOSS_CHOICES
-from fastps.job.nodes import LINK_DTYPES, NODE_TIMEOUT_S, WITHIN, address
+from fastps.job.nodes import DEFAULT_NODE_POLICY, NodePolicy, address
 from fastps.processes.options import JobOptions
 from fastps.system.processes import die_with_parent
 
@@ -26,7 +25,7 @@ class NodeOptions:
         count: the number of nodes.
         rendezvous: HOST:PORT of node 0, where the nodes find each other.
         rank: this node's number, or "auto": the rendezvous' host is node 0, and the others are numbered as they come.
-        within, on_node_loss, timeout_s, link_dtype: see Nodes.
+        policy: how the job treats its nodes.
 
     Raises UsageError for values out of range.
 
@@ -37,10 +36,7 @@ class NodeOptions:
     count: int
     rendezvous: str
     rank: str = "auto"
-    within: str = "bsp"
-    on_node_loss: str = "stop"
-    timeout_s: float = NODE_TIMEOUT_S
-    link_dtype: str = "float32"
+    policy: NodePolicy = DEFAULT_NODE_POLICY
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -50,12 +46,6 @@ class NodeOptions:
         address(self.rendezvous)
         if self.rank != "auto" and not (self.rank.isdecimal() and int(self.rank) < self.count):
             raise UsageError(f"--node-rank: expected auto, or 0 to {self.count - 1}, found {self.rank!r}")
-        if self.within not in WITHIN:
-            raise UsageError(f"--within: expected {' or '.join(WITHIN)}, found {self.within!r}")
-        if self.on_node_loss not in LOSS_CHOICES:
-            raise UsageError(f"--on-node-loss: expected {' or '.join(LOSS_CHOICES)}, found {self.on_node_loss!r}")
-        if self.link_dtype not in LINK_DTYPES:
-            raise UsageError(f"--link-dtype: expected one of {', '.join(LINK_DTYPES)}, found {self.link_dtype!r}")
 
     def check_beside(self, options: JobOptions) -> None:
         """Raise UsageError for options that a job of several nodes does not have."""
@@ -71,8 +61,8 @@ class NodeOptions:
         return -1 if self.rank == "auto" else int(self.rank)
 
 
-class RollCall:
-    """The process that meets the other nodes. On node 0 it keeps the rendezvous until `close`."""
+class LaunchRendezvous:
+    """The process that finds the other launchers. On node 0 it keeps the rendezvous until `close`."""
 
     def __init__(self, options: NodeOptions, workers: int) -> None:
         self._options, self._workers = options, workers
@@ -82,7 +72,7 @@ class RollCall:
             f"--{name}={value}" for name, value in {"host": host, "timeout": limits.timeout_s(None), **numbers}.items()
         ]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.network.roll_call", *arguments],
+            [sys.executable, "-P", "-m", "fastps.network.launch_rendezvous", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -96,7 +86,7 @@ class RollCall:
         self.number, self.first_rank, self.world, self.port, self.job = 0, 0, workers, 0, ""
 
     def wait(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until all nodes are there. Returns False if `is_over` says before that the launch has ended.
+        """Wait until all nodes are there. Returns False if `is_over` becomes true first.
 
         Raises AttachError, UsageError.
         """
@@ -109,7 +99,7 @@ class RollCall:
         line = self._process.stdout.readline()
         if is_over():
             return False
-        found = json.loads(line) if line else {"error": "the process that meets the other nodes has ended: see its own output"}
+        found = json.loads(line) if line else {"error": "the process that finds the other nodes has ended: see its own output"}
         if "error" in found:
             raise (UsageError if found.get("kind") == "UsageError" else AttachError)(found["error"])
         self.number, self.first_rank, self.world = int(found["number"]), int(found["first_rank"]), int(found["world"])
@@ -128,10 +118,7 @@ class RollCall:
             "FASTPS_NNODES": options.count,
             "FASTPS_NODE_RANK": self.number,
             "FASTPS_RENDEZVOUS": options.rendezvous,
-            "FASTPS_WITHIN": options.within,
-            "FASTPS_ON_NODE_LOSS": options.on_node_loss,
-            "FASTPS_NODE_TIMEOUT": options.timeout_s,
-            "FASTPS_LINK_DTYPE": options.link_dtype,
+            **options.policy.environment(),
         }
         if style == "torchrun":
             values |= {

@@ -7,15 +7,12 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 """
 
 import os
-import pickle
 import sys
-from dataclasses import replace
-from typing import Any
 
 from fastps.device.interface import DeviceError
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
-from fastps.store.server_loop import Server, answer_as_server
+from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import Order
 from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
@@ -24,12 +21,7 @@ from fastps.system.clock import SYSTEM_CLOCK
 
 def serve(order: Order) -> None:
     """Run the ordered server until the job is over."""
-    layout, compiled = order.layout, None
-    if order.rule:
-        from fastps.kernels.update import jit
-
-        compiled = jit.compile_rule(*pickle.loads(order.rule))  # our own parent's
-        layout = replace(layout, rule=replace(layout.rule, address=compiled.address))
+    layout, compiled = with_rule(order.layout, order.rule)
     kind = Store if order.make_device is None else DeviceStore
     store = kind(order.memfd, memory_of.map_shared(order.memfd), layout, order.job, order.timeout_s, SYSTEM_CLOCK, [])
     try:
@@ -54,13 +46,7 @@ def serve(order: Order) -> None:
 
 def main() -> int:
     """Read the order and serve. Returns the exit code."""
-    order: Any = pickle.load(sys.stdin.buffer)  # our own parent's
-    try:
-        serve(order)
-    except (Error, DeviceError) as error:
-        print(f"fastps server of job {order.job}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_from_order(serve, "server", (Error, DeviceError))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 All decisions of the server lie in the arena. If the server dies, the worker combines from then on, as without a server.
 """
 
-from fastps.errors import NodeLostError
 from fastps.job import limits
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.store.worker import Worker
 
 
@@ -43,13 +41,7 @@ class ServedWorker(Worker):
             super().try_combine()
 
     def take_over(self) -> None:
-        """Combine from now on, because the server is gone. Raises NodeLostError on one of several nodes."""
-        if self.store.layout.is_leaf:
-            self.is_served = False  # it leaves before its workers do, once the other nodes have left
-            if self.store.arena.lane_state(self.store.arena.server_lane) != LANE_LEFT:
-                self.look_around()
-                raise NodeLostError("this node's agent has ended: see its own output")
-            return
+        """Combine from now on, because the server is gone."""
         with self._combine_lock:
             self.is_served = False
             self.lane.hand_over(False)

@@ -5,15 +5,21 @@ It pushes nothing, and no scheduler counts it. All its decisions lie in the aren
 
 import logging
 import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from fastps.errors import raise_for_outcome
 from fastps.job import limits as config
+from fastps.job.layout import Layout
 from fastps.kernels.protocol.lane import AWAITING, FENCED, Lane
 from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
 from fastps.membership.peers import Peers
 from fastps.store.core_sharing import Cores
-from fastps.store.server_process import WORKER_PRESENT
+from fastps.store.server_process import WORKER_PRESENT, Order
 from fastps.store.store import Store
 
 logger = logging.getLogger("fastps.server")
@@ -135,3 +141,24 @@ def answer_as_server(store: Store) -> None:
             if store.clock.now_ns() >= deadline_ns:
                 raise
         store.clock.sleep_ns(1_000_000)
+
+
+def with_rule(layout: Layout, rule: bytes) -> tuple[Layout, Any]:
+    """The layout with the compiled user rule that `picklable` packed, and the object that keeps its code alive."""
+    if not rule:
+        return layout, None
+    from fastps.kernels.update import jit
+
+    compiled = jit.compile_rule(*pickle.loads(rule))  # our own parent's
+    return replace(layout, rule=replace(layout.rule, address=compiled.address)), compiled
+
+
+def run_from_order(serve: Callable[[Order], None], name: str, errors: tuple[type[Exception], ...]) -> int:
+    """Read the order from standard input and serve. Print errors of these types. Returns the exit code."""
+    order: Order = pickle.load(sys.stdin.buffer)  # our own parent's
+    try:
+        serve(order)
+    except errors as error:
+        print(f"fastps {name} of job {order.job}: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -363,8 +363,6 @@ class Worker(LaneView):
     def _others_are_done(self) -> bool:
         """Whether no other worker will push, and every push is folded, dropped or rejected."""
         self.try_combine()
-        if self.store.layout.is_leaf and self.store.arena.is_served():
-            return False  # the agent leaves once the other nodes have
         states = self.store.arena.lane_states()
         if LANE_FREE in states[: self.store.layout.workers]:
             return False  # under disciplines without waits, a worker may attach after this one has finished

@@ -125,10 +125,11 @@ def join(
     hypers: list[Hyper],
     to: Joining,
     finish: Callable[[Store], None] | None = None,
+    kind: type[Store] = Store,
     agent: AgentPlan | None = None,
 ) -> Worker:
     """Attach this process's worker to the job's arena. Worker 0 creates the arena, and calls `finish` before others join.
-    `agent` is the plan of the node's agent, in a job of several nodes.
+    `kind` is the class of the store. `agent` is the plan of the node's agent, in a job of several nodes.
 
     Raises ArenaError, AttachError, LayoutError.
     """
@@ -136,9 +137,9 @@ def join(
     job, rank = to.identity.name, to.identity.rank
     if to.finds_others:
         limit_s = min(_JOIN_S, limits.timeout_s(to.timeout_s))  # the other workers run already, or have ended
-        store = Store.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
+        store = kind.connect(job, layout, hypers, timeout_s=limit_s, clock=to.clock).with_timeout(to.timeout_s)
     elif rank == 0:
-        store = Store.create_for(
+        store = kind.create_for(
             layout,
             writer_of(tensors),
             hypers,
@@ -150,7 +151,7 @@ def join(
             agent=agent,
         )
     else:
-        store = Store.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
+        store = kind.connect(job, layout, hypers, timeout_s=to.timeout_s, clock=to.clock)
     try:
         return store.attach(rank)
     except BaseException:

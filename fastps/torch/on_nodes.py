@@ -12,6 +12,7 @@ from fastps.job.nodes import Nodes, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
+from fastps.network.leaf_store import LeafStore
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
@@ -23,17 +24,17 @@ class NodePlacement(HostPlacement):
 
     name = "node"
 
-    def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype, of: Nodes) -> None:
+    def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype, nodes: Nodes) -> None:
         super().__init__(tensors, push_dtype)
         found = sorted({str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"})
         if found:
             raise UnsupportedError(f"a job of several nodes keeps its model in host memory, found parameters on {found[0]}")
-        self._of = of
+        self._nodes = nodes
 
     def layout(self, layout: Layout) -> Layout:
         """See HostPlacement. Keeps the layout of the home."""
-        self._home = home_layout(layout, self._of)
-        return leaf_layout(layout, self._of)
+        self._home = home_layout(layout, self._nodes)
+        return leaf_layout(layout, self._nodes)
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """See HostPlacement. The first worker of a node makes its leaf arena and starts its agent."""
@@ -41,13 +42,13 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(
                 "a job of several nodes begins with a new optimizer: expected one without state, found state that was loaded"
             )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts all anew
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun restarts all workers and keeps the store
         name = f"{attempt}/{to.identity.job if to.is_named else to.identity.instance}"
         local = replace(
             to.identity,
-            job=f"{to.identity.job}.node{self._of.number}",
-            rank=self._of.local_rank,
-            workers=self._of.local_workers,
+            job=f"{to.identity.job}.node{self._nodes.number}",
+            rank=self._nodes.local_rank,
+            workers=self._nodes.local_workers,
         )
-        plan = plan_of(self._of, name, self._home, hypers)
-        return join.join(layout, self._tensors, hypers, replace(to, identity=local), agent=plan)
+        plan = plan_of(self._nodes, name, self._home, hypers)
+        return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

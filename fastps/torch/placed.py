@@ -4,20 +4,20 @@ import torch
 
 from fastps.device.placement import placement
 from fastps.errors import UnsupportedError
-from fastps.job.nodes import nodes
+from fastps.job.nodes import nodes_of_environment
 from fastps.torch.placements import HostPlacement
 
 
 def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: bool = False) -> HostPlacement:
     """The placement of a model. Raises UnsupportedError if its parameters are on several devices.
 
-    `is_told`: whether the script says how many workers there are, so that the launcher's nodes are not meant.
+    `is_told`: whether the script gives the number of workers. The launcher's nodes then do not count.
     """
-    of = None if is_told else nodes()
-    if of is not None:
+    nodes = None if is_told else nodes_of_environment()
+    if nodes is not None:
         from fastps.torch.on_nodes import NodePlacement
 
-        return NodePlacement(tensors, push_dtype, of)
+        return NodePlacement(tensors, push_dtype, nodes)
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)

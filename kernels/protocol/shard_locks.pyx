@@ -160,11 +160,10 @@ cdef class ShardLocks(Reader):
         self.helper.item.user_rule = <fps_user_rule> address
 
     def fold_with(self, device not None, shards not None, bint nothing=False):
-        """Fold the given shards by calling `device`, and take no other shard's lock: its memory is on another device.
+        """Fold the given shards by calling `device` with a FoldCall, and take no other shard's lock.
 
-        `device(shard, mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes)`, pushes being (lane,
-        slot, scale, rate_scale, samples), queues the fold on its device; an error that it raises gives the outcome BAD_FOLD
-        and is `fold_failure`. With `nothing` it is also called, with no pushes, for a version of null pushes alone.
+        `device` folds on its device or on another node, or queues the fold there. An error that it raises gives the outcome
+        BAD_FOLD and is `fold_failure`. With `nothing` it is also called, without pushes, for a version of null pushes alone.
         """
         cdef Combiner combiner
         for combiner in self.combiners:

@@ -148,7 +148,7 @@ cdef class SharedFold:
     cdef int _run_on_device(self) noexcept:
         """Queue the fold on the device. A reader of the result waits for it on the device."""
         try:
-            self.device(self.shard, *self.item.for_device())
+            self.device(self.item.for_device(self.shard))
         except BaseException as error:
             self.failure = error
             return FOLD_REFUSED

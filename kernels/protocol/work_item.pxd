@@ -29,7 +29,7 @@ cdef class WorkItem:
                     uint32_t weights_out, uint32_t state_in, uint32_t state_out) noexcept nogil
     cdef void write_chunks(self, int64_t chunk_floats) noexcept nogil
     cdef bint read(self) noexcept nogil
-    cdef tuple for_device(self)
+    cdef object for_device(self, uint32_t shard)
 
     cdef bint _read_pushes(self, uint32_t n_pushes) noexcept nogil
     cdef void _read_state(self, char *state_in, char *state_out) noexcept nogil

@@ -15,6 +15,8 @@ from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_STATE_IN_P
 from fastps.kernels.shm.arena_h cimport FPS_STATE_BUFFERS
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_USER, fps_hyper
 
+from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
+
 
 @cython.final
 cdef class WorkItem:
@@ -138,17 +140,14 @@ cdef class WorkItem:
         self.job.state_in = <float *> (state_in + self.arena.header.state_steps_bytes)
         self.job.state_out = <float *> (state_out + self.arena.header.state_steps_bytes)
 
-    cdef tuple for_device(self):
-        """(mode, scale, rate_scale, weights_in, weights_out, state_in, state_out, pushes) for a fold on a device.
-
-        A push is (lane, slot, scale, rate_scale, samples).
-        """
+    cdef object for_device(self, uint32_t shard):
+        """The item as a FoldCall."""
         cdef uint32_t index
         cdef fps_folded_push push
         cdef fps_work *words = self.words
         pushes = []
         for index in range(min(words.n_pushes, <uint32_t> FPS_MAX_PUSHES)):
             push = self.push(index)
-            pushes.append((push.lane, push.slot, push.scale, push.rate_scale, push.samples))
-        return (words.mode, words.scale, words.rate_scale, words.weights_in, words.weights_out, words.state_in,
-                words.state_out, pushes)
+            pushes.append(FoldedPush(push.lane, push.slot, push.scale, push.rate_scale, push.samples))
+        return FoldCall(shard, words.mode, words.scale, words.rate_scale, words.weights_in, words.weights_out, words.state_in,
+                        words.state_out, pushes)

@@ -1,12 +1,14 @@
 """What a process learns of its job's nodes from the environment, and what is refused between nodes."""
 
+import re
+
 import pytest
 import torch
 
 import fastps
 from fastps.errors import PolicyError, UsageError
 from fastps.job.disciplines import DISCIPLINES
-from fastps.job.nodes import Nodes, address, check_policy, nodes
+from fastps.job.nodes import NodePolicy, Nodes, address, check_policy, nodes_of_environment
 from fastps.job.specs import parse_policy
 
 OWN = {
@@ -28,22 +30,22 @@ TORCHRUN = {
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*OWN, *TORCHRUN, "FASTPS_WITHIN", "FASTPS_ON_NODE_LOSS", "FASTPS_NODE_TIMEOUT"):
+    for name in (*OWN, *TORCHRUN, "FASTPS_WITHIN", "FASTPS_ON_NODE_LOSS", "FASTPS_NODE_TIMEOUT", "FASTPS_LINK_DTYPE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 def test_one_node_has_no_nodes(environment: pytest.MonkeyPatch) -> None:
-    assert nodes() is None
+    assert nodes_of_environment() is None
     environment.setenv("GROUP_WORLD_SIZE", "1")
-    assert nodes() is None
+    assert nodes_of_environment() is None
 
 
 @pytest.mark.parametrize(("variables", "host", "port"), [(OWN, "fd77::1", 29400), (TORCHRUN, "node0", 29500)])
 def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables: dict[str, str], host: str, port: int) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert nodes() == Nodes(2, 1, 2, 3, host, port)
+    assert nodes_of_environment() == Nodes(2, 1, 2, 3, host, port)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +55,22 @@ def test_both_launchers_say_the_same(environment: pytest.MonkeyPatch, variables:
         ("FASTPS_NODE_RANK", "x", "FASTPS_NODE_RANK to be a whole number, found 'x'"),
         ("FASTPS_LOCAL_RANK", "3", "expected a worker from 0 to 2"),
         ("FASTPS_RENDEZVOUS", "node0", "HOST:PORT, such as node0:29400, found 'node0'"),
-        ("FASTPS_WITHIN", "ssp", "expected within to be one of bsp, asp, found 'ssp'"),
-        ("FASTPS_ON_NODE_LOSS", "wait", "expected on_node_loss to be one of stop, continue"),
-        ("FASTPS_LINK_DTYPE", "int4", "expected link_dtype to be one of float32, bfloat16, float16, int8, found 'int4'"),
-        ("FASTPS_NODE_TIMEOUT", "0.1", "expected a node timeout from 1 to 3600 seconds, found 0.1"),
-        ("FASTPS_NODE_TIMEOUT", "soon", "FASTPS_NODE_TIMEOUT to be a number of seconds, found 'soon'"),
+        ("FASTPS_WITHIN", "ssp", "expected --within (FASTPS_WITHIN) to be one of bsp, asp, found 'ssp'"),
+        ("FASTPS_ON_NODE_LOSS", "wait", "expected --on-node-loss (FASTPS_ON_NODE_LOSS) to be one of stop, continue"),
+        (
+            "FASTPS_LINK_DTYPE",
+            "int4",
+            "expected --link-dtype (FASTPS_LINK_DTYPE) to be one of float32, bfloat16, float16, int8, found 'int4'",
+        ),
+        ("FASTPS_NODE_TIMEOUT", "0.1", "expected --node-timeout (FASTPS_NODE_TIMEOUT) of 1 to 3600 seconds, found 0.1"),
+        ("FASTPS_NODE_TIMEOUT", "soon", "FASTPS_NODE_TIMEOUT to be a number, found 'soon'"),
     ],
 )
 def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
     for each, text in {**OWN, name: value}.items():
         environment.setenv(each, text)
-    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
-        nodes()
+    with pytest.raises(UsageError, match=re.escape(message)):
+        nodes_of_environment()
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:", "a:0", "a:70000", "a:b"])
@@ -83,6 +89,13 @@ def test_every_discipline_makes_sense_between_nodes_or_says_why_not(name: str) -
                 check_policy(policy, of)
         else:
             check_policy(policy, of)
+
+
+def test_a_policy_survives_the_environment(environment: pytest.MonkeyPatch) -> None:
+    policy = NodePolicy("asp", "continue", 7.5, "int8")
+    for name, value in policy.environment().items():
+        environment.setenv(name, value)
+    assert NodePolicy.of_environment() == policy
 
 
 def test_an_optimizer_that_is_told_its_workers_is_of_no_node(environment: pytest.MonkeyPatch) -> None:

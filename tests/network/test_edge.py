@@ -14,7 +14,6 @@ from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.gloo import GlooLink
 from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
-from fastps.system.clock import SYSTEM_CLOCK
 
 
 def _both(make: Callable[[int], Any]) -> list[Any]:
@@ -48,7 +47,7 @@ def pair() -> Iterator[Pair]:
         return control, data
 
     links = _both(link)
-    made = Pair([Edge(*each, SYSTEM_CLOCK, 1.5) for each in links], links)
+    made = Pair([Edge(*each, 1.5) for each in links], links)
     yield made
     for edge in made.edges:
         edge.close()
@@ -57,10 +56,10 @@ def pair() -> Iterator[Pair]:
 def test_headers_come_in_order_and_beats_are_not_among_them(pair: Pair) -> None:
     leaf, home = pair.edges
     for step in range(5):
-        leaf.say(Header(Kind.PUSH, step=step))
-    assert home.hear(0.7) is not None
-    assert [header.step for _ in range(4) if (header := home.hear(1.0)) is not None] == [1, 2, 3, 4]
-    assert home.hear(0.7) is None, "only beats"
+        leaf.send_header(Header(Kind.PUSH, weight=step))
+    assert home.next_header(0.7) is not None
+    assert [header.weight for _ in range(4) if (header := home.next_header(1.0)) is not None] == [1, 2, 3, 4]
+    assert home.next_header(0.7) is None, "only beats"
 
 
 def test_floats_arrive_as_they_were_sent_in_both_directions_at_once(pair: Pair) -> None:
@@ -86,10 +85,10 @@ def test_a_side_that_closes_is_missed_at_once(pair: Pair) -> None:
     leaf.close()
     began = time.monotonic()
     with pytest.raises(LinkLostError):
-        home.hear(10.0)
+        home.next_header(10.0)
     assert time.monotonic() - began < 2
     with pytest.raises(LinkLostError):
-        home.say(Header(Kind.PUSH))
+        home.send_header(Header(Kind.PUSH))
 
 
 def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
@@ -97,15 +96,15 @@ def test_a_side_that_is_silent_is_lost_after_the_timeout(pair: Pair) -> None:
     leaf._ends.set()  # its beats end, and its links stay open
     began = time.monotonic()
     with pytest.raises(LinkLostError):
-        home.hear(10.0)
+        home.next_header(10.0)
     assert 0.9 < time.monotonic() - began < 4
 
 
 def test_what_a_failed_side_says_is_the_reason(pair: Pair) -> None:
     leaf, home = pair.edges
-    leaf.say(Header(Kind.FAILED, text="the disk is full"))
+    leaf.send_header(Header(Kind.FAILED, text="the disk is full"))
     leaf.close()
-    header = home.hear(5.0)
+    header = home.next_header(5.0)
     assert header is not None and header.text == "the disk is full"
     with pytest.raises(LinkLostError, match="the disk is full"):
         home.check()
@@ -117,4 +116,4 @@ def test_bytes_that_are_no_header_end_the_edge(pair: Pair) -> None:
     control = pair.links[0][0]
     control.wait(control.send(np.full(512, 7, np.uint8)), 2.0)
     with pytest.raises(LinkLostError, match="expected a message of fastps"):
-        home.hear(5.0)
+        home.next_header(5.0)

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
-from fastps.network.edge import CHUNK_BYTES
+from fastps.network.edge import CHUNK_FLOATS
 from fastps.network.parts import parts_of
-
-CHUNK = CHUNK_BYTES // 4
 
 
 def _layout(lengths: list[int], sync: str = "bsp") -> Layout:
@@ -19,7 +17,7 @@ def _layout(lengths: list[int], sync: str = "bsp") -> Layout:
     return Layout(place(rows, policy.shards), 1, SGD(lr=0.1).rule, policy, 3)
 
 
-@given(st.lists(st.integers(0, 9 * CHUNK), min_size=1, max_size=8))
+@given(st.lists(st.integers(0, 9 * CHUNK_FLOATS), min_size=1, max_size=8))
 def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> None:
     layout = _layout(lengths)
     parts = parts_of(layout)
@@ -27,7 +25,7 @@ def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> 
     assert parts[-1].last == layout.buffer_floats
     counted = [0] * len(lengths)
     for part, following in zip(parts, [*parts[1:], None], strict=True):
-        assert part.last % CHUNK == 0 or following is None
+        assert part.last % CHUNK_FLOATS == 0 or following is None
         assert following is None or part.last == following.first
         assert part.layout.buffer_floats == part.floats
         for index, parameter in zip(part.parameters, part.layout.parameters, strict=True):

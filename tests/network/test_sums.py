@@ -6,7 +6,9 @@ import torch
 
 import fastps
 from fastps.job.update_rules import Hyper
-from fastps.network.sums import CHUNK_FLOATS, Push, Sums, pack, payload_bytes, unpack
+from fastps.kernels.protocol.fold_call import FoldedPush
+from fastps.network.edge import CHUNK_FLOATS
+from fastps.network.sums import Sums, pack, payload_bytes, unpack
 from fastps.store.worker import presence_of
 
 SHAPES = {"a": (3, 5), "b": (CHUNK_FLOATS + 7,), "c": (2,)}
@@ -27,7 +29,7 @@ def test_a_sum_is_numpys(scales: tuple[float, ...], absent: dict[int, list[int]]
                 view[...] = values[lane][name]
             worker._write_slot_header(0, store.hypers, presence_of(present, len(SHAPES)))
         out = torch.full((store.layout.buffer_floats,), 7.0)
-        pushes = [Push(lane, 0, scale) for lane, scale in reversed(list(enumerate(scales)))]
+        pushes = [FoldedPush(lane, 0, scale, 1.0, 0) for lane, scale in reversed(list(enumerate(scales)))]
         terms, parts = Sums(store).begin(pushes, [out[:CHUNK_FLOATS], out[CHUNK_FLOATS:]])
         found = torch.cat([part.clone() for part in parts]).numpy()
         assert len(found) == store.layout.buffer_floats
@@ -46,7 +48,7 @@ def test_the_terms_of_a_sum_survive_the_journey() -> None:
     with fastps.Store.create({str(i): np.ones(1, np.float32) for i in range(70)}, fastps.Adam(lr=0.5), workers=1) as store:
         worker = store.attach(0)
         worker._write_slot_header(0, store.hypers, presence_of([0, 64, 69], 70))
-        terms, _ = Sums(store).begin([Push(0, 0, 1.0)], [torch.zeros(store.layout.buffer_floats)])
+        terms, _ = Sums(store).begin([FoldedPush(0, 0, 1.0, 1.0, 0)], [torch.zeros(store.layout.buffer_floats)])
         data = pack(terms)
         found = unpack(data, 1, 70)
         worker.close()

@@ -1,7 +1,7 @@
-"""How the launchers of several nodes find each other, before a worker runs: numbers for nodes and workers, and one job.
+"""How the launchers of several nodes find each other before any worker runs: numbers for nodes and workers, and one job name.
 
-A launcher runs this module as a process of its own, because the store is torch's and a launcher never imports torch. The first
-node also keeps the store until its launcher ends. The result is one line of JSON on standard output.
+A launcher runs this module as a process of its own, because the store is torch's and a launcher never imports torch. Node 0's
+process keeps the store until its launcher ends. The result is one line of JSON on standard output.
 """
 
 import argparse
@@ -16,6 +16,9 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, Error, UsageError
+from fastps.network.gloo import reason_of
+from fastps.network.rendezvous import connect_store
+from fastps.system.ports import free_port
 
 _PROGRESS_S = 10.0
 
@@ -32,7 +35,7 @@ class Place:
 
 
 def main() -> int:
-    """Meet the other nodes, print the place, and on the first node keep the store until standard input ends."""
+    """Meet the other nodes, print the place, and on node 0 keep the store until standard input ends."""
     given = _arguments()
     try:
         store, number = _connect(given)
@@ -55,7 +58,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _connect(given: argparse.Namespace) -> tuple[Store, int]:
-    """The store and this node's number; -1 as the number asked for means: the rendezvous' own host is node 0."""
+    """The store and this node's number. If the number is -1, the rendezvous' own host becomes node 0."""
     limit = timedelta(seconds=given.timeout)
     if given.number == 0 or (given.number < 0 and _is_here(given.host)):
         try:
@@ -63,15 +66,9 @@ def _connect(given: argparse.Namespace) -> tuple[Store, int]:
         except RuntimeError as error:
             if given.number == 0:
                 raise UsageError(
-                    f"node 0 cannot listen on port {given.port}: {_first_line(error)}; end what uses the port, or give another"
+                    f"node 0 cannot listen on port {given.port}: {reason_of(error)}; end what uses the port, or give another"
                 ) from error
-    try:
-        store = TCPStore(given.host, given.port, is_master=False, wait_for_workers=False, timeout=limit)
-    except RuntimeError as error:
-        raise AttachError(
-            f"no rendezvous answered at {given.host}:{given.port} within {given.timeout:g} s ({_first_line(error)}): start node"
-            " 0 there, and check the name, the port and the firewall"
-        ) from error
+    store = connect_store(given.host, given.port, given.timeout)
     number = given.number if given.number >= 0 else int(PrefixStore("launch", store).add("numbers", 1))
     return store, number
 
@@ -82,13 +79,13 @@ def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
     if store.add(f"taken/{number}", 1) > 1:
         raise UsageError(f"two nodes say that they are node {number}: give each another --node-rank, or leave it to auto")
     if number == 0:
-        store.set("job", json.dumps([secrets.token_hex(8), _free_port(), given.nodes]))
+        store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
     store.set(f"workers/{number}", str(given.workers))
     _await(store, ["job"], given, number)
     job, port, nodes = json.loads(store.get("job"))
     if nodes != given.nodes:
         raise UsageError(
-            f"node {number} expects {given.nodes} nodes, and node 0 expects {nodes}: give the same --nnodes everywhere"
+            f"node {number} expects {given.nodes} nodes, node 0 expects {nodes}: give the same --nnodes everywhere"
         )
     _await(store, [f"workers/{each}" for each in range(given.nodes)], given, number)
     counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
@@ -96,7 +93,7 @@ def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
 
 
 def _await(store: Store, keys: list[str], given: argparse.Namespace, number: int) -> None:
-    """Wait for keys, and say every while how many are missing."""
+    """Wait for keys, and print now and then how many are missing."""
     left_s = given.timeout
     while True:
         try:
@@ -114,7 +111,7 @@ def _await(store: Store, keys: list[str], given: argparse.Namespace, number: int
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address of this machine is meant."""
+    """Whether a host's name or address belongs to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -124,18 +121,7 @@ def _is_here(host: str) -> bool:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
-
-
 if __name__ == "__main__":
-    # Not even an exit handler of torch's store may keep a launcher waiting.
     code = main()
     sys.stdout.flush()
-    os._exit(code)
+    os._exit(code)  # skip the exit handlers of torch, because a launcher would wait for them

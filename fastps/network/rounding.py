@@ -1,0 +1,78 @@
+"""Streams of rounded floats with error feedback, so that nothing is lost over many messages.
+
+A push travels as its sum plus the rounding error of the push before. Weights travel as the difference from what the receiver
+has, so a difference also repairs the rounding of the one before. Sums and updates stay in single precision on both sides.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from fastps.network.codec import Codec
+from fastps.network.edge import CHUNK_FLOATS, RECEIVES_UNDER_WAY, SENDS_UNDER_WAY
+from fastps.network.link import Memory
+
+
+class RoundedSender:
+    """The sender's side. It keeps one float32 for each float of the stream.
+
+    With `is_sum` every message is a sum, and the sender adds the rounding error of one message to the next. Otherwise a message
+    is the difference between the values and what the receiver has; `begin` sets what it has at first.
+    """
+
+    def __init__(self, codec: Codec, floats: int, *, is_sum: bool) -> None:
+        self._codec = codec
+        self._kept = torch.zeros(floats)
+        self._is_sum = is_sum
+        self._decoded = torch.zeros(CHUNK_FLOATS)
+        self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
+        self._messages = 0
+
+    def begin(self, values: torch.Tensor) -> None:
+        """Set the values that the receiver has: they were sent unrounded."""
+        self._kept.copy_(values)
+
+    def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:
+        """Encode chunks in order, from the first float on. Only the last SENDS_UNDER_WAY messages are valid."""
+        first = 0
+        for values in chunks:
+            out = self._ring[self._messages % len(self._ring)][: self._codec.wire_bytes(len(values))]
+            self._messages += 1
+            self._encode(self._kept[first : first + len(values)], values, out)
+            first += len(values)
+            yield out
+
+    def _encode(self, kept: torch.Tensor, values: torch.Tensor, out: Memory) -> None:
+        decoded = self._decoded[: len(values)]
+        wanted = kept.add_(values) if self._is_sum else values - kept
+        self._codec.encode(wanted, out)
+        self._codec.decode(out, decoded)
+        if self._is_sum:
+            kept.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
+        else:
+            kept.add_(decoded)
+
+
+class RoundedReceiver:
+    """The receiver's side: memory for the messages that are under way, and the values of those that have arrived."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._ring = _ring(codec, RECEIVES_UNDER_WAY + 1)
+        self._values = torch.zeros(CHUNK_FLOATS)
+
+    def memory(self, lengths: Iterable[int]) -> Iterator[Memory]:
+        """Yield memory for messages of these numbers of floats, in order."""
+        for number, floats in enumerate(lengths):
+            yield self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)]
+
+    def values(self, number: int, floats: int) -> torch.Tensor:
+        """Decode message `number`, counted from 0, after it has arrived. The result is valid until the next call."""
+        values = self._values[:floats]
+        self._codec.decode(self._ring[number % len(self._ring)][: self._codec.wire_bytes(floats)], values)
+        return values
+
+
+def _ring(codec: Codec, entries: int) -> list[Memory]:
+    return [np.zeros(codec.wire_bytes(CHUNK_FLOATS), np.uint8) for _ in range(entries)]
