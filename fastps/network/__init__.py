@@ -1,9 +1,9 @@
-"""Several nodes: the sums of each node travel to the node that holds the weights, and the weights travel back.
+"""Several nodes: each node sends the sums of its workers' gradients to node 0, which sends the weights back.
 
-Two arenas a node. The leaf arena is the one that a job of one node has: the node's workers push into it. The home arena, on
-node 0, is an ordinary store whose workers are nodes, so the same compiled scheduler decides between nodes. An agent process on
-each node serves the leaf arena, and is the only process that sends or receives.
+Every node has a leaf arena, into which its workers push. Node 0 also has home arenas: ordinary stores whose workers are nodes,
+so the same compiled scheduler decides between nodes. An agent process on each node serves the leaf arena, and is the only
+process that sends or receives.
 
-Border: messages, links and agents. This package knows no discipline, no model and no framework beyond torch's tensors and Gloo.
-Arrows: it uses store, membership, job and system; torch/ and processes/ start it.
+Border: links, messages and agents. It knows no discipline and no model; of torch it uses tensors and torch.distributed.
+Arrows: it imports store, membership, job and system. torch/ and processes/ import it.
 """

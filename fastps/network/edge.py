@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -158,10 +159,19 @@ class Edge:
                 thread.join(self._timeout_s + 1)
 
 
-def chunks_of(memory: Memory) -> list[Memory]:
-    """Split memory into chunks of CHUNK_BYTES; the last may be shorter.
+def chunk_ranges(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The ranges of the chunks of the floats [first, last).
 
-    >>> [len(chunk) for chunk in chunks_of(np.zeros(CHUNK_BYTES + 3, np.uint8))]
-    [1048576, 3]
+    >>> list(chunk_ranges(0, CHUNK_FLOATS + 3))
+    [(0, 262144), (262144, 262147)]
     """
-    return [memory[begin : begin + CHUNK_BYTES] for begin in range(0, len(memory), CHUNK_BYTES)]
+    return pairwise([*range(first, last, CHUNK_FLOATS), last])
+
+
+def chunks_of(memory: Memory) -> list[Memory]:
+    """Split the bytes of floats into chunks.
+
+    >>> [len(chunk) for chunk in chunks_of(np.zeros(CHUNK_BYTES + 12, np.uint8))]
+    [1048576, 12]
+    """
+    return [memory[4 * first : 4 * last] for first, last in chunk_ranges(0, len(memory) // 4)]

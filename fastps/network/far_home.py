@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from fastps.job.nodes import Nodes
 from fastps.kernels.protocol.fold_call import FoldedPush
 from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS
-from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge
+from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
 from fastps.network.parts import parts_of
@@ -96,8 +95,7 @@ class FarHome:
         """The ranges of floats in which weights travel: the chunks of each shard of each part."""
         for part in self._parts:
             for first, last in part.layout.shards:
-                edges = [*range(part.first + first, part.first + last, CHUNK_FLOATS), part.first + last]
-                yield from pairwise(edges)
+                yield from chunk_ranges(part.first + first, part.first + last)
 
     def _await_answer(self, kind: Kind) -> None:
         clock = self._leaf.clock
@@ -140,8 +138,8 @@ class FarHome:
 def _ring(floats: int) -> list[torch.Tensor]:
     """Memory for each chunk of a sum. Few chunks are under way, so all share the memory of a few, which stays in the cache."""
     ring = torch.zeros(min(SENDS_UNDER_WAY + 1, -(-floats // CHUNK_FLOATS)), CHUNK_FLOATS)
-    chunks = range(0, floats, CHUNK_FLOATS)
-    return [ring[number % len(ring), : min(CHUNK_FLOATS, floats - first)] for number, first in enumerate(chunks)]
+    ranges = enumerate(chunk_ranges(0, floats))
+    return [ring[number % len(ring), : last - first] for number, (first, last) in ranges]
 
 
 def _memory(part: torch.Tensor) -> Memory:

@@ -37,11 +37,15 @@ class Part:
 
 
 def parts_of(layout: Layout) -> list[Part]:
-    """Cut a home's layout between chunks. A single part has the layout itself."""
+    """Cut a home's layout between chunks. A single part has the layout itself.
+
+    A job that goes on after a loss has one part, because a lost node may have sent only some parts of its last push.
+    """
     floats = layout.buffer_floats
     chunks = -(-floats // CHUNK_FLOATS)
     count = max(1, min(_MOST_PARTS, chunks // _LEAST_CHUNKS))
-    if count == 1 or not layout.policy.is_level or layout.policy.shards > 1:
+    policy, continues = layout.policy, layout.faults.continues
+    if count == 1 or continues or not policy.is_level or policy.shards > 1:
         return [Part(0, floats, layout, range(len(layout.parameters)))]
     edges = [round(chunks * part / count) * CHUNK_FLOATS for part in range(count)] + [floats]
     return [_part(layout, first, last) for first, last in pairwise(edges)]

@@ -5,7 +5,6 @@ A parameter that a push does not have counts as zero in the sum, and as absent i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ import torch
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.fold_call import FoldedPush
 from fastps.membership.job_memory import JobMemory
-from fastps.network.edge import CHUNK_FLOATS
+from fastps.network.edge import chunk_ranges
 
 
 @dataclass(frozen=True)
@@ -106,19 +105,15 @@ class Sums:
                     total.add_(slot[first:last], alpha=scale)
 
 
-def _edges(floats: int) -> Iterator[tuple[int, int]]:
-    return pairwise([*range(0, floats, CHUNK_FLOATS), floats])
-
-
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
-    for first, last in _edges(len(whole)):
+    for first, last in chunk_ranges(0, len(whole)):
         yield whole[first:last]
 
 
 def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     begin = 0
     for out in outs:
-        for first, last in _edges(len(out)):
+        for first, last in chunk_ranges(0, len(out)):
             _sum([slot[begin + first : begin + last] for slot in slots], scales, out[first:last])
             yield out[first:last]
         begin += len(out)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -151,9 +152,13 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, tmp_path: Path) 
     with nodes.rendezvous() as port:
         children = nodes.start((1, 1), port, lambda rank: _until_lost(rank, tmp_path))
         nodes.await_files(tmp_path, 2)
+        agents = nodes.agents()
+        sockets = [each for process_id in agents.values() for each in psutil.Process(process_id).net_connections("inet")]
         killed = time.monotonic()
-        os.kill(nodes.agents()[victim], signal.SIGKILL)
+        os.kill(agents[victim], signal.SIGKILL)
         processes.finish(children, 30)
+    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}, "the interface that leads to the rendezvous, and no other"
     for rank, child in enumerate(children):
         ended, kind, text = child.outcome
         assert kind == "NodeLostError"

@@ -64,7 +64,7 @@ def test_headers_come_in_order_and_beats_are_not_among_them(pair: Pair) -> None:
 
 def test_floats_arrive_as_they_were_sent_in_both_directions_at_once(pair: Pair) -> None:
     random = np.random.default_rng(3)
-    sent = [random.integers(0, 256, 20 * CHUNK_BYTES + 13, np.uint8) for _ in range(2)]
+    sent = [random.integers(0, 256, 20 * CHUNK_BYTES + 12, np.uint8) for _ in range(2)]
     found = [np.zeros_like(memory) for memory in sent]
 
     def exchange(side: int) -> None:

@@ -1,9 +1,12 @@
 """How a home is cut: the parts cover all floats, and there are several only where their decisions cannot differ."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
@@ -39,6 +42,11 @@ def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> 
 def test_a_large_parameter_is_cut_and_a_small_model_is_not() -> None:
     assert len(parts_of(_layout([25_000_000]))) > 10
     assert len(parts_of(_layout([25_000]))) == 1
+
+
+def test_a_job_that_goes_on_after_a_loss_has_one_part() -> None:
+    layout = replace(_layout([25_000_000]), faults=FaultPolicy("continue"))
+    assert len(parts_of(layout)) == 1
 
 
 @pytest.mark.parametrize(
