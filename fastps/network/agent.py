@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -113,18 +112,18 @@ class AgentServer(Server):
 def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     """Find the other nodes. Returns once this node has the first weights."""
     nodes = order.nodes
-    rendezvous = Rendezvous(nodes, order.name, leaf.timeout_s)
+    rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
     if nodes.is_home:
         home = Home.create(layout, nodes, leaf, order.hypers)
-        others = [Serving(home, node, partial(rendezvous.accept, node, layout)) for node in range(1, nodes.count)]
+        others = [Serving(home, node, rendezvous.requests(node), leaf.timeout_s) for node in range(1, nodes.count)]
         near = NearHome(leaf, home, others)
         for serving in others:
             serving.start()
-        rendezvous.publish(layout)
+        rendezvous.publish()
         return near
-    rendezvous.check(layout)
+    rendezvous.check()
+    far = FarHome(leaf, rendezvous)
     try:
-        far = FarHome(leaf, layout, nodes, rendezvous.connect(layout))
         far.begin()
     except LinkLostError as error:
         raise NodeLostError(f"node {nodes.number} could not join node 0 at {nodes.host}:{nodes.port}: {error}", 0) from error

@@ -5,6 +5,7 @@ peer that is stopped or cut off. The floats of a message follow its header on th
 chunks early, because a sender waits for its receiver.
 """
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -37,6 +38,7 @@ class Edge:
         self._inbox: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._ends = threading.Event()
+        self._silent = threading.Event()
         self._loss = ""
         self._failure = ""
         self._threads = [
@@ -79,6 +81,11 @@ class Edge:
             raise LinkLostError(self._failure or self._loss)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether nothing can come any more: the peer has closed the edge, has ended, or was silent for the timeout."""
+        return self._silent.is_set()
+
+    @property
     def failure(self) -> str:
         """The reason that the peer gave when it failed, or an empty text."""
         return self._failure
@@ -93,11 +100,15 @@ class Edge:
                     continue
                 if header.kind == Kind.FAILED:
                     self._failure = header.text
+                if header.kind == Kind.REOPEN:
+                    self._lose("the other side opens another edge")
+                    return
                 self._inbox.put(header)
-                if header.kind in (Kind.LEAVE, Kind.FAILED, Kind.REFUSED):
+                if header.kind in (Kind.FAILED, Kind.REFUSED):
                     return
         except (LinkLostError, ProtocolError) as error:
             self._lose(str(error))
+            self._silent.set()
 
     def _beat(self) -> None:
         while not self._ends.wait(BEAT_S):
@@ -148,6 +159,25 @@ class Edge:
         except LinkLostError as error:
             self._lose(str(error))
             raise
+
+    def ask_to_reopen(self) -> None:
+        """Say that this edge is lost and another one is wanted. Floats cannot travel any more.
+
+        No memory is written from now on, once the caller holds no transfer.
+        """
+        self._data.close()
+        is_lost_already = bool(self._loss)
+        self._lose("this side has closed the edge")
+        if not (is_lost_already and self.is_silent):
+            with contextlib.suppress(LinkLostError):
+                self._send_header(Header(Kind.REOPEN))
+
+    def abandon(self) -> None:
+        """Close a lost edge. Does not wait for the threads, which end soon. May be called twice."""
+        if not self._ends.is_set():
+            self.ask_to_reopen()
+            self._ends.set()
+            self._control.close()
 
     def close(self) -> None:
         """End the threads and close both links. Headers sent before have arrived, or never will."""

@@ -4,9 +4,11 @@ Each arena is an ordinary store, so the compiled scheduler decides between nodes
 in every arena. Its sum is written straight into the lanes' slots, and its weights are read from the pinned buffers.
 """
 
-import queue
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -16,10 +18,10 @@ from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import Floats, JobMemory, Views
-from fastps.network.edge import chunks_of
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
 from fastps.network.parts import Part, parts_of
+from fastps.network.session import HomeSession
 from fastps.network.sums import Terms
 from fastps.store.store import Store
 from fastps.store.worker import Worker
@@ -43,16 +45,24 @@ class HomeStore(Store):
 
 
 class NodeLanes:
-    """The lanes of one node, one in each arena. One thread may write and push while another waits and reads."""
+    """The lanes of one node, one in each arena. One thread may write and push while another waits and reads.
 
-    def __init__(self, parts: list[Part], workers: list[Worker], within: str) -> None:
+    Attributes:
+        session: what is posted. A push that is sent again over another edge is counted once.
+    """
+
+    def __init__(self, parts: list[Part], workers: list[Worker], within: str, session: HomeSession) -> None:
         self.parts = parts
+        self.session = session
         self._workers = workers
         self._within = within
-        self._posted: queue.SimpleQueue[int] = queue.SimpleQueue()  # the parts that were pushed and wait for a grant
+        self._pulled = [0] * len(parts)  # the step whose weights each part has pulled
+        self._changed = threading.Condition()
+        self._is_aborted = False
 
     def check_with(self, check: Callable[[], None]) -> None:
-        """Call this in every wait."""
+        """Call this in every wait from now on."""
+        self._is_aborted = False
         for worker in self._workers:
             cast(_Lane, worker).check = check
 
@@ -72,38 +82,64 @@ class NodeLanes:
         is_whole = worker.store.layout.policy.is_mean or self._within == "asp"
         scale = 1.0 if is_whole else 1.0 / max(1, header.weight)
         presence = terms.presence_in(self.parts[part].parameters)
-        worker.push(terms.hypers, presence=presence, scale=scale, samples=header.samples)
-        self._posted.put(part)
+        with self._counted(part):
+            worker.push(terms.hypers, presence=presence, scale=scale, samples=header.samples)
 
-    def push_nothing(self) -> None:
-        """Make a step without a gradient."""
+    def push_nothing(self, step: int) -> None:
+        """Make a step without a gradient, in the parts that have not made it."""
         for part, worker in enumerate(self._workers):
-            worker.push(worker.store.hypers, null=True)
-            self._posted.put(part)
+            if self.session.is_missing(step, part):
+                with self._counted(part):
+                    worker.push(worker.store.hypers, null=True)
 
-    def granted(self) -> Iterator[tuple[Part, list[Memory]]]:
-        """Wait for each part's push and grant in turn, and pull its weights: whole shards, each from its buffer.
+    @contextmanager
+    def _counted(self, part: int) -> Iterator[None]:
+        """Count what is posted. A push may be posted and then raise, if it finds that the edge is lost."""
+        worker = self._workers[part]
+        before = worker.posts
+        try:
+            yield
+        finally:
+            if worker.posts > before:
+                with self._changed:
+                    self.session.post(part)
+                    self._changed.notify_all()
 
-        Raises LinkLostError after `abort`.
+    def granted(self, step: int) -> Iterator[tuple[Part, list[Memory]]]:
+        """Wait for each part's push of a step and its grant in turn, and pull its weights: whole shards, each from its buffer.
+
+        The same step may be asked for again. Raises LinkLostError after `abort`.
         """
-        for part, worker in zip(self.parts, self._workers, strict=True):
-            if self._posted.get() < 0:
-                raise LinkLostError("the rest of a push did not come")
-            worker.advance()
-            worker.pull()
+        for number, (part, worker) in enumerate(zip(self.parts, self._workers, strict=True)):
+            with self._changed:
+                self._changed.wait_for(partial(self._is_posted_or_aborted, step, number))
+                if self._is_aborted:
+                    raise LinkLostError("the rest of a push did not come")
+            if self._pulled[number] < step:
+                if worker.lane.awaits:
+                    worker.advance()
+                worker.pull()
+                self._pulled[number] = step
             yield part, _weights(worker)
 
+    def _is_posted_or_aborted(self, step: int, part: int) -> bool:
+        return self._is_aborted or not self.session.is_missing(step, part)
+
     def last(self) -> Iterator[tuple[Part, list[Memory]]]:
-        """Leave each part in turn, wait for the other nodes, and pull the final weights."""
+        """Leave each part in turn, wait for the other nodes, and pull the final weights. May be called again."""
         for part, worker in zip(self.parts, self._workers, strict=True):
             worker.wait_for_others()
             yield part, _weights(worker)
 
-    def pulled(self) -> Iterator[Memory]:
-        """The weights of the last pull, in chunks."""
-        for worker in self._workers:
-            for memory in _weights(worker):
-                yield from chunks_of(memory)
+    def pulled(self) -> Iterator[tuple[Part, list[Memory]]]:
+        """The weights of the last pull."""
+        for part, worker in zip(self.parts, self._workers, strict=True):
+            yield part, _weights(worker)
+
+    @property
+    def version(self) -> int:
+        """The version of the first part's last pull."""
+        return self._workers[0].version
 
     def look_around(self) -> None:
         """Raise WorkerDiedError if another node is lost and the job ends with it."""
@@ -111,8 +147,10 @@ class NodeLanes:
             worker.look_around()
 
     def abort(self) -> None:
-        """End a wait for a part that will not be pushed."""
-        self._posted.put(-1)
+        """End a wait for a part that will not come over the present edge."""
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
 
     def close(self, failure: str | None) -> None:
         """Give the lanes back; with `failure` the other nodes hear why. May be called twice."""
@@ -123,11 +161,16 @@ class NodeLanes:
 
 @dataclass
 class Home:
-    """The home arenas of a job."""
+    """The home arenas of a job.
+
+    Attributes:
+        is_closing: set once node 0 has left: no lost node can join again.
+    """
 
     parts: list[Part]
     stores: list[Store]
     nodes: Nodes
+    is_closing: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def create(layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper]) -> "Home":
@@ -142,9 +185,10 @@ class Home:
             raise
         return home
 
-    def attach(self, node: int) -> NodeLanes:
-        """Take a node's lanes. Raises AttachError."""
-        return NodeLanes(self.parts, [store.attach(node) for store in self.stores], self.nodes.policy.within)
+    def attach(self, node: int, incarnation: int = 0) -> NodeLanes:
+        """Take a node's lanes for an agent. A lost node's lanes can be taken again if the job goes on. Raises AttachError."""
+        workers = [store.attach(node) for store in self.stores]
+        return NodeLanes(self.parts, workers, self.nodes.policy.within, HomeSession(incarnation, len(self.parts)))
 
     def give_up(self, node: int, failure: str) -> None:
         """Mark the lanes of a node that never came as failed."""

@@ -20,6 +20,14 @@ class LinkLostError(Error):
     """The peer is gone, a transfer took too long, or the link was closed."""
 
 
+class UnreachableError(LinkLostError):
+    """Nothing answers at all: the network may be cut, and may come back."""
+
+
+class SilentError(LinkLostError):
+    """The peer's machine answers, and the peer does not: it may have ended, or be busy."""
+
+
 class Link(Protocol):
     """One link. Each side sends in one thread at a time and receives in one thread at a time."""
 

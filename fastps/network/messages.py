@@ -7,21 +7,24 @@ what follows; the layout, which both know, gives its size.
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from fastps.errors import ProtocolError
 
 HEADER_BYTES = 512
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 _MAGIC = 0x73704661
-_FORMAT = struct.Struct("<IHHIqd32sH")
+_FORMAT = struct.Struct("<IHHIqd32sQQIQH")
 _TEXT_BYTES = HEADER_BYTES - _FORMAT.size
 
 
 class Kind(enum.IntEnum):
     """The kind of a message.
 
-    HELLO and WELCOME open an edge; REFUSED ends one that cannot be opened. PUSH announces a sum and NULL a step without one;
-    WEIGHTS answers both. BEAT shows that the sender lives. LEAVE is a leaf's last message; FAILED ends an edge with a reason.
+    HELLO opens an edge. The home answers WELCOME if the node gets a new lane, RESUME if it goes on with its own, and REFUSED
+    if it cannot join. FETCH asks for the weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS
+    answers all three. BEAT shows that the sender lives. LEAVE is a leaf's last message. REOPEN says that the sender has closed
+    the edge and will open another. FAILED ends an edge for good, with a reason.
     """
 
     HELLO = 1
@@ -33,6 +36,9 @@ class Kind(enum.IntEnum):
     BEAT = 7
     LEAVE = 8
     FAILED = 9
+    RESUME = 10
+    FETCH = 11
+    REOPEN = 12
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class Header:
         samples: PUSH: the number of samples of the sum.
         loss: PUSH: the mean loss of the gradients, or NaN.
         layout: HELLO: the digest of the job's layout.
+        incarnation: HELLO: a random number of the sending agent.
+        step: PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME: the last step that
+            the home has.
+        part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
+        version: WEIGHTS: the home's version of the weights.
         text: REFUSED, FAILED: the reason, cut to fit.
 
     >>> Header.unpack(Header(Kind.PUSH, weight=2).pack()).weight
@@ -55,13 +66,18 @@ class Header:
     samples: int = 0
     loss: float = float("nan")
     layout: bytes = bytes(32)
+    incarnation: int = 0
+    step: int = 0
+    part: int = 0
+    version: int = 0
     text: str = ""
 
     def pack(self) -> bytes:
         """The message in HEADER_BYTES bytes."""
         text = self.text.encode()[:_TEXT_BYTES]
         fixed = _FORMAT.pack(
-            _MAGIC, WIRE_VERSION, self.kind, self.weight, self.samples, self.loss, self.layout, len(text)
+            _MAGIC, WIRE_VERSION, self.kind, self.weight, self.samples, self.loss, self.layout,
+            self.incarnation, self.step, self.part, self.version, len(text),
         )  # fmt: skip
         return (fixed + text).ljust(HEADER_BYTES, b"\0")
 
@@ -70,7 +86,7 @@ class Header:
         """The message of `pack`. Raises ProtocolError for anything else."""
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"expected a message of {HEADER_BYTES} bytes, found {len(data)}")
-        magic, wire, kind, weight, samples, loss, layout, length = _FORMAT.unpack_from(data)
+        magic, wire, kind, *numbers, length = _FORMAT.unpack_from(data)
         if magic != _MAGIC:
             raise ProtocolError("expected a message of fastps, found other bytes: another program uses the rendezvous' port")
         if wire != WIRE_VERSION:
@@ -80,4 +96,5 @@ class Header:
         if kind not in Kind.__members__.values():
             raise ProtocolError(f"expected a message of a known kind, found kind {kind}")
         text = data[_FORMAT.size :][: min(length, _TEXT_BYTES)].decode("utf-8", "replace")
-        return Header(Kind(kind), weight, samples, loss, layout, text)
+        fields: list[Any] = [Kind(kind), *numbers, text]
+        return Header(*fields)

@@ -31,8 +31,8 @@ class NearHome:
             if pushes:
                 self._push(header, pushes)
             else:
-                self._lanes.push_nothing()
-            self._copy_weights(self._lanes.granted(), after)
+                self._lanes.push_nothing(self._lanes.session.step + 1)
+            self._copy_weights(self._lanes.granted(self._lanes.session.step), after)
         except Error as error:
             raise self._home.loss_of(error) from error
 
@@ -73,6 +73,7 @@ class NearHome:
 
     def leave(self, failure: str | None) -> None:
         """See Upstream. Waits until the other nodes have left or are lost, because the weights are here."""
+        self._home.is_closing.set()
         self._lanes.close(failure)
         for thread in self._others:
             thread.join()

@@ -3,10 +3,13 @@
 Agents use the store only to join. Open edges do not need it.
 """
 
+import contextlib
 import json
 import socket
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from datetime import timedelta
+from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -15,11 +18,15 @@ from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
 from fastps.network.edge import Edge
 from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.link import LinkLostError
+from fastps.network.link import LinkLostError, SilentError, UnreachableError
 from fastps.network.messages import Header, Kind
+from fastps.network.time_limit import call_within
+from fastps.system.clock import Clock
+from fastps.system.deadline import Deadline
 
-_OPEN_S = 60.0
-_REFUSED = "refused: "
+OPEN_S = 60.0  # the longest time that the first edge of a node takes to open
+_OPEN_SHARE = 0.9  # a home that does not come is told from a network that is cut
+_POLL_NS = 10_000_000
 
 
 class Rendezvous:
@@ -28,30 +35,32 @@ class Rendezvous:
     Raises AttachError if no interface leads there.
     """
 
-    def __init__(self, nodes: Nodes, name: str, timeout_s: float) -> None:
-        self._nodes, self._name = nodes, name
+    def __init__(self, nodes: Nodes, name: str, layout: Layout, timeout_s: float, clock: Clock) -> None:
+        self.nodes, self.clock = nodes, clock
+        self.layout = layout
+        self._name = name
         self._timeout_s = timeout_s
         self._address = address_towards(nodes.host, nodes.port)
 
-    def _store(self) -> Store:
+    def store(self, timeout_s: float | None = None) -> Store:
         """A new connection, because a wait blocks all other calls on its connection. Raises AttachError."""
-        store = connect_store(self._nodes.host, self._nodes.port, self._timeout_s)
-        return PrefixStore(f"fastps/{self._name}", store)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return PrefixStore(f"fastps/{self._name}", connect_store(self.nodes.host, self.nodes.port, limit_s))
 
-    def publish(self, layout: Layout) -> None:
+    def publish(self) -> None:
         """Publish node 0's description of the job, so that another node can name what differs."""
-        store = self._store()
-        store.set("policy", json.dumps(asdict(self._nodes.policy)))
-        store.set("layout", layout.text())
+        store = self.store()
+        store.set("policy", json.dumps(asdict(self.nodes.policy)))
+        store.set("layout", self.layout.text())
 
-    def check(self, layout: Layout) -> None:
+    def check(self) -> None:
         """Compare this node's description of the job with node 0's. Raises LayoutError that names the first difference."""
-        store = self._store()
+        store, layout = self.store(), self.layout
         try:
             found, policy = store.get("layout").decode(), json.loads(store.get("policy"))
         except RuntimeError as error:
             raise AttachError(
-                f"node {self._nodes.number} waited {self._timeout_s:g} s for node 0 to make its optimizer: start the script"
+                f"node {self.nodes.number} waited {self._timeout_s:g} s for node 0 to make its optimizer: start the script"
                 " there"
             ) from error
         differences = [
@@ -61,52 +70,143 @@ class Rendezvous:
             differences.append(first_difference(layout.text(), found))
         if differences:
             reason = (
-                f"node {self._nodes.number} and node 0 describe different jobs: {differences[0]}; all nodes must build the same"
+                f"node {self.nodes.number} and node 0 describe different jobs: {differences[0]}; all nodes must build the same"
                 " model, optimizer and discipline, with the same options of fastps run"
             )
-            store.set(_request_key(self._nodes.number), _REFUSED + reason)  # so that node 0 does not wait
+            store.set(_refused_key(self.nodes.number), reason)  # so that node 0 does not wait
             raise LayoutError(reason)
 
     def _own_policy(self) -> list[tuple[str, object]]:
-        return list(asdict(self._nodes.policy).items())
+        return list(asdict(self.nodes.policy).items())
 
-    def connect(self, layout: Layout) -> Edge:
-        """Open an edge to the home, and say HELLO. Raises LinkLostError."""
-        store = self._store()
-        store.set(_request_key(self._nodes.number), "")
-        edge = self._open(store, self._nodes.number, 1)
-        edge.send_header(Header(Kind.HELLO, weight=self._nodes.local_workers, layout=layout.digest()))
-        return edge
+    def connect(self, hello: Header, *, is_first: bool) -> tuple[Edge, Header]:
+        """Open an edge to the home and say HELLO. Returns the edge and the home's answer.
 
-    def accept(self, node: int, layout: Layout) -> tuple[Edge, Header]:
-        """Wait for a node, and open an edge to it. Returns its HELLO. Raises LinkLostError."""
-        store = self._store()
+        Raises UnreachableError if the rendezvous does not answer, SilentError if the home does not, and LinkLostError if the
+        rendezvous has ended or the home refuses.
+        """
+        timeout_s = open_s(self.nodes, 1 if is_first else 2)
         try:
-            request = store.get(_request_key(node)).decode()
-        except RuntimeError as error:
-            raise LinkLostError(
-                f"it did not come within {self._timeout_s:g} s: start it, or give a smaller --nnodes"
-            ) from error
-        if request.startswith(_REFUSED):
-            raise LinkLostError(request.removeprefix(_REFUSED))
-        edge = self._open(store, node, 0)
-        hello = edge.next_header(_OPEN_S)
-        if hello is None or hello.kind != Kind.HELLO or hello.layout != layout.digest():
-            reason = "expected a HELLO of this job's layout first"
-            edge.send_header(Header(Kind.REFUSED, text=reason))
-            edge.close()
-            raise LinkLostError(reason)
+            return call_within(timeout_s, lambda: self._connect(hello, timeout_s), lambda late: late[0].abandon())
+        except TimeoutError as error:
+            raise UnreachableError(f"{self.nodes.host}:{self.nodes.port} did not answer within {timeout_s:g} s") from error
+
+    def _connect(self, hello: Header, timeout_s: float) -> tuple[Edge, Header]:
+        check_answers(self.nodes.host, self.nodes.port, timeout_s)
+        node = self.nodes.number
+        try:
+            store = self.store(timeout_s)
+            epoch = int(store.add(_epoch_key(node), 1))
+        except (AttachError, RuntimeError) as error:
+            raise UnreachableError(reason_of(error)) from error
+        try:
+            edge = self.open(store, node, epoch, 1, _OPEN_SHARE * timeout_s)
+        except LinkLostError as error:
+            raise SilentError(str(error)) from error
+        try:
+            edge.send_header(replace(hello, kind=Kind.HELLO, layout=self.layout.digest(), weight=self.nodes.local_workers))
+            answer = edge.next_header(timeout_s)
+        except BaseException:
+            edge.abandon()
+            raise
+        if answer is None or answer.kind not in (Kind.WELCOME, Kind.RESUME):
+            edge.abandon()
+            raise LinkLostError(answer.text) if answer else SilentError(f"node 0 did not answer within {timeout_s:g} s")
+        return edge, answer
+
+    def requests(self, node: int) -> "Requests":
+        """The requests of a node for an edge, as node 0 sees them."""
+        return Requests(self, node)
+
+    def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
+        """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
+        name = f"edge/{node}/{epoch}"
+        control, data = (GlooLink(store, f"{name}/{part}", side, self._address, timeout_s) for part in ("control", "data"))
+        return Edge(control, data, self.nodes.policy.timeout_s)
+
+
+class Requests:
+    """The requests of one node for an edge. Every request has an epoch: the number of edges that the node has asked for.
+
+    Attributes:
+        have_ended: whether no request can come any more, because the rendezvous has ended.
+    """
+
+    have_ended = False
+
+    def __init__(self, rendezvous: Rendezvous, node: int) -> None:
+        self._rendezvous, self._node = rendezvous, node
+        self._store: Store | None = None
+        self._epoch = 0
+
+    def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
+        """Wait for a request, and open the edge. Returns the node's HELLO.
+
+        Raises LinkLostError after the timeout, if `is_over` becomes true, or if the edge cannot be opened.
+        """
+        try:
+            if self._store is None:
+                self._store = self._rendezvous.store()
+            epoch = self._await_request(self._store, timeout_s, is_over)
+        except (AttachError, RuntimeError) as error:
+            self.have_ended = True
+            raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
+        self._epoch = epoch
+        limit_s = open_s(self._rendezvous.nodes, epoch)
+        edge = self._rendezvous.open(self._store, self._node, epoch, 0, limit_s)
+        try:
+            hello = edge.next_header(limit_s)
+        except LinkLostError:
+            edge.abandon()
+            raise
+        if hello is None or hello.kind != Kind.HELLO or hello.layout != self._rendezvous.layout.digest():
+            self._refuse(edge, "expected a HELLO of this job's layout first")
         return edge, hello
 
-    def _open(self, store: Store, node: int, side: int) -> Edge:
-        timeout_s = min(_OPEN_S, self._timeout_s)
-        control, data = (GlooLink(store, f"edge/{node}/{part}", side, self._address, timeout_s) for part in ("control", "data"))
-        return Edge(control, data, self._nodes.policy.timeout_s)
+    def _await_request(self, store: Store, timeout_s: float, is_over: Callable[[], bool]) -> int:
+        clock = self._rendezvous.clock
+        deadline = Deadline(clock.now_ns(), int(timeout_s * 1e9))
+        while True:
+            if self._epoch == 0 and store.check([_refused_key(self._node)]):
+                raise LinkLostError(store.get(_refused_key(self._node)).decode())
+            epoch = int(store.add(_epoch_key(self._node), 0))
+            if epoch > self._epoch:
+                return epoch
+            if is_over() or deadline.is_over(clock.now_ns()):
+                raise LinkLostError(f"it did not come within {timeout_s:g} s: start it, or give a smaller --nnodes")
+            clock.sleep_ns(_POLL_NS)
+
+    @staticmethod
+    def _refuse(edge: Edge, reason: str) -> NoReturn:
+        with contextlib.suppress(LinkLostError):
+            edge.send_header(Header(Kind.REFUSED, text=reason))
+        edge.abandon()
+        raise LinkLostError(reason)
 
 
-def _request_key(node: int) -> str:
-    """The key at which a node asks for an edge, or says why it does not."""
-    return f"request/{node}"
+def open_s(nodes: Nodes, epoch: int) -> float:
+    """The longest time that an edge takes to open: the first may wait for a busy machine, the others repair a running job."""
+    return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
+
+
+def _epoch_key(node: int) -> str:
+    """The key at which a node counts the edges that it has asked for."""
+    return f"epoch/{node}"
+
+
+def _refused_key(node: int) -> str:
+    """The key at which a node says why it does not come."""
+    return f"refused/{node}"
+
+
+def check_answers(host: str, port: int, timeout_s: float) -> None:
+    """Check that something listens. Raises UnreachableError if no answer comes, LinkLostError if nothing listens."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except (ConnectionRefusedError, ConnectionResetError) as error:
+        raise LinkLostError(f"nothing listens at {host}:{port} any more") from error
+    except OSError as error:
+        raise UnreachableError(f"{host}:{port} did not answer: {error}") from error
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Store:

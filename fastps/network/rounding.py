@@ -15,15 +15,17 @@ from fastps.network.link import Memory
 
 
 class RoundedSender:
-    """The sender's side. It keeps one float32 for each float of the stream.
+    """The sender's side. It keeps two float32 values for each float of the stream.
 
     With `is_sum` every message is a sum, and the sender adds the rounding error of one message to the next. Otherwise a message
-    is the difference between the values and what the receiver has; `begin` sets what it has at first.
+    is the difference between the values and what the receiver has; `begin` sets what it has at first. A message may be encoded
+    again, with the same result, until `settle` says that the receiver has it.
     """
 
     def __init__(self, codec: Codec, floats: int, *, is_sum: bool) -> None:
         self._codec = codec
-        self._kept = torch.zeros(floats)
+        self._kept, self._next = torch.zeros(floats), torch.zeros(floats)
+        self._is_encoded = False  # whether `_next` is what to keep once the receiver has the message
         self._is_sum = is_sum
         self._decoded = torch.zeros(CHUNK_FLOATS)
         self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
@@ -32,26 +34,34 @@ class RoundedSender:
     def begin(self, values: torch.Tensor) -> None:
         """Set the values that the receiver has: they were sent unrounded."""
         self._kept.copy_(values)
+        self._is_encoded = False
+
+    def settle(self) -> None:
+        """The receiver has the message that was encoded last. Does nothing the second time."""
+        if self._is_encoded:
+            self._kept, self._next = self._next, self._kept
+            self._is_encoded = False
 
     def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:
         """Encode chunks in order, from the first float on. Only the last SENDS_UNDER_WAY messages are valid."""
-        first = 0
+        first, self._is_encoded = 0, True
         for values in chunks:
             out = self._ring[self._messages % len(self._ring)][: self._codec.wire_bytes(len(values))]
             self._messages += 1
-            self._encode(self._kept[first : first + len(values)], values, out)
+            span = slice(first, first + len(values))
+            self._encode(self._kept[span], values, self._next[span], out)
             first += len(values)
             yield out
 
-    def _encode(self, kept: torch.Tensor, values: torch.Tensor, out: Memory) -> None:
+    def _encode(self, kept: torch.Tensor, values: torch.Tensor, then: torch.Tensor, out: Memory) -> None:
         decoded = self._decoded[: len(values)]
-        wanted = kept.add_(values) if self._is_sum else values - kept
+        wanted = torch.add(kept, values, out=then) if self._is_sum else values - kept
         self._codec.encode(wanted, out)
         self._codec.decode(out, decoded)
         if self._is_sum:
-            kept.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
+            then.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)  # a rejected push leaves no error behind
         else:
-            kept.add_(decoded)
+            torch.add(kept, decoded, out=then)
 
 
 class RoundedReceiver:

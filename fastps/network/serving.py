@@ -2,135 +2,233 @@
 
 import contextlib
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError
 from fastps.network.codec import CODECS
-from fastps.network.edge import Edge, chunks_of
+from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
+from fastps.network.rendezvous import Requests
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.sums import payload_bytes, unpack
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 1.0
+_SILENT_S = 0.3  # how long a node whose agent has closed the edge, or is silent, may take to ask for another edge
+_STALLED_S = 1.5  # the same for a node that still answers
 
 
 class Serving(threading.Thread):
-    """The thread that serves one node: it opens the edge with `connect`, and ends when the node has left or is lost.
+    """The thread that serves one node over one edge after the other. It ends when the node has left or is lost.
 
-    Where the model has several parts, a second thread sends the weights of one part while this one receives the next.
+    Where the model has several parts, a second thread sends the weights of one part while this one receives the next. If the
+    job goes on without lost nodes, this thread waits until the node comes again.
     """
 
-    def __init__(self, home: Home, node: int, connect: Callable[[], tuple[Edge, Header]]) -> None:
+    def __init__(self, home: Home, node: int, requests: Requests, timeout_s: float) -> None:
         super().__init__(name=f"fastps-node-{node}", daemon=True)
         self._home, self._node = home, node
-        self._connect = connect
+        self._requests = requests
+        self._timeout_s = timeout_s
         layout = home.stores[0].layout
         self._groups, self._parameters = layout.groups, home.parts[-1].parameters.stop
         codec = CODECS[home.nodes.policy.link_dtype]
         self._sent = RoundedSender(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
         self._received = RoundedReceiver(codec) if codec is not None else None
         self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
+        self._answer_under_way: Future[None] | None = None
+        self._lanes: NodeLanes | None = None
+        self._continues = home.nodes.policy.on_node_loss == "continue"
 
     def run(self) -> None:
         """See threading.Thread."""
-        lanes: NodeLanes | None = None
-        edge: Edge | None = None
-        failure: str | None = None
         try:
-            edge, hello = self._connect()
-            lanes = self._home.attach(self._node)
-            lanes.check_with(edge.check)
-            logger.info("node %d joined with %d workers", self._node, hello.weight)
-            edge.send_header(Header(Kind.WELCOME))
-            edge.send(lanes.pulled())
-            if self._sent is not None:
-                self._sent.begin(torch.cat([torch.from_numpy(memory.view(np.float32)) for memory in lanes.pulled()]))
-            while self._serve(edge, lanes):
+            edge, hello = self._requests.next(self._timeout_s, self._home.is_closing.is_set)
+        except LinkLostError as error:
+            self._lose(None, f"node {self._node} was lost: {error}")
+            edge = None
+        while edge is not None or (self._continues and not self._home.is_closing.is_set()):
+            try:
+                if edge is None:  # the node is lost, and may come again
+                    edge, hello = self._requests.next(math.inf, self._home.is_closing.is_set)
+                has_left, edge, hello = self._serve_edge(edge, hello)
+            except LinkLostError as error:  # the node asked for an edge, and was lost before it was open
+                if self._requests.have_ended:
+                    logger.info("node %d cannot come again: %s", self._node, error)
+                    return
+                edge = None
+                continue
+            if has_left:
+                return
+
+    def _serve_edge(self, edge: Edge, hello: Header) -> tuple[bool, Edge | None, Header]:
+        """Serve over one edge until it ends. Returns whether the node has left, and the next edge, if it comes in time."""
+        failure = loss = ""
+        try:
+            self._welcome(edge, hello)
+            while self._serve(edge):
                 pass
         except LinkLostError as error:
-            failure = (edge.failure if edge is not None else "") or f"node {self._node} was lost: {error}"
+            failure, loss = edge.failure, str(error)
         except Error as error:
             failure = f"node {self._node}: {type(error).__name__}: {error}"
-        self._end(edge, lanes, failure)
-
-    def _end(self, edge: Edge | None, lanes: NodeLanes | None, failure: str | None) -> None:
-        """Give the lanes back, and send the node the reason if the edge still works."""
-        reason = str(self._home.loss_of(NodeLostError(failure, self._node))) if failure else ""
-        if failure:
-            logger.warning("%s", failure)
-            if lanes is not None:
-                lanes.abort()
-        if self._sender is not None:
-            self._sender.shutdown()
-        try:
-            if lanes is not None:
-                lanes.close(failure)
-            elif failure:
-                self._home.give_up(self._node, failure)
-        except Error as error:
-            reason = reason or str(error)
-        if edge is not None:
-            if reason:
-                with contextlib.suppress(LinkLostError):
-                    edge.send_header(Header(Kind.FAILED, text=reason))
+        self._await_answer()
+        if not (failure or loss):
+            self._lanes_of_node().close(None)
             edge.close()
+            return True, None, hello
+        if not failure:
+            logger.info("the edge to node %d is lost: %s", self._node, loss)
+            with contextlib.suppress(LinkLostError):
+                return False, *self._next_edge(edge)
+        self._lose(edge, failure or f"node {self._node} was lost: {loss}")
+        return False, None, hello
 
-    def _serve(self, edge: Edge, lanes: NodeLanes) -> bool:
+    def _next_edge(self, edge: Edge) -> tuple[Edge, Header]:
+        """Wait a short time for the node to open the edge again. Raises LinkLostError."""
+        deadline = threading.Event()
+        timer = threading.Timer(_SILENT_S, deadline.set)
+        timer.daemon = True
+
+        def is_over() -> bool:
+            if edge.is_silent and not timer.is_alive() and not deadline.is_set():
+                timer.start()
+            return deadline.is_set() or self._home.is_closing.is_set()
+
+        edge.ask_to_reopen()
+        try:
+            return self._requests.next(_STALLED_S, is_over)
+        finally:
+            timer.cancel()
+            edge.abandon()
+
+    def _await_answer(self) -> None:
+        """Wait for the end of the answer that the second thread sends. Its errors are those of the edge."""
+        if self._lanes is not None:
+            self._lanes.abort()
+        if self._answer_under_way is not None:
+            self._answer_under_way.exception()
+            self._answer_under_way = None
+
+    def _lose(self, edge: Edge | None, failure: str) -> None:
+        """Give the lanes of a lost node back, and send the node the reason if the edge still works."""
+        logger.warning("%s%s", failure, "; the job goes on without it" if self._continues else "")
+        reason = failure if self._continues else str(self._home.loss_of(NodeLostError(failure, self._node)))
+        if self._lanes is not None:
+            with contextlib.suppress(Error):
+                self._lanes.close(failure)
+            self._lanes = None
+        else:
+            self._home.give_up(self._node, failure)
+        if edge is not None:
+            with contextlib.suppress(LinkLostError):
+                edge.send_header(Header(Kind.FAILED, text=reason))
+            edge.abandon()
+
+    # -- one edge ----------------------------------------------------------------------------------
+
+    def _lanes_of_node(self) -> NodeLanes:
+        assert self._lanes is not None
+        return self._lanes
+
+    def _welcome(self, edge: Edge, hello: Header) -> None:
+        """Answer HELLO: go on with the node's lanes, or give it new ones."""
+        lanes = self._lanes
+        if lanes is not None and not lanes.session.knows(hello):
+            self._lose(None, f"node {self._node} was lost: its agent was started again")
+            lanes = None
+        if lanes is None:
+            lanes = self._lanes = self._home.attach(self._node, hello.incarnation)
+            logger.info("node %d joined with %d workers", self._node, hello.weight)
+            answer = Header(Kind.WELCOME)
+        else:
+            answer = lanes.session.resume()
+            logger.info("node %d goes on over a new edge", self._node)
+        lanes.check_with(edge.check)
+        edge.send_header(answer)
+
+    def _serve(self, edge: Edge) -> bool:
         """Handle one message, if one comes soon. Returns False after the last."""
-        header = edge.next_header(_LISTEN_S)
+        header, lanes = edge.next_header(_LISTEN_S), self._lanes_of_node()
         if header is None:
             lanes.look_around()
+        elif header.kind == Kind.FETCH:
+            self._send_first(edge, lanes)
         elif header.kind == Kind.LEAVE:
-            self._answer(edge, lanes.last(), None)
+            self._answer(edge, 0, lanes.last(), None)
             return False
-        elif header.kind == Kind.NULL:
-            lanes.push_nothing()
-            self._answer(edge, lanes.granted(), self._sent)
-        elif header.kind == Kind.PUSH:
-            self._push(edge, lanes, header)
+        elif header.kind in (Kind.NULL, Kind.PUSH):
+            self._step(edge, lanes, header)
         elif header.kind == Kind.FAILED:
             raise LinkLostError(header.text)
         else:
             raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends")
         return True
 
-    def _push(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
-        """Receive a sum into the lanes' slots, push each part when it is complete, and answer with the weights."""
+    def _send_first(self, edge: Edge, lanes: NodeLanes) -> None:
+        """Send the weights with which a new lane begins, never rounded."""
+        if self._sent is not None:
+            held = [memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories]
+            self._sent.begin(torch.from_numpy(np.concatenate(held)))
+        self._answer(edge, 0, lanes.pulled(), None)
+
+    def _step(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
+        """Make one step of the node, unless it is made already, and answer with the weights."""
+        lanes.session.check(header)
+        if self._sent is not None and header.step > lanes.session.step:
+            self._sent.settle()  # the node has the weights of the step before
+        granted = lanes.granted(header.step)
+        if header.kind == Kind.PUSH:
+            if self._sender is not None:
+                self._answer_under_way = self._sender.submit(self._answer, edge, header.step, granted, self._sent)
+            self._receive(edge, lanes, header)
+        else:
+            lanes.push_nothing(header.step)
+        if self._answer_under_way is None:
+            self._answer(edge, header.step, granted, self._sent)
+        else:
+            self._answer_under_way.result()
+            self._answer_under_way = None
+
+    def _receive(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
+        """Receive a sum into the lanes' slots, and push each part when it is complete. Parts that are posted are ignored."""
         packed = np.zeros(payload_bytes(self._groups, self._parameters), np.uint8)
-        slots = [chunks_of(slot) for slot in lanes.slots]
-        chunks = [chunk for slot in slots for chunk in slot]
+        thrown_away = np.zeros(CHUNK_BYTES, np.uint8)
+        wanted = [
+            (part, chunks_of(slot), lanes.session.is_missing(header.step, part))
+            for part, slot in enumerate(lanes.slots)
+            if part >= header.part
+        ]
+        chunks = [chunk if missing else thrown_away[: len(chunk)] for _, slot, missing in wanted for chunk in slot]
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
         arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
         terms = unpack(packed.tobytes(), self._groups, self._parameters)
-        answered, number = None, 0
-        for part, slot in enumerate(slots):
-            for chunk in slot:
+        number = 0
+        for part, slot, missing in wanted:
+            for _ in slot:
                 next(arriving)
                 if self._received is not None:
-                    floats = chunk.view(np.float32)
+                    floats = chunks[number].view(np.float32)
                     torch.from_numpy(floats).copy_(self._received.values(number, len(floats)))
                 number += 1
-            lanes.push(part, terms, header)
-            if self._sender is not None and answered is None:
-                answered = self._sender.submit(self._answer, edge, lanes.granted(), self._sent)
-        if answered is None:
-            self._answer(edge, lanes.granted(), self._sent)
-        else:
-            answered.result()
+            if missing:
+                lanes.push(part, terms, header)
 
-    def _answer(self, edge: Edge, granted: Iterator[tuple[object, list[Memory]]], sent: RoundedSender | None) -> None:
+    def _answer(
+        self, edge: Edge, step: int, granted: Iterator[tuple[object, list[Memory]]], sent: RoundedSender | None
+    ) -> None:
         """Send the weights of each part as soon as it is granted; rounded if `sent` is given."""
         _, first = next(granted)
-        edge.send_header(Header(Kind.WEIGHTS))
+        edge.send_header(Header(Kind.WEIGHTS, step=step, version=self._lanes_of_node().version))
         chunks = _all_chunks(first, granted)
         edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
 

@@ -21,6 +21,7 @@ def test_what_rounding_takes_from_a_sum_comes_with_the_next(name: str) -> None:
     for _ in range(20):
         values = torch.randn(floats, generator=random) * 1e-3 + 1e-3
         arrived += _journey(sent, received, values)
+        sent.settle()
         total += values
     assert float((arrived - total).abs().max()) <= {"bfloat16": 4e-5, "float16": 4e-6, "int8": 8e-5}[name]
 
@@ -38,8 +39,24 @@ def test_weights_arrive_exactly_once_they_stand_still(name: str) -> None:
         if step < 6:
             weights = weights + torch.randn(floats, generator=random) * 1e-2
         has = has + _journey(sent, received, weights)
+        sent.settle()
         assert torch.equal(has, sent._kept)
     assert float((has - weights).abs().max()) <= 1e-6
+
+
+@EACH
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_a_message_can_be_sent_again_over_another_link(name: str, is_sum: bool) -> None:
+    """The second time has the same bits, even where the first time ended early."""
+    floats, codec = CHUNK_FLOATS + 80, ROUNDED[name]
+    sent, received = RoundedSender(codec, floats, is_sum=is_sum), RoundedReceiver(codec)
+    random = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        values = torch.randn(floats, generator=random)
+        next(sent.encoded([values[:CHUNK_FLOATS], values[CHUNK_FLOATS:]]))
+        first = _journey(sent, received, values)
+        assert torch.equal(_journey(sent, received, values), first)
+        sent.settle()
 
 
 def _journey(sent: RoundedSender, received: RoundedReceiver, values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,10 @@
 """Helpers for tests of several nodes: all on this machine, each with an agent of its own, over real links on loopback."""
 
+import contextlib
 import os
+import shutil
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,6 +71,45 @@ def agents() -> dict[int, int]:
 
     found = {}
     for process in psutil.Process().children(recursive=True):
-        if "fastps.network.agent" in process.cmdline():
-            found[int(process.environ()["FASTPS_NODE_RANK"])] = process.pid
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "fastps.network.agent" in process.cmdline():
+                found[int(process.environ()["FASTPS_NODE_RANK"])] = process.pid
     return found
+
+
+def connections() -> list[tuple[int, int]]:
+    """The ports of every connection between two agents."""
+    import psutil
+
+    owners = {}
+    for process_id in agents().values():
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(process_id).net_connections("inet"):
+                if each.status == psutil.CONN_ESTABLISHED:
+                    owners[each.laddr.port, each.raddr.port] = process_id
+    return sorted(ports for ports in owners if ports[::-1] in owners and ports[0] < ports[1])
+
+
+def missing_reset_reason() -> str:
+    """Why connections cannot be reset here; empty if they can."""
+    if shutil.which("ss") is None:
+        return "the command ss is not installed (iproute2)"
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        reset((client.getsockname()[1], listener.getsockname()[1]))
+        accepted.settimeout(0.2)
+        try:
+            accepted.recv(1)
+        except ConnectionError:
+            return ""
+        except TimeoutError:
+            return "this kernel cannot reset the connections of others (CONFIG_INET_DIAG_DESTROY), or the user is not root"
+        finally:
+            accepted.close()
+    return ""
+
+
+def reset(ports: tuple[int, int]) -> None:
+    """Reset one connection, as a firewall does that forgets it."""
+    words = ["sport", "=", str(ports[0]), "dport", "=", str(ports[1])]
+    subprocess.run(["ss", "-K", "-tn", *words], capture_output=True, check=False)

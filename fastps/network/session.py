@@ -1,0 +1,118 @@
+"""What both sides of an edge remember when it is lost, so that a push that is sent again is counted once.
+
+A step is one push of a node, or one step without a gradient. A leaf begins the next step only after the weights of the last
+have come, so at most one step is pending. The model's parts are posted in order. Two numbers therefore say everything that the
+home has: the last step that is posted, and how many parts of the next one are.
+
+This file does no input or output: agents and the simulated world of `fastps chaos --nodes` use the same code.
+"""
+
+from fastps.errors import ProtocolError
+from fastps.network.messages import Header, Kind
+
+
+class LeafSession:
+    """The leaf's side.
+
+    Attributes:
+        incarnation: a random number of the agent, by which the home knows it again.
+        parts: the number of the model's parts.
+        step: the last step that was begun in the present lane.
+        answered: the last step whose weights have come.
+        part: the first part of the pending step that the home does not have.
+        must_fetch: whether the home has given this node a new lane. What the old lane had not folded is dropped, and the
+            weights must be fetched before the next step.
+        version: the home's version of the weights that came last.
+        dropped: the pending steps that were dropped with their lane.
+    """
+
+    def __init__(self, incarnation: int, parts: int) -> None:
+        self.incarnation = incarnation
+        self.parts = parts
+        self.step = self.answered = self.part = self.version = self.dropped = 0
+        self.must_fetch = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a step waits for its weights."""
+        return self.answered < self.step
+
+    def begin(self) -> int:
+        """Begin the next step. Returns its number."""
+        assert not (self.is_pending or self.must_fetch)
+        self.step += 1
+        self.part = 0
+        return self.step
+
+    def welcome(self, answer: Header) -> None:
+        """Take the home's answer to HELLO. Raises ProtocolError for one that contradicts what this side remembers."""
+        if answer.kind == Kind.WELCOME:
+            self.dropped += self.is_pending
+            self.step = self.answered = self.part = 0
+            self.must_fetch = True
+            return
+        has_all, begun = answer.step == self.step, answer.step == self.step - 1 and self.is_pending
+        if answer.kind != Kind.RESUME or self.must_fetch or not (has_all or begun):
+            raise ProtocolError(
+                f"expected node 0 to go on at step {self.step} or before it, found {answer.kind.name} with step {answer.step}"
+            )
+        if self.is_pending:
+            self.part = self.parts if has_all else answer.part
+
+    def check_weights(self, answer: Header, step: int) -> None:
+        """Check the header of weights that answer a step, 0 for those fetched or the last. Raises ProtocolError."""
+        if answer.kind != Kind.WEIGHTS or answer.step != step:
+            raise ProtocolError(f"expected the weights of step {step}, found {answer.kind.name} with step {answer.step}")
+        if answer.version < self.version:
+            raise ProtocolError(f"expected version {self.version} or a later one, found version {answer.version}")
+
+    def took(self, version: int) -> None:
+        """Say that the weights have come whole."""
+        self.answered, self.must_fetch, self.version = self.step, False, version
+
+
+class HomeSession:
+    """The home's side: what it has of one lane of a node.
+
+    Attributes:
+        incarnation: the agent that owns the lane.
+        parts: the number of the model's parts.
+        posted: the number of parts posted, over all steps.
+    """
+
+    def __init__(self, incarnation: int, parts: int) -> None:
+        self.incarnation = incarnation
+        self.parts = parts
+        self.posted = 0
+
+    @property
+    def step(self) -> int:
+        """The last step of which all parts are posted."""
+        return self.posted // self.parts
+
+    def knows(self, hello: Header) -> bool:
+        """Whether the agent that says HELLO owns the lane."""
+        return hello.incarnation == self.incarnation
+
+    def resume(self) -> Header:
+        """The answer to the owner's HELLO over a new edge."""
+        return Header(Kind.RESUME, step=self.step, part=self.posted % self.parts)
+
+    def check(self, header: Header) -> None:
+        """Check that a step is the present one or the next, and leaves no part out. Raises ProtocolError."""
+        oldest = self.step + (self.posted % self.parts > 0)
+        leaves_none_out = (header.step - 1) * self.parts + header.part <= self.posted
+        if not (header.step >= max(1, oldest) and 0 <= header.part <= self.parts and leaves_none_out):
+            raise ProtocolError(
+                f"expected step {self.step + 1} from part {self.posted % self.parts} on, found step {header.step} from part"
+                f" {header.part} on"
+            )
+
+    def is_missing(self, step: int, part: int) -> bool:
+        """Whether a part of a step is not posted yet. What is not missing is read and thrown away."""
+        return (step - 1) * self.parts + part >= self.posted
+
+    def post(self, part: int) -> None:
+        """Count one part of the next step as posted."""
+        assert part == self.posted % self.parts
+        self.posted += 1

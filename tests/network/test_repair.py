@@ -1,0 +1,98 @@
+"""Edges that are lost while both agents live: they are opened again, and each push is counted once."""
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import nodes, processes
+
+STEPS = 40
+SMALL, LARGE = (40, 30), (1500, 2100)  # the large model has three parts under bsp
+
+
+def _work(shape: tuple[int, int], sync: str, steps: int, pause_s: float) -> Callable[[int], Any]:
+    def work(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(*shape)
+        generator = torch.Generator().manual_seed(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        with fastps.DistributedOptimizer(optimizer, sync=sync, timeout_s=30) as wrapped:
+            for _ in range(steps):
+                wrapped.zero_grad()
+                model(torch.randn(4, shape[0], generator=generator)).square().mean().backward()
+                wrapped.step()
+                time.sleep(pause_s)
+            wrapped.wait_for_others()
+            weights = [value.detach().numpy().tobytes() for value in model.parameters()]
+            return hashlib.sha256(b"".join(weights)).hexdigest(), wrapped.version
+
+    return work
+
+
+def _reset_edges(seed: int, until: threading.Event, pause_s: float) -> int:
+    """Reset one or all connections between agents, now and then. Returns how many were reset."""
+    draw, count = random.Random(seed), 0
+    while not until.wait(draw.uniform(0.5, 1.5) * pause_s):
+        found = nodes.connections()
+        for ports in found if draw.random() < 0.3 else found[:1] and [draw.choice(found)]:
+            nodes.reset(ports)
+            count += 1
+    return count
+
+
+def _train(counts: tuple[int, ...], work: Callable[[int], Any], reset_s: float, **variables: str) -> tuple[list[Any], int]:
+    """Train, and reset connections meanwhile unless `reset_s` is 0; what the workers return, and how many were reset."""
+    until, found = threading.Event(), [0]
+    with nodes.rendezvous() as port:
+        children = nodes.start(counts, port, work, variables)
+        thread = threading.Thread(target=lambda: found.append(_reset_edges(7, until, reset_s)))
+        if reset_s:
+            thread.start()
+        processes.finish(children, 100)
+        until.set()
+        if reset_s:
+            thread.join()
+    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
+    return [child.outcome for child in children], found[-1]
+
+
+CASES = [
+    pytest.param(SMALL, "float32", 40, 0.03, id="one part"),
+    pytest.param(LARGE, "float32", 30, 0.0, id="three parts", marks=pytest.mark.slow),
+    pytest.param(SMALL, "int8", 40, 0.03, id="rounded", marks=pytest.mark.slow),
+    pytest.param(LARGE, "bfloat16", 20, 0.0, id="rounded, three parts", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("shape", "link_dtype", "steps", "pause_s"), CASES)
+def test_weights_have_the_bits_of_a_job_without_losses(
+    shape: tuple[int, int], link_dtype: str, steps: int, pause_s: float
+) -> None:
+    """Connections are reset in the middle of transfers and between them. No push is lost, none is counted twice."""
+    reason = nodes.missing_reset_reason()
+    if reason:
+        pytest.skip(reason)
+    work = _work(shape, "bsp", steps, pause_s)
+    calm, _ = _train((1, 1), work, 0.0, FASTPS_LINK_DTYPE=link_dtype)
+    stormy, resets = _train((1, 1), work, 0.25, FASTPS_LINK_DTYPE=link_dtype)
+    assert resets > 1
+    assert stormy == calm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["asp", "ssp:3", "dssp:3,15", "backup:1", "softsync:1"])
+def test_every_version_is_made_under_other_disciplines(sync: str) -> None:
+    """Under asp and the like each push of a node makes one version, so that versions count pushes."""
+    reason = nodes.missing_reset_reason()
+    if reason:
+        pytest.skip(reason)
+    outcomes, resets = _train((1, 1, 1), _work(SMALL, sync, STEPS, 0.03), 0.25)
+    assert resets > 1
+    assert len({weights for weights, _ in outcomes}) == 1
