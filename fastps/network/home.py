@@ -195,6 +195,11 @@ class Home:
         for store in self.stores:
             store.arena.finish(node, f"{NodeLostError.__name__}: {failure}")
 
+    def go_on_without(self, node: int) -> None:
+        """Take a lost node out of all quorums. What it has posted is folded."""
+        for store in self.stores:
+            store.arena.mark_dead(node, store.arena.generation(node))
+
     def loss_of(self, error: Error) -> NodeLostError:
         """The error that ends the job on this node, by the node that failed first."""
         for store in self.stores:

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -17,10 +18,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from fastps.errors import AttachError, Error, UsageError
 from fastps.network.gloo import reason_of
-from fastps.network.rendezvous import connect_store
+from fastps.network.rendezvous import connect_store, lost_key
+from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
 _PROGRESS_S = 10.0
+_LOOKS, _LOOK_NS = 25, 200_000_000
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,44 @@ def _connect(given: argparse.Namespace) -> tuple[Store, int]:
                     f"node 0 cannot listen on port {given.port}: {reason_of(error)}; end what uses the port, or give another"
                 ) from error
     store = connect_store(given.host, given.port, given.timeout)
-    number = given.number if given.number >= 0 else int(PrefixStore("launch", store).add("numbers", 1))
-    return store, number
+    launched = PrefixStore("launch", store)
+    number = given.number if given.number >= 0 else int(launched.add("numbers", 1))
+    is_free = given.number >= 0 or (number < given.nodes and not launched.add(f"taken/{number}", 0))
+    return store, number if is_free else _lost_number(launched, given.nodes)
+
+
+def _lost_number(store: Store, nodes: int) -> int:
+    """The number of a lost node, or of one that nobody has, which this one takes. Raises UsageError if there is none."""
+    for number in _looks(range(1, nodes)):
+        if store.add(f"taken/{number}", 0) <= store.add(lost_key(number), 0):
+            return number
+    raise UsageError(f"expected {nodes} nodes at the rendezvous, found another one: check --nnodes on every node")
+
+
+def _take(store: Store, number: int) -> None:
+    """Take a number, which is free, or whose node is lost or will be soon. Raises UsageError."""
+    taken = int(store.add(f"taken/{number}", 1))
+    for _ in _looks([number] if number else []):
+        if taken <= 1 + store.add(lost_key(number), 0):
+            return
+    if taken > 1:
+        store.add(f"taken/{number}", -1)
+        raise UsageError(
+            f"two nodes say that they are node {number}: give each another --node-rank, or leave it to auto; a lost node can"
+            " start again with --on-node-loss continue"
+        )
+
+
+def _looks(numbers: Sequence[int]) -> Iterator[int]:
+    """The numbers over and over, for as long as a lost node may take to be missed."""
+    for look in range(_LOOKS):
+        if look:
+            SYSTEM_CLOCK.sleep_ns(_LOOK_NS)
+        yield from numbers
 
 
 def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
-    if number >= given.nodes:
-        raise UsageError(f"expected {given.nodes} nodes at the rendezvous, found another one: check --nnodes on every node")
-    if store.add(f"taken/{number}", 1) > 1:
-        raise UsageError(f"two nodes say that they are node {number}: give each another --node-rank, or leave it to auto")
+    _take(store, number)
     if number == 0:
         store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
     store.set(f"workers/{number}", str(given.workers))

@@ -51,8 +51,8 @@ class Header:
         loss: PUSH: the mean loss of the gradients, or NaN.
         layout: HELLO: the digest of the job's layout.
         incarnation: HELLO: a random number of the sending agent.
-        step: PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME: the last step that
-            the home has.
+        step: PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME, WELCOME: the last
+            step that the home has of this incarnation.
         part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
         version: WEIGHTS: the home's version of the weights.
         text: REFUSED, FAILED: the reason, cut to fit.

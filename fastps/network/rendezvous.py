@@ -118,6 +118,10 @@ class Rendezvous:
         """The requests of a node for an edge, as node 0 sees them."""
         return Requests(self, node)
 
+    def mark_lost(self, node: int) -> None:
+        """Let a launcher start a lost node again. Raises AttachError if the rendezvous has ended."""
+        PrefixStore("launch", connect_store(self.nodes.host, self.nodes.port, self._timeout_s)).add(lost_key(node), 1)
+
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
         name = f"edge/{node}/{epoch}"
@@ -138,6 +142,11 @@ class Requests:
         self._rendezvous, self._node = rendezvous, node
         self._store: Store | None = None
         self._epoch = 0
+
+    def mark_lost(self) -> None:
+        """Say that the node is lost, so that it can be started again."""
+        with contextlib.suppress(AttachError, RuntimeError):
+            self._rendezvous.mark_lost(self._node)
 
     def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
         """Wait for a request, and open the edge. Returns the node's HELLO.
@@ -187,6 +196,11 @@ class Requests:
 def open_s(nodes: Nodes, epoch: int) -> float:
     """The longest time that an edge takes to open: the first may wait for a busy machine, the others repair a running job."""
     return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
+
+
+def lost_key(node: int) -> str:
+    """The key at which node 0 counts for launchers how often a node was lost."""
+    return f"lost/{node}"
 
 
 def _epoch_key(node: int) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +17,13 @@ from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
 from fastps.network.rendezvous import Requests
 from fastps.network.rounding import RoundedReceiver, RoundedSender
+from fastps.network.session import HomeSession
 from fastps.network.sums import payload_bytes, unpack
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 1.0
 _SILENT_S = 0.3  # how long a node whose agent has closed the edge, or is silent, may take to ask for another edge
+_FOREVER_S = 1e9
 _STALLED_S = 1.5  # the same for a node that still answers
 
 
@@ -46,6 +47,7 @@ class Serving(threading.Thread):
         self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
         self._answer_under_way: Future[None] | None = None
         self._lanes: NodeLanes | None = None
+        self._lost: HomeSession | None = None  # what was posted over the lanes that the node lost
         self._continues = home.nodes.policy.on_node_loss == "continue"
 
     def run(self) -> None:
@@ -58,7 +60,7 @@ class Serving(threading.Thread):
         while edge is not None or (self._continues and not self._home.is_closing.is_set()):
             try:
                 if edge is None:  # the node is lost, and may come again
-                    edge, hello = self._requests.next(math.inf, self._home.is_closing.is_set)
+                    edge, hello = self._requests.next(_FOREVER_S, self._home.is_closing.is_set)
                 has_left, edge, hello = self._serve_edge(edge, hello)
             except LinkLostError as error:  # the node asked for an edge, and was lost before it was open
                 if self._requests.have_ended:
@@ -79,6 +81,9 @@ class Serving(threading.Thread):
         except LinkLostError as error:
             failure, loss = edge.failure, str(error)
         except Error as error:
+            failure = f"node {self._node}: {type(error).__name__}: {error}"
+        except Exception as error:  # a mistake in this program must not leave the other nodes waiting
+            logger.exception("node %d", self._node)
             failure = f"node {self._node}: {type(error).__name__}: {error}"
         self._await_answer()
         if not (failure or loss):
@@ -125,13 +130,17 @@ class Serving(threading.Thread):
         if self._lanes is not None:
             with contextlib.suppress(Error):
                 self._lanes.close(failure)
-            self._lanes = None
+            self._lost, self._lanes = self._lanes.session, None
         else:
             self._home.give_up(self._node, failure)
+        if self._continues:
+            self._home.go_on_without(self._node)
         if edge is not None:
             with contextlib.suppress(LinkLostError):
                 edge.send_header(Header(Kind.FAILED, text=reason))
             edge.abandon()
+        if self._continues:
+            self._requests.mark_lost()
 
     # -- one edge ----------------------------------------------------------------------------------
 
@@ -148,7 +157,8 @@ class Serving(threading.Thread):
         if lanes is None:
             lanes = self._lanes = self._home.attach(self._node, hello.incarnation)
             logger.info("node %d joined with %d workers", self._node, hello.weight)
-            answer = Header(Kind.WELCOME)
+            lost = self._lost
+            answer = Header(Kind.WELCOME, step=lost.step if lost is not None and lost.knows(hello) else 0)
         else:
             answer = lanes.session.resume()
             logger.info("node %d goes on over a new edge", self._node)

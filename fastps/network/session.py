@@ -20,10 +20,9 @@ class LeafSession:
         step: the last step that was begun in the present lane.
         answered: the last step whose weights have come.
         part: the first part of the pending step that the home does not have.
-        must_fetch: whether the home has given this node a new lane. What the old lane had not folded is dropped, and the
-            weights must be fetched before the next step.
+        must_fetch: whether the home has given this node a new lane. The weights must be fetched before the next step.
         version: the home's version of the weights that came last.
-        dropped: the pending steps that were dropped with their lane.
+        dropped: the steps that were begun and never came to the home, because the node was lost meanwhile.
     """
 
     def __init__(self, incarnation: int, parts: int) -> None:
@@ -47,7 +46,7 @@ class LeafSession:
     def welcome(self, answer: Header) -> None:
         """Take the home's answer to HELLO. Raises ProtocolError for one that contradicts what this side remembers."""
         if answer.kind == Kind.WELCOME:
-            self.dropped += self.is_pending
+            self.dropped += self.is_pending and answer.step < self.step
             self.step = self.answered = self.part = 0
             self.must_fetch = True
             return

@@ -74,3 +74,21 @@ def test_others_go_on_without_the_node(number: signal.Signals, sync: str, tmp_pa
         assert text == ""
         assert steps > 100
         assert longest < (1.0 if sync == "asp" else 4.5)
+
+
+@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:3", "softsync:1"])
+def test_a_node_that_was_lost_joins_again(sync: str, tmp_path: Path) -> None:
+    """Its agent is stopped for longer than the timeout. Its last push is dropped, and it goes on with the newest weights."""
+    variables = {"FASTPS_ON_NODE_LOSS": "continue", "FASTPS_NODE_TIMEOUT": "1"}
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1, 1), port, lambda rank: _train(rank, sync, 9, tmp_path), variables)
+        nodes.await_files(tmp_path, 3)
+        agent = nodes.agents()[2]
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(agent, signal.SIGCONT)
+        processes.finish(children, 60)
+    for steps, _, _, text in (child.outcome for child in children):
+        assert text == ""
+        assert steps > 100
+    assert children[2].outcome[1] > 2, "it waited for its agent"

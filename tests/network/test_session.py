@@ -47,11 +47,12 @@ def test_a_push_that_the_home_has_is_known_to_be_so_and_its_weights_may_come_aga
     assert leaf.begin() == 2
 
 
-def test_a_new_lane_drops_the_pending_push_and_counts_steps_from_one_again() -> None:
+@pytest.mark.parametrize(("posted", "dropped"), [(0, 1), (1, 0)])
+def test_a_new_lane_drops_a_push_that_never_came_and_counts_steps_from_one_again(posted: int, dropped: int) -> None:
     leaf, _ = _joined(1)
     leaf.begin()
-    leaf.welcome(WELCOME)
-    assert (leaf.dropped, leaf.must_fetch, leaf.is_pending) == (1, True, False)
+    leaf.welcome(Header(Kind.WELCOME, step=posted))
+    assert (leaf.dropped, leaf.must_fetch, leaf.is_pending) == (dropped, True, False)
     leaf.took(9)
     assert leaf.begin() == 1
 
