@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastps.checkpoint.format import Array
-from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError, write
+from fastps.checkpoint.snapshot import Pinned, VersionInUseError, write
 from fastps.errors import CheckpointError, UsageError
 from fastps.kernels.shm.arena import LANE_LIVE
 from fastps.store.worker import Worker
@@ -26,6 +26,8 @@ DEFAULT_EVERY = 1000
 class Checkpointing:
     """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
+    `version` gives the version that counts, where it is not that of the worker's arena.
+
     Attributes:
         written: the number of checkpoints that this worker has written.
         failures: the number of checkpoints that it could not write.
@@ -36,8 +38,9 @@ class Checkpointing:
         worker: Worker,
         directory: Path,
         every: int,
-        pin: Callable[[], PinnedVersion],
+        pin: Callable[[], Pinned],
         buffers: Callable[[], Mapping[str, Array]],
+        version: Callable[[], int] | None = None,
     ) -> None:
         if every < 1:
             raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
@@ -46,7 +49,8 @@ class Checkpointing:
         self._every = every
         self._pin = pin
         self._buffers = buffers
-        self._next = (worker.store.version // every + 1) * every
+        self._version = version or (lambda: worker.version)
+        self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self.written = 0
         self.failures = 0
@@ -64,7 +68,7 @@ class Checkpointing:
 
     def after_step(self) -> None:
         """Start a checkpoint if one is due and this worker writes it. While one is being written, the next waits."""
-        version = self._worker.version
+        version = self._version()
         if version < self._next:
             return
         if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
@@ -83,7 +87,7 @@ class Checkpointing:
         self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
+    def _write(self, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
         try:
             folder = write(pinned, buffers, self._directory)
             self.written += 1

@@ -9,9 +9,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import safetensors
@@ -31,15 +31,57 @@ from fastps.checkpoint.format import (
     whole,
 )
 from fastps.errors import CheckpointError, ProtocolError
+from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
 from fastps.version import __version__
 
 KEPT = 2  # newest checkpoints to keep; older ones are removed when a new one is complete
+Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
 
 
 class VersionInUseError(Exception):
     """Another worker has pinned a version to copy it."""
+
+
+class CopyingLane(Protocol):
+    """A lane for which a version is pinned: a Worker, or what stands for one."""
+
+    @property
+    def store(self) -> JobMemory:
+        """The arena."""
+
+    @property
+    def rank(self) -> int:
+        """The lane's number."""
+
+    @property
+    def generation(self) -> int:
+        """The generation of the lane's owner."""
+
+    @property
+    def version(self) -> int:
+        """A version, for messages."""
+
+    def check_usable(self) -> None:
+        """Raise UsageError in a forked child or after close."""
+
+    def wait_until(self, ask: Callable[[], Found | None], every_ns: int, text: Callable[[], str]) -> Found:
+        """Wait until `ask` finds something. Raises TimeoutExceededError with the text."""
+
+
+class Pinned(Protocol):
+    """A version that is pinned while it is written."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The contents of the JSON file."""
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """The name and the array of each tensor."""
+
+    def close(self) -> None:
+        """Unpin. May be called twice."""
 
 
 class PinnedVersion:
@@ -51,7 +93,7 @@ class PinnedVersion:
     """
 
     def __init__(
-        self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+        self, worker: CopyingLane, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
     ) -> None:
         self._store = store = worker.store
         self._owner = worker.rank, worker.generation
@@ -111,7 +153,7 @@ class PinnedVersion:
         self.close()
 
 
-def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
+def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
     """Pin a shard's published weights and optimizer state: (version, weights buffer, state buffer, clocks)."""
 
     def pinned() -> tuple[int, int, int, list[int]] | None:
@@ -133,14 +175,14 @@ def _pin(worker: Worker, shard: int, waits: bool) -> tuple[int, int, int, list[i
 class Source(Protocol):
     """The interface that `save` needs of an optimizer."""
 
-    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the published version, with the optimizer's own description of it."""
 
     def model_buffers(self) -> Mapping[str, Array]:
         """Name to array of the model's buffers."""
 
 
-def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
     """Pin the published version of a job. For a plain Worker the param_groups are its store's hyper-parameters."""
     if not isinstance(source, Worker):
         return source.pin_whole_version(extra, waits=waits)
@@ -172,11 +214,11 @@ def save(
     (1, [0.5, 0.5, 0.5], 7)
     """
     buffers = {} if isinstance(source, Worker) else source.model_buffers()
-    with pin(source, extra or {}) as pinned:
+    with contextlib.closing(pin(source, extra or {})) as pinned:
         return write(pinned, buffers, Path(directory), keep)
 
 
-def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
+def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
     """Write a pinned version as the newest checkpoint of a directory, and unpin it. Raises CheckpointError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -204,7 +246,7 @@ def write(pinned: PinnedVersion, buffers: Mapping[str, Array], directory: Path, 
         pinned.close()
 
 
-def _write_files(folder: Path, pinned: PinnedVersion, buffers: Mapping[str, Array]) -> None:
+def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> None:
     tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
     tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
     checksums = {name: checksum_of(array) for name, array in tensors.items()}

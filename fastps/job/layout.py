@@ -88,7 +88,7 @@ class Layout:
         if self.is_leaf:
             raise UnsupportedError(
                 f"{what}: not in a job of several nodes yet, because node 0 has the job's state and no worker reaches it; save"
-                " the model on one worker after wait_for_others(), and load it before wrapping the optimizer"
+                " a checkpoint on node 0 (--checkpoint, fastps.save), and load weights before wrapping the optimizer"
             )
 
     @property

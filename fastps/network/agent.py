@@ -8,10 +8,12 @@ when all nodes have left.
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from fastps.checkpoint.format import load
 from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
@@ -20,13 +22,16 @@ from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOI
 from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
 from fastps.network.home import Home
+from fastps.network.home_checkpoint import PartStart
 from fastps.network.leaf import Leaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.near_home import NearHome
+from fastps.network.parts import Part
 from fastps.network.rendezvous import Rendezvous
 from fastps.network.serving import Serving
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
+from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK
@@ -39,7 +44,8 @@ _POLL_NS = 1_000_000
 class AgentOrder:
     """The agent's part of an Order: the nodes, the job's name at the rendezvous, the home's layout, and first hyper-parameters.
 
-    `rule` is a user rule, pickled by value; empty for a built-in rule.
+    `rule` is a user rule, pickled by value; empty for a built-in rule. `resume` is the folder of the checkpoint from which the
+    home begins; empty to begin with the leaf's weights.
     """
 
     nodes: Nodes
@@ -47,12 +53,13 @@ class AgentOrder:
     layout: Layout
     rule: bytes
     hypers: list[Hyper]
+    resume: str = ""
 
 
-def plan_of(nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper]) -> AgentPlan:
+def plan_of(nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "") -> AgentPlan:
     """The plan by which a leaf's store starts its agent. `layout` is the home's."""
     plain, rule = picklable(layout)
-    return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers)))
+    return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume))
 
 
 class AgentServer(Server):
@@ -114,7 +121,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     nodes = order.nodes
     rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
     if nodes.is_home:
-        home = Home.create(layout, nodes, leaf, order.hypers)
+        home = Home.create(layout, nodes, leaf, order.hypers, _start(order, layout))
         others = [Serving(home, node, rendezvous.requests(node), leaf.timeout_s) for node in range(1, nodes.count)]
         near = NearHome(leaf, home, others)
         for serving in others:
@@ -128,6 +135,14 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     except LinkLostError as error:
         raise NodeLostError(f"node {nodes.number} could not join node 0 at {nodes.host}:{nodes.port}: {error}", 0) from error
     return far
+
+
+def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:
+    """What each part's arena resumes from; None to begin with the leaf's weights. Raises CheckpointError."""
+    if not order.resume:
+        return None
+    checkpoint = load(order.resume)
+    return lambda part: PartStart(checkpoint, layout, part)
 
 
 def serve(order: Order) -> None:

@@ -73,6 +73,8 @@ class FarHome:
                 self._fetch(after)
             self._open_edge.send_header(Header(Kind.LEAVE))
             self._take_weights(0, after)
+            with contextlib.suppress(LinkLostError):
+                self._open_edge.send_header(Header(Kind.DONE))
 
         self._until_done(once)
         self._has_finished = True
@@ -145,9 +147,9 @@ class FarHome:
 
     def _open(self) -> None:
         """Open an edge and agree on the step to go on with. Raises UnreachableError, SilentError, NodeLostError."""
-        before, hello = self._session.dropped, Header(Kind.HELLO, incarnation=self._session.incarnation)
+        before = self._session.dropped
         try:
-            self._edge, answer = self._rendezvous.connect(hello, is_first=self._edge is None)
+            self._edge, answer = self._rendezvous.connect(self._session.hello(), is_first=self._edge is None)
             self._session.welcome(answer)
         except (UnreachableError, SilentError):
             raise

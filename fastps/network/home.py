@@ -23,6 +23,7 @@ from fastps.network.messages import Header
 from fastps.network.parts import Part, parts_of
 from fastps.network.session import HomeSession
 from fastps.network.sums import Terms
+from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 
@@ -173,13 +174,16 @@ class Home:
     is_closing: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
-    def create(layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper]) -> "Home":
-        """Make the arenas, with the weights of the leaf's version 0."""
+    def create(
+        layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
+    ) -> "Home":
+        """Make the arenas, with the weights of the leaf's version 0, or with the state that `resume` gives for each part."""
         home = Home(parts_of(layout), [], nodes)
         first = np.frombuffer(leaf.memory, np.float32, layout.buffer_floats, leaf.arena.weights_offset(0))
         try:
             for number, part in enumerate(home.parts):
-                home.stores.append(_store(f"{leaf.job}.home{number}", part, first, leaf, hypers))
+                state = resume(part) if resume is not None else None
+                home.stores.append(_store(store_name(leaf.job, number), part, first, leaf, hypers, state))
         except BaseException:
             home.close()
             raise
@@ -214,7 +218,12 @@ class Home:
             store.close()
 
 
-def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hyper]) -> Store:
+def store_name(leaf: str, part: int) -> str:
+    """The name of a part's arena, by the name of node 0's leaf arena."""
+    return f"{leaf}.home{part}"
+
+
+def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hyper], resume: StartState | None) -> Store:
     """The arena of one part, with its range of the first weights."""
 
     def write(views: Views) -> None:
@@ -222,7 +231,8 @@ def _store(job: str, part: Part, first: Floats, leaf: JobMemory, hypers: list[Hy
             begin = part.first + parameter.offset
             view[:] = first[begin : begin + parameter.length]
 
-    return HomeStore.create_for(part.layout, write, hypers, job=job, timeout_s=leaf.timeout_s, clock=leaf.clock)
+    limit_s = leaf.timeout_s
+    return HomeStore.create_for(part.layout, write, hypers, resume=resume, job=job, timeout_s=limit_s, clock=leaf.clock)
 
 
 def _slot(worker: Worker) -> Memory:

@@ -14,7 +14,7 @@ from fastps.errors import ProtocolError
 HEADER_BYTES = 512
 WIRE_VERSION = 2
 _MAGIC = 0x73704661
-_FORMAT = struct.Struct("<IHHIqd32sQQIQH")
+_FORMAT = struct.Struct("<IHHIqd32sQQIQIH")
 _TEXT_BYTES = HEADER_BYTES - _FORMAT.size
 
 
@@ -23,8 +23,9 @@ class Kind(enum.IntEnum):
 
     HELLO opens an edge. The home answers WELCOME if the node gets a new lane, RESUME if it goes on with its own, and REFUSED
     if it cannot join. FETCH asks for the weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS
-    answers all three. BEAT shows that the sender lives. LEAVE is a leaf's last message. REOPEN says that the sender has closed
-    the edge and will open another. FAILED ends an edge for good, with a reason.
+    answers all three. BEAT shows that the sender lives. LEAVE says that a node makes no more steps; WEIGHTS answers it when
+    all nodes have left, and DONE says that these have come. REOPEN says that the sender has closed the edge and will open
+    another. FAILED ends an edge for good, with a reason.
     """
 
     HELLO = 1
@@ -39,6 +40,7 @@ class Kind(enum.IntEnum):
     RESUME = 10
     FETCH = 11
     REOPEN = 12
+    DONE = 13
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Header:
             step that the home has of this incarnation.
         part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
         version: WEIGHTS: the home's version of the weights.
+        lane: WELCOME, RESUME: how many lanes the node has had. HELLO: the last such number that it was told, 0 if none.
         text: REFUSED, FAILED: the reason, cut to fit.
 
     >>> Header.unpack(Header(Kind.PUSH, weight=2).pack()).weight
@@ -70,6 +73,7 @@ class Header:
     step: int = 0
     part: int = 0
     version: int = 0
+    lane: int = 0
     text: str = ""
 
     def pack(self) -> bytes:
@@ -77,7 +81,7 @@ class Header:
         text = self.text.encode()[:_TEXT_BYTES]
         fixed = _FORMAT.pack(
             _MAGIC, WIRE_VERSION, self.kind, self.weight, self.samples, self.loss, self.layout,
-            self.incarnation, self.step, self.part, self.version, len(text),
+            self.incarnation, self.step, self.part, self.version, self.lane, len(text),
         )  # fmt: skip
         return (fixed + text).ljust(HEADER_BYTES, b"\0")
 

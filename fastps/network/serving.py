@@ -17,7 +17,7 @@ from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
 from fastps.network.rendezvous import Requests
 from fastps.network.rounding import RoundedReceiver, RoundedSender
-from fastps.network.session import HomeSession
+from fastps.network.session import NodeRecord
 from fastps.network.sums import payload_bytes, unpack
 
 logger = logging.getLogger("fastps.network")
@@ -47,7 +47,8 @@ class Serving(threading.Thread):
         self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
         self._answer_under_way: Future[None] | None = None
         self._lanes: NodeLanes | None = None
-        self._lost: HomeSession | None = None  # what was posted over the lanes that the node lost
+        self._record = NodeRecord()
+        self._has_final = False  # whether the weights at the job's end have been sent
         self._continues = home.nodes.policy.on_node_loss == "continue"
 
     def run(self) -> None:
@@ -86,14 +87,14 @@ class Serving(threading.Thread):
             logger.exception("node %d", self._node)
             failure = f"node {self._node}: {type(error).__name__}: {error}"
         self._await_answer()
-        if not (failure or loss):
-            self._lanes_of_node().close(None)
-            edge.close()
-            return True, None, hello
-        if not failure:
+        if loss and not failure:
             logger.info("the edge to node %d is lost: %s", self._node, loss)
             with contextlib.suppress(LinkLostError):
                 return False, *self._next_edge(edge)
+        if self._has_final or not (failure or loss):
+            self._lanes_of_node().close(None)
+            edge.close()
+            return True, None, hello
         self._lose(edge, failure or f"node {self._node} was lost: {loss}")
         return False, None, hello
 
@@ -130,7 +131,8 @@ class Serving(threading.Thread):
         if self._lanes is not None:
             with contextlib.suppress(Error):
                 self._lanes.close(failure)
-            self._lost, self._lanes = self._lanes.session, None
+            self._lanes = None
+            self._record.lose()
         else:
             self._home.give_up(self._node, failure)
         if self._continues:
@@ -150,18 +152,16 @@ class Serving(threading.Thread):
 
     def _welcome(self, edge: Edge, hello: Header) -> None:
         """Answer HELLO: go on with the node's lanes, or give it new ones."""
-        lanes = self._lanes
-        if lanes is not None and not lanes.session.knows(hello):
+        if self._record.session is not None and not self._record.is_owner(hello):
             self._lose(None, f"node {self._node} was lost: its agent was started again")
-            lanes = None
-        if lanes is None:
-            lanes = self._lanes = self._home.attach(self._node, hello.incarnation)
+        if self._record.session is None:
+            self._lanes = self._home.attach(self._node, hello.incarnation)
+            self._record.begin(self._lanes.session)
+            self._has_final = False
             logger.info("node %d joined with %d workers", self._node, hello.weight)
-            lost = self._lost
-            answer = Header(Kind.WELCOME, step=lost.step if lost is not None and lost.knows(hello) else 0)
         else:
-            answer = lanes.session.resume()
             logger.info("node %d goes on over a new edge", self._node)
+        lanes, answer = self._lanes_of_node(), self._record.answer(hello)
         lanes.check_with(edge.check)
         edge.send_header(answer)
 
@@ -174,6 +174,8 @@ class Serving(threading.Thread):
             self._send_first(edge, lanes)
         elif header.kind == Kind.LEAVE:
             self._answer(edge, 0, lanes.last(), None)
+            self._has_final = True
+        elif header.kind == Kind.DONE:
             return False
         elif header.kind in (Kind.NULL, Kind.PUSH):
             self._step(edge, lanes, header)

@@ -21,6 +21,7 @@ class LeafSession:
         answered: the last step whose weights have come.
         part: the first part of the pending step that the home does not have.
         must_fetch: whether the home has given this node a new lane. The weights must be fetched before the next step.
+        lane: how many lanes the home has given this node, as far as this side knows.
         version: the home's version of the weights that came last.
         dropped: the steps that were begun and never came to the home, because the node was lost meanwhile.
     """
@@ -28,7 +29,7 @@ class LeafSession:
     def __init__(self, incarnation: int, parts: int) -> None:
         self.incarnation = incarnation
         self.parts = parts
-        self.step = self.answered = self.part = self.version = self.dropped = 0
+        self.step = self.answered = self.part = self.lane = self.version = self.dropped = 0
         self.must_fetch = True
 
     @property
@@ -43,15 +44,19 @@ class LeafSession:
         self.part = 0
         return self.step
 
+    def hello(self) -> Header:
+        """The first message over a new edge."""
+        return Header(Kind.HELLO, incarnation=self.incarnation, lane=self.lane)
+
     def welcome(self, answer: Header) -> None:
         """Take the home's answer to HELLO. Raises ProtocolError for one that contradicts what this side remembers."""
         if answer.kind == Kind.WELCOME:
             self.dropped += self.is_pending and answer.step < self.step
             self.step = self.answered = self.part = 0
-            self.must_fetch = True
+            self.lane, self.must_fetch = answer.lane, True
             return
         has_all, begun = answer.step == self.step, answer.step == self.step - 1 and self.is_pending
-        if answer.kind != Kind.RESUME or self.must_fetch or not (has_all or begun):
+        if answer.kind != Kind.RESUME or answer.lane != self.lane or not (has_all or begun):
             raise ProtocolError(
                 f"expected node 0 to go on at step {self.step} or before it, found {answer.kind.name} with step {answer.step}"
             )
@@ -75,6 +80,7 @@ class HomeSession:
 
     Attributes:
         incarnation: the agent that owns the lane.
+        lane: how many lanes the node has had, with this one.
         parts: the number of the model's parts.
         posted: the number of parts posted, over all steps.
     """
@@ -82,7 +88,7 @@ class HomeSession:
     def __init__(self, incarnation: int, parts: int) -> None:
         self.incarnation = incarnation
         self.parts = parts
-        self.posted = 0
+        self.posted = self.lane = 0
 
     @property
     def step(self) -> int:
@@ -92,10 +98,6 @@ class HomeSession:
     def knows(self, hello: Header) -> bool:
         """Whether the agent that says HELLO owns the lane."""
         return hello.incarnation == self.incarnation
-
-    def resume(self) -> Header:
-        """The answer to the owner's HELLO over a new edge."""
-        return Header(Kind.RESUME, step=self.step, part=self.posted % self.parts)
 
     def check(self, header: Header) -> None:
         """Check that a step is the present one or the next, and leaves no part out. Raises ProtocolError."""
@@ -115,3 +117,44 @@ class HomeSession:
         """Count one part of the next step as posted."""
         assert part == self.posted % self.parts
         self.posted += 1
+
+
+class NodeRecord:
+    """What the home remembers of one node, whichever agent speaks for it.
+
+    Attributes:
+        session: the session of the node's lanes; None before it has joined and once it is lost.
+    """
+
+    def __init__(self) -> None:
+        self.session: HomeSession | None = None
+        self._lost: dict[int, HomeSession] = {}  # by lane: those that the node has had since it last heard of one
+        self._lanes = 0
+
+    def is_owner(self, hello: Header) -> bool:
+        """Whether HELLO comes from the agent that owns the node's lanes."""
+        return self.session is not None and self.session.knows(hello)
+
+    def begin(self, session: HomeSession) -> None:
+        """Take new lanes."""
+        assert self.session is None
+        self._lanes += 1
+        session.lane = self._lanes
+        self.session = session
+
+    def answer(self, hello: Header) -> Header:
+        """The answer to the owner's HELLO. If it has not heard of its new lanes, it hears of them again."""
+        session = self.session
+        assert session is not None
+        if hello.lane == session.lane:
+            self._lost.clear()
+            return Header(Kind.RESUME, step=session.step, part=session.posted % session.parts, lane=session.lane)
+        lost = self._lost.get(hello.lane)
+        had = lost.step if lost is not None and lost.knows(hello) else 0
+        return Header(Kind.WELCOME, step=had, lane=session.lane)
+
+    def lose(self) -> None:
+        """Forget the lanes: their owner gets new ones, and what it had begun does not count."""
+        if self.session is not None:
+            self._lost[self.session.lane] = self.session
+        self.session = None

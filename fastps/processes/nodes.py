@@ -49,10 +49,10 @@ class NodeOptions:
 
     def check_beside(self, options: JobOptions) -> None:
         """Raise UsageError for options that a job of several nodes does not have."""
-        if options.restarts or options.checkpoint or options.resume or options.faults is not None:
+        if options.restarts or options.faults is not None:
             raise UsageError(
-                "a job of several nodes ends with a lost worker and keeps no checkpoints yet: expected no --restarts,"
-                " --checkpoint, --resume and --inject-faults beside --nnodes"
+                "a node ends with a lost worker: expected no --restarts and --inject-faults beside --nnodes; start a lost node"
+                " again by the same command, with --on-node-loss continue on every node"
             )
 
     @property

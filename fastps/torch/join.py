@@ -21,6 +21,7 @@ from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import instances
 from fastps.store.server_process import AgentPlan
+from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
@@ -56,9 +57,7 @@ def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
 
 
 def check_checkpoints(has_checkpoints: bool, layout: Layout, policy: Policy) -> None:
-    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires; UnsupportedError on a leaf."""
-    if has_checkpoints:
-        layout.check_has_state("checkpoints")
+    """Raise UsageError if the job cannot move to another arena, as sync="auto" requires."""
     if policy.warm_up and (has_checkpoints or layout.faults.continues):
         raise UsageError(
             'sync="auto" moves the job to a new arena after its warm-up: expected no checkpoints, no resume and'
@@ -103,7 +102,7 @@ class Joining:
 
     identity: Identity
     is_named: bool
-    resumed: Checkpoint | None
+    resumed: StartState | None
     timeout_s: float | None
     clock: Clock
 

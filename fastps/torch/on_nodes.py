@@ -1,18 +1,23 @@
 """The placement of a model in a job of several nodes: a leaf arena on this node, and the state on node 0."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from fastps.checkpoint.format import Checkpoint
+from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
+from fastps.network.home_checkpoint import HomeView, LeafStart
 from fastps.network.leaf_store import LeafStore
+from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
@@ -30,11 +35,51 @@ class NodePlacement(HostPlacement):
         if found:
             raise UnsupportedError(f"a job of several nodes keeps its model in host memory, found parameters on {found[0]}")
         self._nodes = nodes
+        self._home_view: HomeView | None = None
+        self._resumed = ""
 
     def layout(self, layout: Layout) -> Layout:
         """See HostPlacement. Keeps the layout of the home."""
         self._home = home_layout(layout, self._nodes)
         return leaf_layout(layout, self._nodes)
+
+    def stated_layout(self, layout: Layout) -> Layout:
+        """See HostPlacement: the home's layout."""
+        return self._home
+
+    def start(self, resumed: Checkpoint) -> StartState:
+        """See HostPlacement. The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
+        self._resumed = str(resumed.folder)
+        return LeafStart(resumed, self._home, self._nodes.number)
+
+    @property
+    def saves(self) -> bool:
+        """See HostPlacement. Only node 0 has the state."""
+        return self._nodes.is_home
+
+    def saved_version(self, worker: Worker) -> int:
+        """See HostPlacement."""
+        return self._view(worker).version
+
+    def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
+        """See HostPlacement. Raises UnsupportedError on other nodes than node 0."""
+        if not self._nodes.is_home:
+            raise UnsupportedError(
+                f"node {self._nodes.number} has only weights, and node 0 has the optimizer's state: save on a worker of node 0"
+            )
+        return self._view(worker).pin(groups, extra, waits=waits)
+
+    def _view(self, worker: Worker) -> HomeView:
+        if self._home_view is None:
+            self._home_view = HomeView(self._home, worker)
+        return self._home_view
+
+    def end(self) -> None:
+        """See HostPlacement."""
+        super().end()
+        if self._home_view is not None:
+            self._home_view.close()
+            self._home_view = None
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """See HostPlacement. The first worker of a node makes its leaf arena and starts its agent."""
@@ -50,5 +95,5 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        plan = plan_of(self._nodes, name, self._home, hypers)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed)
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing, buffers_of
-from fastps.checkpoint.snapshot import PinnedVersion
+from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import ArenaError, Error, ParameterChangedError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
@@ -154,13 +154,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
-        resumed = join.resumed_from(resume, layout, model, self.param_groups)
+        resumed = join.resumed_from(resume, self._placement.stated_layout(layout), model, self.param_groups)
         join.check_checkpoints(wanted is not None or resumed is not None, layout, policy)
         self._model, self._seeds = model, dict(seeds or {})
         self._earlier_versions = 0
-        self._first_versions = resumed.beginning(layout)["versions"] if resumed is not None else []
-        joined = self._join(layout, Joining(self._identity, self._names_job, resumed, timeout_s, clock))
-        self._begin(joined, batch_size, wanted)
+        start = self._placement.start(resumed) if resumed is not None else None
+        self._first_versions = start.beginning(layout)["versions"] if start is not None else []
+        joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
+        self._begin(joined, batch_size, wanted if self._placement.saves else None)
         join.limit_threads(layout.workers)
         keep_freed_memory(4 * layout.buffer_floats)
         if self._placement.state_follows and any(self._entries()):
@@ -194,7 +195,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._checkpointing = None
         if checkpointing is not None:
             pin = partial(self.pin_whole_version, {}, waits=False)
-            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers)
+            version = partial(self._placement.saved_version, self._worker)
+            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers, version)
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -417,10 +419,10 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._worker.loss = loss
         self._samples = samples or self._batch_size
 
-    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> PinnedVersion:
+    def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the whole published version for a checkpoint; see PinnedVersion."""
         groups = [described_group(group) for group in self.param_groups]
-        return PinnedVersion(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
+        return self._placement.pin(self._worker, groups, {"seeds": self._seeds, **extra}, waits=waits)
 
     def model_buffers(self) -> dict[str, Array]:
         """This worker's buffers (BatchNorm) of the model given as `model=`, by name; checkpoints save them."""
@@ -464,9 +466,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         """
         if self._worker.closed or self._worker.forked:
             return
-        self._placement.end()
         if self._checkpointing is not None:
             self._checkpointing.close(failed=failure is not None)
+        self._placement.end()
         if self._has_begun and (changed := self._weights.changed()) >= 0:
             logger.warning(
                 "parameter %r was written to after the last step(): other workers read the same memory; close() first",

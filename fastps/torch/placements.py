@@ -3,14 +3,17 @@
 A `DistributedOptimizer` holds one placement. Subclasses place models on GPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from fastps.checkpoint.format import Checkpoint
+from fastps.checkpoint.snapshot import Pinned, PinnedVersion
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
+from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.gradients import Gradients, HalfGradients
@@ -38,6 +41,27 @@ class HostPlacement:
     def layout(self, layout: Layout) -> Layout:
         """The job's layout with this placement's additions."""
         return layout
+
+    def stated_layout(self, layout: Layout) -> Layout:
+        """The layout of the arena that holds the optimizer's state, with which a checkpoint is compared."""
+        return layout
+
+    def start(self, resumed: Checkpoint) -> StartState:
+        """The state from which this process's arena resumes."""
+        return resumed
+
+    @property
+    def saves(self) -> bool:
+        """Whether a worker of this node writes the periodic checkpoints."""
+        return True
+
+    def saved_version(self, worker: Worker) -> int:
+        """The version that the next checkpoint would have."""
+        return worker.version
+
+    def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
+        """Pin the whole published version for a checkpoint."""
+        return PinnedVersion(worker, groups, extra, waits=waits)
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """Create the job's store or connect to it, and attach."""

@@ -82,5 +82,5 @@ def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> No
 
 
 def test_options_that_several_nodes_do_not_have_are_refused() -> None:
-    with pytest.raises(UsageError, match="expected no --restarts, --checkpoint"):
+    with pytest.raises(UsageError, match="expected no --restarts and --inject-faults"):
         NodeOptions(2, "a:1").check_beside(JobOptions(restarts=1))

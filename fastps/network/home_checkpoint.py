@@ -1,0 +1,231 @@
+"""Checkpoints of a job of several nodes: node 0's workers copy the home's arenas, and new homes begin with what was copied.
+
+The files are those of a job of one node. A model that is cut into parts is put together when it is saved, and cut again when
+the job resumes, into as many parts as it then has.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fastps.checkpoint.format import Array, Checkpoint, described, shaped
+from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError
+from fastps.errors import TimeoutExceededError
+from fastps.job.layout import Layout, Parameter
+from fastps.membership.job_memory import Floats, JobMemory
+from fastps.network.home import store_name
+from fastps.network.parts import Part, parts_of
+from fastps.store.store import Store
+from fastps.store.worker import Worker
+
+Found = TypeVar("Found")
+_POLL_NS = 1_000_000
+_LEVEL_NS = 1_000_000_000  # parts pass through a version one after the other; they are level between two steps of this node
+
+
+@dataclass(frozen=True)
+class _HomeLane:
+    """Node 0's lane in one home arena, for a pin by another process than the agent, which owns the lane."""
+
+    store: JobMemory
+    worker: Worker
+    rank: int = 0
+    generation: int = 0
+
+    @property
+    def version(self) -> int:
+        """The arena's version."""
+        return self.store.version
+
+    def check_usable(self) -> None:
+        """Raise UsageError in a forked child or after close."""
+        self.worker.check_usable()
+
+    def wait_until(self, ask: Callable[[], Found | None], every_ns: int, text: Callable[[], str]) -> Found:
+        """Wait as the worker of this process does."""
+        return self.worker.wait_until(ask, every_ns, text)
+
+
+class HomeView:
+    """The home's arenas as a worker of node 0 sees them. It connects when it is first used.
+
+    Raises AttachError if the agent does not answer.
+    """
+
+    def __init__(self, layout: Layout, worker: Worker) -> None:
+        self._layout, self._worker = layout, worker
+        self._parts = parts_of(layout)
+        self._stores: list[Store] = []
+
+    def _lanes(self) -> list[_HomeLane]:
+        if not self._stores:
+            store = self._worker.store
+            for number, part in enumerate(self._parts):
+                name = store_name(store.job, number)
+                self._stores.append(Store.connect(name, part.layout, [], timeout_s=store.timeout_s, clock=store.clock))
+        return [_HomeLane(store, self._worker) for store in self._stores]
+
+    @property
+    def version(self) -> int:
+        """The home's version."""
+        return self._lanes()[0].version
+
+    def pin(self, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> "PinnedParts":
+        """Pin one version of all parts. Raises VersionInUseError if `waits` is False and another worker copies one.
+
+        Raises TimeoutExceededError if the parts are never at one version, which takes other workers of this node that push all
+        the time.
+        """
+        clock = self._worker.store.clock
+        began_ns = clock.now_ns()
+        while True:
+            pinned = PinnedParts(self._layout, self._parts)
+            try:
+                for lane in self._lanes():
+                    pinned.add(PinnedVersion(lane, param_groups, extra, waits=waits))
+                if pinned.is_level:
+                    return pinned
+            except BaseException:
+                pinned.close()
+                raise
+            pinned.close()
+            if clock.now_ns() - began_ns >= _LEVEL_NS:
+                if not waits:
+                    raise VersionInUseError
+                raise TimeoutExceededError(
+                    "the model's parts were not at one version within 1 s, because other workers of node 0 push meanwhile:"
+                    " call it where they wait, or use --within bsp"
+                )
+            clock.sleep_ns(_POLL_NS)
+
+    def close(self) -> None:
+        """Release the arenas."""
+        for store in self._stores:
+            store.close()
+        self._stores = []
+
+
+class PinnedParts:
+    """One version of all parts, pinned while it is copied, with the description and the tensors of the whole model."""
+
+    def __init__(self, layout: Layout, parts: list[Part]) -> None:
+        self._layout, self._parts = layout, parts
+        self._pinned: list[PinnedVersion] = []
+
+    def add(self, pinned: PinnedVersion) -> None:
+        """Add the next part."""
+        self._pinned.append(pinned)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all parts have one version."""
+        return len({each.description["version"] for each in self._pinned}) == 1 or len(self._pinned) == 1
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The contents of the checkpoint's JSON file."""
+        first = self._pinned[0].description
+        if len(self._parts) == 1:
+            return first
+        steps: dict[int, int] = {}
+        for part, pinned in zip(self._parts, self._pinned, strict=True):
+            for index, found in zip(part.parameters, pinned.description["parameters"], strict=True):
+                steps[index] = found["steps"]
+        parameters = [{**described(each), "steps": steps[index]} for index, each in enumerate(self._layout.parameters)]
+        return {**first, "parameters": parameters}
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """The name and the array of each tensor. Those of a parameter that is cut are copies."""
+        if len(self._parts) == 1:
+            yield from self._pinned[0].arrays()
+            return
+        pieces: dict[str, list[Array]] = {}
+        for pinned in self._pinned:
+            for name, array in pinned.arrays():
+                pieces.setdefault(name, []).append(array)
+        by_name = {parameter.name: parameter for parameter in self._layout.parameters}
+        for name, found in pieces.items():
+            yield name, _joined(by_name[_parameter_name(name)], found)
+
+    def close(self) -> None:
+        """Unpin the buffers. May be called twice."""
+        for each in self._pinned:
+            each.close()
+
+
+def _parameter_name(tensor: str) -> str:
+    """The parameter's name in a tensor's.
+
+    >>> _parameter_name("state/exp_avg/layers/0.weight"), _parameter_name("weights/layers/0.weight")
+    ('layers/0.weight', 'layers/0.weight')
+    """
+    kind, _, rest = tensor.partition("/")
+    return rest.partition("/")[2] if kind == "state" else rest
+
+
+def _joined(parameter: Parameter, pieces: list[Array]) -> Array:
+    """A whole parameter from its pieces, which are flat and in memory order."""
+    flat = np.concatenate([np.asarray(piece).reshape(-1) for piece in pieces])
+    return shaped(flat, parameter)
+
+
+class PartStart:
+    """What a checkpoint has of one part, as the state from which the part's arena resumes."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, part: Part) -> None:
+        self._checkpoint, self._layout, self._part = checkpoint, layout, part
+
+    @property
+    def has_average(self) -> bool:
+        """See StartState."""
+        return self._checkpoint.has_average
+
+    def check_layout(self, layout: Layout) -> None:
+        """See StartState: the workers have compared the whole model."""
+
+    def beginning(self, layout: Layout) -> dict[str, Any]:
+        """See StartState."""
+        return self._checkpoint.beginning(layout)
+
+    def write_into(self, store: JobMemory) -> None:
+        """See StartState."""
+        write_range(self._checkpoint, self._layout, self._part, "weights/", store.weight_views(0))
+        for index, plane in enumerate(store.layout.rule.planes):
+            write_range(self._checkpoint, self._layout, self._part, f"state/{plane}/", store.plane_views(0, index))
+        parameters = self._checkpoint.description["parameters"]
+        for index, count in zip(self._part.parameters, store.rule_steps(0), strict=True):
+            count[0] = parameters[index]["steps"]
+
+
+class LeafStart:
+    """The state from which a leaf's arena resumes: the weights, and the steps that its node has made."""
+
+    has_average = False
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, node: int) -> None:
+        self._checkpoint, self._layout = checkpoint, layout
+        self.steps = int(checkpoint.beginning(layout)["clocks"][node])
+
+    def check_layout(self, layout: Layout) -> None:
+        """See StartState: the home's layout was compared."""
+
+    def beginning(self, layout: Layout) -> dict[str, Any]:
+        """See StartState."""
+        return {"versions": [self.steps] * len(layout.shards), "clocks": [self.steps] * layout.workers, "drawn": 0}
+
+    def write_into(self, store: JobMemory) -> None:
+        """See StartState."""
+        whole = Part(0, self._layout.buffer_floats, self._layout, range(len(self._layout.parameters)))
+        write_range(self._checkpoint, self._layout, whole, "weights/", store.weight_views(0))
+
+
+def write_range(checkpoint: Checkpoint, layout: Layout, part: Part, prefix: str, views: list[Floats]) -> None:
+    """Write the floats of one part of a checkpoint's tensors into flat views, one for each of the part's parameters."""
+    for index, view in zip(part.parameters, views, strict=True):
+        parameter = layout.parameters[index]
+        flat = np.empty(parameter.length, np.float32)
+        shaped(flat, parameter)[...] = checkpoint.tensors[prefix + parameter.name]
+        begin = max(0, part.first - parameter.offset)
+        view[:] = flat[begin : begin + len(view)]

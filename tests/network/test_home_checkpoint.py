@@ -1,0 +1,109 @@
+"""Checkpoints of a job of several nodes: one format, one version of all parts, and a resumed job that has the same bits."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support import nodes, processes
+
+STEPS = 8
+SMALL, LARGE = (12, 7), (1500, 2100)  # the large model has several parts under bsp
+
+
+def _model(shape: tuple[int, int]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(*shape), torch.nn.BatchNorm1d(shape[1]))
+
+
+def _work(shape: tuple[int, int], steps: int, save: Path | None = None) -> Callable[[int], Any]:
+    def work(rank: int) -> Any:
+        model = _model(shape)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        with fastps.DistributedOptimizer(adam, model=model, timeout_s=30) as optimizer:
+            begun = optimizer.worker.steps
+            assert optimizer.version == begun
+            for step in range(begun, steps):
+                inputs = torch.randn(4, shape[0], generator=torch.Generator().manual_seed(100 * step + rank))
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            if save is not None and rank == 0:
+                fastps.save(optimizer, save, extra={"note": 5})
+            if save is not None and rank == 1:
+                with pytest.raises(fastps.UnsupportedError, match="save on a worker of node 0"):
+                    fastps.save(optimizer, save)
+            optimizer.wait_for_others()
+            weights = [value.detach().numpy().tobytes() for value in model.parameters()]
+            return begun, hashlib.sha256(b"".join(weights)).hexdigest()
+
+    return work
+
+
+def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str) -> list[Any]:
+    with nodes.rendezvous() as port:
+        children = nodes.start(counts, port, work, variables)
+        processes.finish(children, 100)
+    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize(
+    ("counts", "shape"),
+    [
+        pytest.param((1, 1), SMALL, id="1+1, one part"),
+        pytest.param((1, 2), SMALL, id="1+2, one part", marks=pytest.mark.slow),
+        pytest.param((1, 1), LARGE, id="1+1, several parts", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_job_ends_with_the_bits_of_one_that_was_not_stopped(
+    counts: tuple[int, ...], shape: tuple[int, int], tmp_path: Path
+) -> None:
+    whole = _train(counts, _work(shape, STEPS))
+    _train(counts, _work(shape, STEPS // 2, tmp_path))
+    checkpoint = fastps.load(tmp_path)
+    assert (checkpoint.version, checkpoint.extra["note"]) == (STEPS // 2, 5)
+    shapes = {name: tuple(value.shape) for name, value in _model(shape).named_parameters()}
+    assert {name: array.shape for name, array in checkpoint.weights().items()} == shapes
+    assert checkpoint.buffers()["1.num_batches_tracked"] == STEPS // 2
+    resumed = _train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path))
+    assert [begun for begun, _ in resumed] == [STEPS // 2] * sum(counts)
+    assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_periodic_checkpoints_load_into_plain_torch(shape: tuple[int, int], tmp_path: Path) -> None:
+    """Node 0 writes them while the nodes train, and each has one version of all parts."""
+    _train((1, 1), _work(shape, STEPS), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="2")
+    checkpoint = fastps.load(tmp_path)
+    assert checkpoint.version in range(2, STEPS + 1, 2), "a checkpoint that takes long delays the next"
+    model = _model(shape)
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    adam.load_state_dict(fastps.optimizer_state_dict(checkpoint))
+    assert {int(entry["step"]) for entry in adam.state_dict()["state"].values()} == {checkpoint.version}
+    for name, value in model.named_parameters():
+        assert np.isfinite(checkpoint.weights()[name]).all()
+        assert checkpoint.weights()[name].shape == tuple(value.shape)
+
+
+@pytest.mark.slow
+def test_one_node_goes_on_where_two_nodes_stopped_and_the_other_way_round(tmp_path: Path) -> None:
+    """The order of sums differs, so the bits do; the weights agree closely."""
+    _train((1, 1), _work(SMALL, 4, tmp_path / "two"))
+    _train((1, 1), _work(SMALL, 6, tmp_path / "more"), FASTPS_RESUME=str(tmp_path / "two"))
+    checkpoint = fastps.load(tmp_path / "two")
+    assert checkpoint.description["workers"] == 2
+    alone = _model(SMALL)
+    adam = torch.optim.Adam(alone.parameters(), lr=0.01)
+    with fastps.DistributedOptimizer(adam, model=alone, job="alone", rank=0, workers=1, resume=tmp_path / "two") as optimizer:
+        assert (optimizer.version, optimizer.worker.steps) == (4, 4)
+        fastps.save(optimizer, tmp_path / "one")
+    begun = _train((1, 1), _work(SMALL, 6), FASTPS_RESUME=str(tmp_path / "one"))
+    assert [steps for steps, _ in begun] == [4, 4]
+    assert begun[0][1] == begun[1][1]
