@@ -18,7 +18,7 @@ from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_range
 from fastps.network.link import LinkLostError, Memory, SilentError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.parts import parts_of
-from fastps.network.rendezvous import Rendezvous
+from fastps.network.rendezvous import OPEN_S, Rendezvous
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
 from fastps.network.sums import Sums, pack
@@ -49,7 +49,7 @@ class FarHome:
 
     def begin(self) -> None:
         """Open the edge, and take the weights of the version to begin with. Raises NodeLostError."""
-        self._open()
+        self._open_within(OPEN_S, OPEN_S, "it could not be reached")
         self._until_done(lambda: self._fetch(0))
 
     def step(self, header: Header, pushes: Sequence[FoldedPush], before: int, after: int) -> None:
@@ -124,15 +124,19 @@ class FarHome:
             raise NodeLostError(edge.failure)
         logger.info("node %d: the edge to node 0 is lost (%s); opening another", self._nodes.number, loss)
         edge.abandon()
-        clock, policy = self._leaf.clock, self._nodes.policy
+        policy = self._nodes.policy
         cut_s = self._leaf.timeout_s if policy.on_node_loss == "continue" else policy.timeout_s
-        cut_ns, silent_ns = int(cut_s * 1e9), int(policy.timeout_s * 0.8e9)
-        lost_ns = reached_ns = clock.now_ns()
+        self._open_within(cut_s, 0.8 * policy.timeout_s, loss)
+
+    def _open_within(self, cut_s: float, silent_s: float, loss: str) -> None:
+        """Try to open an edge: for `cut_s` while nothing answers, for `silent_s` while only the home does not."""
+        clock = self._leaf.clock
+        began_ns = reached_ns = clock.now_ns()
         while (found := self._failure_in(self._open)) is not None:
             now_ns = clock.now_ns()
             if isinstance(found, UnreachableError):
                 reached_ns = now_ns
-            if now_ns - reached_ns >= silent_ns or now_ns - lost_ns >= cut_ns:
+            if now_ns - reached_ns >= silent_s * 1e9 or now_ns - began_ns >= cut_s * 1e9:
                 raise NodeLostError(f"node 0, which holds the weights, was lost: {loss}; {found}", 0)
             clock.sleep_ns(_PAUSE_NS)
 

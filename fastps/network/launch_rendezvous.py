@@ -5,12 +5,13 @@ process keeps the store until its launcher ends. The result is one line of JSON 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from fastps.errors import AttachError, Error, UsageError
 from fastps.network.gloo import reason_of
-from fastps.network.rendezvous import connect_store, lost_key
+from fastps.network.rendezvous import connect_store, ended_key, holder_key
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
@@ -41,13 +42,17 @@ def main() -> int:
     """Meet the other nodes, print the place, and on node 0 keep the store until standard input ends."""
     given = _arguments()
     try:
-        store, number = _connect(given)
-        place = _place(PrefixStore("launch", store), given, number)
+        kept, number = _connect(given)
+        store = PrefixStore("launch", kept)
+        number, ended = _take(store, [number] if number >= 0 else range(1, given.nodes))
+        place = _place(store, given, number)
     except Error as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
         return 1
     print(json.dumps(asdict(place)), flush=True)
     sys.stdin.read()
+    with contextlib.suppress(RuntimeError):  # node 0 has ended
+        store.set(ended, "")
     return 0
 
 
@@ -61,7 +66,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _connect(given: argparse.Namespace) -> tuple[Store, int]:
-    """The store and this node's number. If the number is -1, the rendezvous' own host becomes node 0."""
+    """The store and this node's number, or -1. If none is given, the rendezvous' own host becomes node 0."""
     limit = timedelta(seconds=given.timeout)
     if given.number == 0 or (given.number < 0 and _is_here(given.host)):
         try:
@@ -71,45 +76,35 @@ def _connect(given: argparse.Namespace) -> tuple[Store, int]:
                 raise UsageError(
                     f"node 0 cannot listen on port {given.port}: {reason_of(error)}; end what uses the port, or give another"
                 ) from error
-    store = connect_store(given.host, given.port, given.timeout)
-    launched = PrefixStore("launch", store)
-    number = given.number if given.number >= 0 else int(launched.add("numbers", 1))
-    is_free = given.number >= 0 or (number < given.nodes and not launched.add(f"taken/{number}", 0))
-    return store, number if is_free else _lost_number(launched, given.nodes)
+    return connect_store(given.host, given.port, given.timeout), given.number
 
 
-def _lost_number(store: Store, nodes: int) -> int:
-    """The number of a lost node, or of one that nobody has, which this one takes. Raises UsageError if there is none."""
-    for number in _looks(range(1, nodes)):
-        if store.add(f"taken/{number}", 0) <= store.add(lost_key(number), 0):
-            return number
-    raise UsageError(f"expected {nodes} nodes at the rendezvous, found another one: check --nnodes on every node")
+def _take(store: Store, numbers: Sequence[int]) -> tuple[int, str]:
+    """Take the first number that is free: nobody has it, or its launcher has ended, or node 0 has lost the node.
 
-
-def _take(store: Store, number: int) -> None:
-    """Take a number, which is free, or whose node is lost or will be soon. Raises UsageError."""
-    taken = int(store.add(f"taken/{number}", 1))
-    for _ in _looks([number] if number else []):
-        if taken <= 1 + store.add(lost_key(number), 0):
-            return
-    if taken > 1:
-        store.add(f"taken/{number}", -1)
-        raise UsageError(
-            f"two nodes say that they are node {number}: give each another --node-rank, or leave it to auto; a lost node can"
-            " start again with --on-node-loss continue"
-        )
-
-
-def _looks(numbers: Sequence[int]) -> Iterator[int]:
-    """The numbers over and over, for as long as a lost node may take to be missed."""
-    for look in range(_LOOKS):
+    Returns the number and the key at which to say that this launcher has ended. Raises UsageError.
+    """
+    own = secrets.token_hex(8)
+    for look in range(_LOOKS):  # for as long as a lost node may take to be missed
         if look:
             SYSTEM_CLOCK.sleep_ns(_LOOK_NS)
-        yield from numbers
+        for number in numbers:
+            key = holder_key(number)
+            holder = store.get(key).decode() if store.check([key]) else ""
+            is_free = not holder or store.check([ended_key(number, holder)])
+            if is_free and store.compare_set(key, holder, own).decode() == own:
+                return number, ended_key(number, own)
+    if len(numbers) > 1:
+        raise UsageError(
+            f"expected {len(numbers) + 1} nodes at the rendezvous, found another one: check --nnodes on every node"
+        )
+    raise UsageError(
+        f"two nodes say that they are node {numbers[0]}: give each another --node-rank, or leave it to auto; a lost node can"
+        " start again with --on-node-loss continue"
+    )
 
 
 def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
-    _take(store, number)
     if number == 0:
         store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
     store.set(f"workers/{number}", str(given.workers))

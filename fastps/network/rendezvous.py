@@ -120,7 +120,9 @@ class Rendezvous:
 
     def mark_lost(self, node: int) -> None:
         """Let a launcher start a lost node again. Raises AttachError if the rendezvous has ended."""
-        PrefixStore("launch", connect_store(self.nodes.host, self.nodes.port, self._timeout_s)).add(lost_key(node), 1)
+        store = PrefixStore("launch", connect_store(self.nodes.host, self.nodes.port, self._timeout_s))
+        if store.check([holder_key(node)]):  # torchrun has no such key
+            store.set(ended_key(node, store.get(holder_key(node)).decode()), "")
 
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
@@ -153,16 +155,11 @@ class Requests:
 
         Raises LinkLostError after the timeout, if `is_over` becomes true, or if the edge cannot be opened.
         """
-        try:
-            if self._store is None:
-                self._store = self._rendezvous.store()
-            epoch = self._await_request(self._store, timeout_s, is_over)
-        except (AttachError, RuntimeError) as error:
-            self.have_ended = True
-            raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
+        epoch, store = self._await_request(timeout_s, is_over)
         self._epoch = epoch
-        limit_s = open_s(self._rendezvous.nodes, epoch)
-        edge = self._rendezvous.open(self._store, self._node, epoch, 0, limit_s)
+        # Shorter than the node waits: an edge that the node has given up must not keep this side from its next request.
+        limit_s = open_s(self._rendezvous.nodes, epoch) / 2
+        edge = self._rendezvous.open(store, self._node, epoch, 0, limit_s)
         try:
             hello = edge.next_header(limit_s)
         except LinkLostError:
@@ -172,18 +169,36 @@ class Requests:
             self._refuse(edge, "expected a HELLO of this job's layout first")
         return edge, hello
 
-    def _await_request(self, store: Store, timeout_s: float, is_over: Callable[[], bool]) -> int:
+    def _await_request(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[int, Store]:
         clock = self._rendezvous.clock
         deadline = Deadline(clock.now_ns(), int(timeout_s * 1e9))
-        while True:
-            if self._epoch == 0 and store.check([_refused_key(self._node)]):
-                raise LinkLostError(store.get(_refused_key(self._node)).decode())
-            epoch = int(store.add(_epoch_key(self._node), 0))
-            if epoch > self._epoch:
-                return epoch
+        while (found := self._ask()) is None:
             if is_over() or deadline.is_over(clock.now_ns()):
                 raise LinkLostError(f"it did not come within {timeout_s:g} s: start it, or give a smaller --nnodes")
             clock.sleep_ns(_POLL_NS)
+        return found
+
+    def _ask(self) -> tuple[int, Store] | None:
+        """The epoch of a new request, if there is one, and the store. Raises LinkLostError if the node refuses to come."""
+        try:
+            store = self._connection()
+            if self._epoch == 0 and store.check([_refused_key(self._node)]):
+                raise LinkLostError(store.get(_refused_key(self._node)).decode())
+            epoch = int(store.add(_epoch_key(self._node), 0))
+        except RuntimeError:  # the connection was reset
+            self._store = None
+            return None
+        return (epoch, store) if epoch > self._epoch else None
+
+    def _connection(self) -> Store:
+        """The connection to the rendezvous. Raises LinkLostError if it has ended."""
+        if self._store is None:
+            try:
+                self._store = self._rendezvous.store()
+            except (AttachError, RuntimeError) as error:
+                self.have_ended = True
+                raise LinkLostError(f"the rendezvous has ended: {reason_of(error)}") from error
+        return self._store
 
     @staticmethod
     def _refuse(edge: Edge, reason: str) -> NoReturn:
@@ -198,9 +213,14 @@ def open_s(nodes: Nodes, epoch: int) -> float:
     return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
 
 
-def lost_key(node: int) -> str:
-    """The key at which node 0 counts for launchers how often a node was lost."""
-    return f"lost/{node}"
+def holder_key(node: int) -> str:
+    """The key at which the launcher of a node leaves a random word."""
+    return f"holder/{node}"
+
+
+def ended_key(node: int, holder: str) -> str:
+    """The key that says that a launcher has ended, or that its node is lost."""
+    return f"ended/{node}/{holder}"
 
 
 def _epoch_key(node: int) -> str:

@@ -1,0 +1,205 @@
+"""Three nodes train while workers, agents and nodes are killed, stopped, cut off, slowed and reset, at moments drawn at random.
+
+FASTPS_STORM_SECONDS sets how long it takes (45), and FASTPS_STORM_SEED what is drawn. Node 0 is only reset and slowed.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fastps.bench.namespaces import missing_reason
+from tests.support.bridge import Bridge, bridge
+
+pytestmark = pytest.mark.slow
+
+SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "45"))
+SEED = int(os.environ.get("FASTPS_STORM_SEED", "1"))
+QUIET_S = 15.0  # the end of training without faults, in which lost nodes come back
+MARK = "FASTPS_STORM_MARK"
+
+SCRIPT = """
+import json, os, time
+import torch
+import fastps
+from sklearn.datasets import load_digits
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+digits = load_digits()
+inputs, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), timeout_s=60)
+draw = torch.Generator().manual_seed(os.getpid())
+last, steps, longest, before = 0, 0, 0.0, time.monotonic()
+while time.monotonic() < float(os.environ["UNTIL"]):
+    rows = torch.randint(0, 1500, (16,), generator=draw)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+    optimizer.step()
+    assert optimizer.version >= last, "a version went back"
+    last, steps, now = optimizer.version, steps + 1, time.monotonic()
+    longest, before = max(longest, now - before), now
+    time.sleep(0.01)
+optimizer.wait_for_others()
+found = {"rank": fastps.rank(), "steps": steps, "longest_s": longest}
+with torch.no_grad():
+    found["accuracy"] = float((model(inputs[1500:]).argmax(1) == labels[1500:]).float().mean())
+if fastps.rank() == 0:
+    home = optimizer._placement._view(optimizer.worker)._lanes()[0].store
+    found["version"] = home.version
+    found["lanes"] = [home.arena.counters(lane) for lane in range(3)]
+print("found", json.dumps(found), flush=True)
+optimizer.close()
+"""
+
+
+class Storm:
+    """The nodes' launchers, and the faults."""
+
+    def __init__(self, nodes: Bridge, folder: Path, sync: str, ends_at: float) -> None:
+        self._nodes, self._folder, self._sync = nodes, folder, sync
+        self._ends_at = ends_at
+        self._draw = random.Random(SEED)
+        self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.faults: Counter[str] = Counter()
+        self._starts = 0
+        self.launchers = {node: self._launch(node) for node in range(3)}
+
+    def _launch(self, node: int) -> "subprocess.Popen[bytes]":
+        rendezvous = f"{Bridge.address(0)}:29400"
+        command = [sys.executable, "-m", "fastps", "run", "--nnodes", "3", "--node-rank", str(node)]
+        command += ["--rendezvous", rendezvous, "--on-node-loss", "continue", "--sync", self._sync, "-n", "1"]
+        command += [str(self._folder / "train.py")]
+        variables = {**os.environ, MARK: self._mark, "UNTIL": str(self._ends_at), "OMP_NUM_THREADS": "1"}
+        self._starts += 1
+        with (self._folder / f"out-{node}-{self._starts}").open("wb") as out:
+            return subprocess.Popen(
+                self._nodes.command(node, command), stdout=out, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+            )
+
+    def processes(self, node: int | None = None) -> list[psutil.Process]:
+        """What is running of a node, or of all."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                variables = process.environ()
+                own = variables.get("FASTPS_NODE_RANK", "")
+                if variables.get(MARK) == self._mark and (node is None or own == str(node) or _is_launcher(process, node)):
+                    found.append(process)
+        return found
+
+    def fault(self) -> None:
+        """One fault at a node, and its end."""
+        node = self._draw.choice((1, 2))
+        kind = self._draw.choice(("kill worker", "kill agent", "kill node", "cut", "cut", "stop", "slow", "reset", "reset"))
+        self.faults[kind] += 1
+        if kind.startswith("kill"):
+            self._kill(kind.partition(" ")[2], node)
+        elif kind == "cut":
+            self._nodes.cut(node, True)
+            time.sleep(min(self._draw.choice((0.1, 1, 2, 6, 20)), SECONDS / 8))
+            self._nodes.cut(node, False)
+        elif kind == "slow":
+            self._nodes.slow(node, 2)
+            time.sleep(2)
+            self._nodes.slow(node, 0)
+        elif kind == "reset":
+            self._nodes.reset(self._draw.choice((0, node)))
+        else:
+            self._stop(node, self._draw.choice((0.5, 1, 5)))
+        self.start_ended()
+
+    def start_ended(self) -> None:
+        """Start a node that has ended again, as a supervisor does."""
+        for node in (1, 2):
+            if self.launchers[node].poll() is not None and time.monotonic() < self._ends_at - 8:
+                self.faults["start"] += 1
+                self.launchers[node] = self._launch(node)
+
+    def _kill(self, what: str, node: int) -> None:
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.Error):
+                is_agent = "fastps.network.agent" in process.cmdline()
+                is_worker = not is_agent and "FASTPS_LOCAL_RANK" in process.environ()
+                if what == "node" or (is_agent if what == "agent" else is_worker):
+                    process.kill()
+        if what == "node":
+            self.launchers[node].wait(10)
+
+    def _stop(self, node: int, seconds: float) -> None:
+        agents = [process for process in self.processes(node) if "fastps.network.agent" in _words(process)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in agents:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(seconds)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def _is_launcher(process: psutil.Process, node: int) -> bool:
+    words = _words(process)
+    return "--node-rank" in words and words[words.index("--node-rank") + 1] == str(node)
+
+
+def _found(folder: Path) -> list[dict[str, Any]]:
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("out-*"))]
+    return [json.loads(line) for text in texts for line in re.findall(r"found (\{.*\})", text)]
+
+
+@pytest.mark.timeout(SECONDS + 200)
+@pytest.mark.parametrize("sync", ["asp", "bsp"])
+def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str, tmp_path: Path) -> None:
+    reason = missing_reason()
+    if reason:
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with bridge(3) as nodes:
+        began = time.monotonic()
+        storm = Storm(nodes, tmp_path, sync, began + 20 + SECONDS + QUIET_S)
+        try:
+            while time.monotonic() < began + 20:  # torch's import takes long on a busy machine
+                time.sleep(0.5)
+            while time.monotonic() < began + 20 + SECONDS:
+                storm.fault()
+                time.sleep(1)
+            while any(launcher.poll() is None for launcher in storm.launchers.values()):
+                storm.start_ended()
+                time.sleep(0.5)
+                assert time.monotonic() < began + SECONDS + QUIET_S + 120, "the job hangs"
+        finally:
+            left = storm.processes()
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+    found = _found(tmp_path)
+    log = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(tmp_path.glob("out-*")))
+    summary = f"seed {SEED}: {dict(storm.faults)}; {found}\n{log}"
+    print(summary)
+    assert not left, summary
+    assert storm.launchers[0].returncode == 0, summary
+    home = next(each for each in found if each["rank"] == 0)
+    for lane in home["lanes"]:
+        assert lane["posted"] == lane["done"], summary
+    assert all(each["accuracy"] > 0.85 for each in found), summary
+    if sync == "asp":
+        folded = sum(lane["folded"] for lane in home["lanes"])
+        assert home["version"] == folded, summary
