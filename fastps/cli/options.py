@@ -103,6 +103,17 @@ Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of
 OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
 NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that sends nothing for this long is lost.")]
 LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
+LocalSteps = Annotated[
+    int,
+    typer.Option(
+        metavar="H", help="With --nnodes: each node trains by itself for H versions, then sends what it has moved (DiLoCo)."
+    ),
+]
+LocalMix = Annotated[
+    float, typer.Option(metavar="ALPHA", help="With --local-steps: the share of the home's weights that a node takes.")
+]
+OuterLr = Annotated[float, typer.Option(help="With --local-steps: the learning rate of node 0's rule.")]
+OuterMomentum = Annotated[float, typer.Option(help="With --local-steps: its Nesterov momentum; 0: plain SGD.")]
 OldChaos = Annotated[str | None, typer.Option("--chaos", hidden=True, callback=_renamed)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, also where they do not fit the width.")]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show the workers live.")]
@@ -167,7 +178,8 @@ def nodes_of(context: typer.Context) -> "NodeOptions | None":
     given = context.params
     if given["nnodes"] == 1 and not given["rendezvous"]:
         return None
-    policy = NodePolicy(*(given[name] for name in ("within", "on_node_loss", "node_timeout", "link_dtype")))
+    names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
+    policy = NodePolicy(*(given[name] for name in names))
     return NodeOptions(given["nnodes"], given["rendezvous"], given["node_rank"], policy)
 
 

@@ -13,7 +13,7 @@ from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
 from fastps.job.layout import LEAF, Layout
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
-from fastps.job.update_rules import Rule
+from fastps.job.update_rules import UPDATE_RULES, Hyper, Options, Rule, rule_for
 from fastps.kernels.update import fold
 
 _WITHIN = {"bsp": "bsp", "asp": "asp,combine=true"}
@@ -27,12 +27,18 @@ _OPTIONS = {
     "on_node_loss": "--on-node-loss (FASTPS_ON_NODE_LOSS)",
     "timeout_s": "--node-timeout (FASTPS_NODE_TIMEOUT)",
     "link_dtype": "--link-dtype (FASTPS_LINK_DTYPE)",
+    "local_steps": "--local-steps (FASTPS_LOCAL_STEPS)",
+    "local_mix": "--local-mix (FASTPS_LOCAL_MIX)",
+    "outer_lr": "--outer-lr (FASTPS_OUTER_LR)",
+    "outer_momentum": "--outer-momentum (FASTPS_OUTER_MOMENTUM)",
 }
-_VARIABLES = {
-    "within": "FASTPS_WITHIN",
-    "on_node_loss": "FASTPS_ON_NODE_LOSS",
-    "timeout_s": "FASTPS_NODE_TIMEOUT",
-    "link_dtype": "FASTPS_LINK_DTYPE",
+_VARIABLES = {name: option.partition("(")[2].rstrip(")") for name, option in _OPTIONS.items()}
+_RANGES = {
+    "timeout_s": (1.0, 3600.0, "1 to 3600 seconds"),
+    "local_steps": (0, 1_000_000, "0 to 1,000,000 versions"),
+    "local_mix": (1e-6, 1.0, "more than 0 and at most 1"),
+    "outer_lr": (1e-6, 1e6, "more than 0"),
+    "outer_momentum": (0.0, 0.999999, "0 or more and less than 1"),
 }
 _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
 
@@ -46,6 +52,9 @@ class NodePolicy:
         on_node_loss: when a node is lost, the others "stop" with an error that names it, or "continue" without it.
         timeout_s: a node that sends nothing for this long is lost.
         link_dtype: the type in which floats travel: "float32", or with error feedback "bfloat16", "float16" or "int8".
+        local_steps: the versions that a node makes by itself between two exchanges; 0: every push goes to the home.
+        local_mix: the share of the home's weights in those with which a node goes on after an exchange.
+        outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
 
     Raises UsageError for a value out of range.
     """
@@ -54,23 +63,30 @@ class NodePolicy:
     on_node_loss: str = "stop"
     timeout_s: float = 3.0
     link_dtype: str = "float32"
+    local_steps: int = 0
+    local_mix: float = 1.0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"expected {_OPTIONS[name]} to be one of {', '.join(choices)}, found {getattr(self, name)!r}")
-        if not 1 <= self.timeout_s <= 3600:
-            raise UsageError(f"expected {_OPTIONS['timeout_s']} of 1 to 3600 seconds, found {self.timeout_s:g}")
+        for name, (least, most, text) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise UsageError(f"expected {_OPTIONS[name]} of {text}, found {getattr(self, name):g}")
 
     @staticmethod
     def of_environment() -> "NodePolicy":
         """The policy of this process's job. Raises UsageError."""
         found: dict[str, Any] = {name: os.environ[key] for name, key in _VARIABLES.items() if key in os.environ}
-        if "timeout_s" in found:
+        for name in _RANGES.keys() & found.keys():
+            kind = int if name == "local_steps" else float
             try:
-                found["timeout_s"] = float(found["timeout_s"])
+                found[name] = kind(found[name])
             except ValueError:
-                raise UsageError(f"expected FASTPS_NODE_TIMEOUT to be a number, found {found['timeout_s']!r}") from None
+                wanted = "a whole number" if kind is int else "a number"
+                raise UsageError(f"expected {_VARIABLES[name]} to be {wanted}, found {found[name]!r}") from None
         return NodePolicy(**found)
 
     def environment(self) -> Mapping[str, str]:
@@ -151,7 +167,10 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
-    return replace(layout, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
+    home = replace(layout, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
+    if not nodes.policy.local_steps:
+        return home
+    return replace(home, rule=rule_for("sgd", [_outer(nodes.policy)], {}))
 
 
 def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
@@ -162,7 +181,7 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     return replace(
         layout,
         parameters=parameters,
-        rule=_LEAF_RULE,
+        rule=layout.rule if nodes.policy.local_steps else _LEAF_RULE,
         policy=policy,
         workers=nodes.local_workers,
         faults=faults,
@@ -170,12 +189,36 @@ def leaf_layout(layout: Layout, nodes: Nodes) -> Layout:
     )
 
 
+def outer_hyper(policy: NodePolicy) -> Hyper:
+    """The hyper-parameters of the home's rule with local_steps.
+
+    >>> outer_hyper(NodePolicy(local_steps=32))[:2]
+    (0.7, 0.9)
+    """
+    return UPDATE_RULES["sgd"].hyper(_outer(policy))
+
+
+def _outer(policy: NodePolicy) -> Options:
+    """The options of the home's rule, by torch's names."""
+    momentum = policy.outer_momentum
+    return {
+        "lr": policy.outer_lr,
+        "momentum": momentum,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": momentum > 0,
+        "maximize": False,
+    }
+
+
 def check_policy(policy: Policy, nodes: Nodes) -> None:
     """Raise PolicyError for a discipline that makes no sense between nodes, with the reason."""
     policy.check_workers(nodes.count)
+    local = nodes.policy.local_steps > 0
     reasons = {
         "auto measures the workers of one arena: choose a discipline": policy.warm_up > 0,
         "a batch that the coordinator tunes is for a worker, not for a node: leave tune=true out": policy.tune,
+        "local_steps exchanges whole models: choose a discipline without shards": policy.shards > 1 and local,
         "the moving average stays on node 0, where no worker can read it: leave ema out": policy.ema > 0,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)

@@ -25,6 +25,7 @@ from fastps.network.home import Home
 from fastps.network.home_checkpoint import PartStart
 from fastps.network.leaf import Leaf, Upstream
 from fastps.network.link import LinkLostError
+from fastps.network.local_leaf import LocalLeaf
 from fastps.network.near_home import NearHome
 from fastps.network.parts import Part
 from fastps.network.rendezvous import Rendezvous
@@ -65,7 +66,7 @@ def plan_of(nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume
 class AgentServer(Server):
     """The loop of a leaf's server. It ends with an error when the home or a worker of this node is lost."""
 
-    def __init__(self, store: Store, leaf: Leaf) -> None:
+    def __init__(self, store: Store, leaf: Leaf | LocalLeaf) -> None:
         super().__init__(store)
         self._leaf = leaf
         self.lane.fold_with(leaf.fold, [0], nothing=True)
@@ -123,7 +124,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     if nodes.is_home:
         home = Home.create(layout, nodes, leaf, order.hypers, _start(order, layout))
         others = [Serving(home, node, rendezvous.requests(node), leaf.timeout_s) for node in range(1, nodes.count)]
-        near = NearHome(leaf, home, others)
+        near = NearHome(home, others)
         for serving in others:
             serving.start()
         rendezvous.publish()
@@ -151,8 +152,9 @@ def serve(order: Order) -> None:
     os.environ.pop("FASTPS_TRACE", None)  # the home's lanes are not workers of the trace
     torch.set_num_threads(1)
     layout, compiled = with_rule(given.layout, given.rule)
+    own, own_compiled = with_rule(order.layout, order.rule)
     memory = shared_memory.map_shared(order.memfd)
-    store = Store(order.memfd, memory, order.layout, order.job, order.timeout_s, SYSTEM_CLOCK, [])
+    store = Store(order.memfd, memory, own, order.job, order.timeout_s, SYSTEM_CLOCK, [])
     try:
         answer_as_server(store)
         _run(store, given, layout)
@@ -161,14 +163,15 @@ def serve(order: Order) -> None:
         raise
     finally:
         store.close()
-        del compiled  # keeps the rule's code alive until now
+        del compiled, own_compiled  # keep the rules' code alive until now
 
 
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     upstream = _upstream(given, layout, store)
     failure: str | None = "its agent was interrupted"
     try:
-        server = AgentServer(store, Leaf(store, given.nodes, upstream))
+        kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
+        server = AgentServer(store, kind(store, given.nodes, upstream))
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {store.job}: expected to be its first agent, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
@@ -189,4 +192,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)  # threads that still wait for a lost link would abort the process while it is taken down

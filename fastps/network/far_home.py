@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from fastps.errors import NodeLostError, ProtocolError, TimeoutExceededError
-from fastps.kernels.protocol.fold_call import FoldedPush
 from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
+from fastps.network.leaf import Outgoing
 from fastps.network.link import LinkLostError, Memory, SilentError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.parts import parts_of
@@ -35,7 +35,6 @@ class FarHome:
     def __init__(self, leaf: JobMemory, rendezvous: Rendezvous) -> None:
         self._leaf, self._rendezvous = leaf, rendezvous
         self._nodes = rendezvous.nodes
-        self._sums = Sums(leaf)
         self._parts = parts_of(rendezvous.layout)
         self._session = LeafSession(secrets.randbits(64), len(self._parts))
         self._edge: Edge | None = None
@@ -50,9 +49,9 @@ class FarHome:
     def begin(self) -> None:
         """Open the edge, and take the weights of the version to begin with. Raises NodeLostError."""
         self._open_within(OPEN_S, OPEN_S, "it could not be reached")
-        self._until_done(lambda: self._fetch(0))
+        self._until_done(lambda: self._fetch(Sums(self._leaf).weights(0)))
 
-    def step(self, header: Header, pushes: Sequence[FoldedPush], before: int, after: int) -> None:
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """See Upstream. A node that was lost and has joined again drops the sum, and takes the newest weights."""
         if not self._session.must_fetch:
             self._session.begin()
@@ -61,11 +60,11 @@ class FarHome:
             if self._session.must_fetch:
                 self._fetch(after)
             else:
-                self._exchange(header, pushes, before, after)
+                self._exchange(header, sent, before, after)
 
         self._until_done(once)
 
-    def finish(self, after: int) -> None:
+    def finish(self, after: torch.Tensor) -> None:
         """See Upstream."""
 
         def once() -> None:
@@ -167,59 +166,58 @@ class FarHome:
 
     # -- what travels ------------------------------------------------------------------------------
 
-    def _exchange(self, header: Header, pushes: Sequence[FoldedPush], before: int, after: int) -> None:
+    def _exchange(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """Send what the home does not have of the pending step, and take the weights that it grants."""
         session = self._session
         first = session.part
         self._open_edge.send_header(replace(header, step=session.step, part=first))
-        if not pushes:
+        if sent is None:
             self._take_next(before, after)
         elif self._receiver is None:
-            self._send(pushes, first)
+            self._send(sent, first)
             self._take_next(before, after)
         else:  # the first parts return before the last are sent
             taken = self._receiver.submit(self._take_next, before, after)
             try:
-                self._send(pushes, first)
+                self._send(sent, first)
             finally:
                 taken.exception()  # the other thread writes into the leaf's memory until it ends
             taken.result()
         if self._sent is not None:
             self._sent.settle()
 
-    def _send(self, pushes: Sequence[FoldedPush], part: int) -> None:
+    def _send(self, sent: Outgoing, part: int) -> None:
         """Send the terms of a sum, and its floats from a part on."""
-        terms, chunks = self._sums.begin(pushes, self._staging)
+        terms, chunks = sent.begin(self._staging)
         messages = map(_memory, chunks) if self._sent is None else self._sent.encoded(chunks)
         skipped = -(-self._parts[part].first // CHUNK_FLOATS) if part < len(self._parts) else len(self._staging)
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
         self._open_edge.send(memory for each in ([_bytes(pack(terms))], rest) for memory in each)
 
-    def _fetch(self, after: int) -> None:
+    def _fetch(self, after: torch.Tensor) -> None:
         """Take the weights with which a new lane begins."""
         self._open_edge.send_header(Header(Kind.FETCH))
         self._take_weights(0, after)
         if self._sent is not None:
             self._sent.begin(torch.zeros(self._leaf.layout.buffer_floats))
 
-    def _take_next(self, before: int, after: int) -> None:
+    def _take_next(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Take the weights of the next version. Rounded floats are the difference from the version before."""
         if self._received is None:
             self._take_weights(self._session.step, after)
             return
         version = self._await_weights(self._session.step)
-        old, new = self._sums.weights(before), self._sums.weights(after)
         spans = list(self._chunks())
         arriving = self._open_edge.receiving(self._received.memory(last - first for first, last in spans))
         for number, (first, last) in enumerate(spans):
             next(arriving)
-            torch.add(old[first:last], self._received.values(number, last - first), out=new[first:last])
+            torch.add(before[first:last], self._received.values(number, last - first), out=after[first:last])
         self._session.took(version)
 
-    def _take_weights(self, step: int, after: int) -> None:
-        """Wait for the home's answer, and receive its weights straight into a leaf buffer."""
+    def _take_weights(self, step: int, after: torch.Tensor) -> None:
+        """Wait for the home's answer, and receive its weights straight into the leaf's memory."""
         version = self._await_weights(step)
-        weights = _memory(self._sums.weights(after))
+        weights = _memory(after)
         self._open_edge.receive(weights[4 * first : 4 * last] for first, last in self._chunks())
         self._session.took(version)
 

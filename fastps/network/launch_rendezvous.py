@@ -46,8 +46,11 @@ def main() -> int:
         store = PrefixStore("launch", kept)
         number, ended = _take(store, [number] if number >= 0 else range(1, given.nodes))
         place = _place(store, given, number)
-    except Error as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+    except (Error, RuntimeError) as error:
+        text = (
+            str(error) if isinstance(error, Error) else f"the rendezvous was lost ({reason_of(error)}): start this node again"
+        )
+        print(json.dumps({"error": text, "kind": type(error).__name__}), flush=True)
         return 1
     print(json.dumps(asdict(place)), flush=True)
     sys.stdin.read()

@@ -4,29 +4,42 @@ Other arenas apply the update rule in a fold. A leaf sums its workers' pushes, h
 that the home grants. It holds the lock of its shard meanwhile, so later pushes wait in their slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from fastps.job.nodes import Nodes
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
+from fastps.network.sums import SumOfPushes, Sums, Terms
+
+
+class Outgoing(Protocol):
+    """What a node sends to the home: the sum of its workers' gradients, or what its weights have moved."""
+
+    def begin(self, outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """The terms, and the chunks, which are computed one by one into `outs`. May be called again.
+
+        Together `outs` are as long as a slot, and each but the last is whole chunks.
+        """
+        ...
 
 
 class Upstream(Protocol):
     """The home as a leaf sees it, in this process or on another node. Every method raises NodeLostError."""
 
-    def step(self, header: Header, pushes: Sequence[FoldedPush], before: int, after: int) -> None:
-        """Hand a sum to the home, or a step without one, and write the granted weights into the leaf's buffer `after`.
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Hand a sum to the home, or a step without one, and write the granted weights into `after`.
 
-        `before` is the buffer of the leaf's present version.
+        `before` has the weights of the step before.
         """
         ...
 
-    def finish(self, after: int) -> None:
-        """Make no more steps, wait for the other nodes, and write the final weights into the leaf's buffer `after`."""
+    def finish(self, after: torch.Tensor) -> None:
+        """Make no more steps, wait for the other nodes, and write the final weights into `after`."""
         ...
 
     def check(self) -> None:
@@ -45,15 +58,18 @@ class Leaf:
         self._store = store
         self.nodes = nodes
         self.upstream = upstream
+        self._sums = Sums(store)
 
     def fold(self, call: FoldCall) -> None:
         """Take one version from the home; the function given to Lane.fold_with. Raises NodeLostError."""
-        self.upstream.step(self._header(call.pushes), call.pushes, call.weights_in, call.weights_out)
+        sent = SumOfPushes(self._sums, call.pushes) if call.pushes else None
+        before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
+        self.upstream.step(self._header(call.pushes), sent, before, after)
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
 
     def finish(self, weights: int, state: int) -> None:
         """Write the job's final weights into a weights buffer, and the published step counts into a state buffer."""
-        self.upstream.finish(weights)
+        self.upstream.finish(self._sums.weights(weights))
         _, states = self._store.committed()
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])
 

@@ -7,38 +7,35 @@ import numpy as np
 import torch
 
 from fastps.errors import Error
-from fastps.kernels.protocol.fold_call import FoldedPush
-from fastps.membership.job_memory import JobMemory
 from fastps.network.home import Home
+from fastps.network.leaf import Outgoing
 from fastps.network.link import Memory
 from fastps.network.messages import Header
 from fastps.network.parts import Part
-from fastps.network.sums import Sums
 
 
 class NearHome:
     """The home of node 0's leaf. Sums are written straight into the home's slots. `others` serve the other nodes."""
 
-    def __init__(self, leaf: JobMemory, home: Home, others: Sequence[threading.Thread]) -> None:
-        self._sums = Sums(leaf)
+    def __init__(self, home: Home, others: Sequence[threading.Thread]) -> None:
         self._home = home
         self._lanes = home.attach(0)
         self._others = others
 
-    def step(self, header: Header, pushes: Sequence[FoldedPush], before: int, after: int) -> None:
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """See Upstream."""
         try:
-            if pushes:
-                self._push(header, pushes)
+            if sent is not None:
+                self._push(header, sent)
             else:
                 self._lanes.push_nothing(self._lanes.session.step + 1)
             self._copy_weights(self._lanes.granted(self._lanes.session.step), after)
         except Error as error:
             raise self._home.loss_of(error) from error
 
-    def _push(self, header: Header, pushes: Sequence[FoldedPush]) -> None:
+    def _push(self, header: Header, sent: Outgoing) -> None:
         slots = [torch.from_numpy(slot.view(np.float32)) for slot in self._lanes.slots]
-        terms, chunks = self._sums.begin(pushes, slots)
+        terms, chunks = sent.begin(slots)
         for part, slot in enumerate(slots):
             at = 0
             while at < len(slot):
@@ -48,15 +45,15 @@ class NearHome:
                 at += len(chunk)
             self._lanes.push(part, terms, header)
 
-    def finish(self, after: int) -> None:
+    def finish(self, after: torch.Tensor) -> None:
         """See Upstream."""
         try:
             self._copy_weights(self._lanes.last(), after)
         except Error as error:
             raise self._home.loss_of(error) from error
 
-    def _copy_weights(self, granted: Iterator[tuple[Part, list[Memory]]], after: int) -> None:
-        weights = self._sums.weights(after)
+    @staticmethod
+    def _copy_weights(granted: Iterator[tuple[Part, list[Memory]]], weights: torch.Tensor) -> None:
         for part, memories in granted:
             at = part.first
             for memory in memories:

@@ -105,6 +105,18 @@ class Sums:
                     total.add_(slot[first:last], alpha=scale)
 
 
+@dataclass(frozen=True)
+class SumOfPushes:
+    """The sum of some pushes of a leaf arena, whose slots stay as they are meanwhile."""
+
+    sums: Sums
+    pushes: Sequence[FoldedPush]
+
+    def begin(self, outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """See Outgoing."""
+        return self.sums.begin(self.pushes, outs)
+
+
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
     for first, last in chunk_ranges(0, len(whole)):
         yield whole[first:last]

@@ -54,6 +54,11 @@ class NodeOptions:
                 "a node ends with a lost worker: expected no --restarts and --inject-faults beside --nnodes; start a lost node"
                 " again by the same command, with --on-node-loss continue on every node"
             )
+        if self.policy.local_steps and (options.checkpoint or options.resume):
+            raise UsageError(
+                "with --local-steps each node has an optimizer's state of its own, which no checkpoint has: expected no"
+                " --checkpoint and --resume beside it; save the model after wait_for_others()"
+            )
 
     @property
     def number(self) -> int:

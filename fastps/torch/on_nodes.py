@@ -49,6 +49,7 @@ class NodePlacement(HostPlacement):
 
     def start(self, resumed: Checkpoint) -> StartState:
         """See HostPlacement. The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
+        self._refuse_local_state()
         self._resumed = str(resumed.folder)
         return LeafStart(resumed, self._home, self._nodes.number)
 
@@ -67,7 +68,15 @@ class NodePlacement(HostPlacement):
             raise UnsupportedError(
                 f"node {self._nodes.number} has only weights, and node 0 has the optimizer's state: save on a worker of node 0"
             )
+        self._refuse_local_state()
         return self._view(worker).pin(groups, extra, waits=waits)
+
+    def _refuse_local_state(self) -> None:
+        if self._nodes.policy.local_steps:
+            raise UnsupportedError(
+                "with local_steps each node has an optimizer's state of its own, which no checkpoint has: save the model after"
+                " wait_for_others()"
+            )
 
     def _view(self, worker: Worker) -> HomeView:
         if self._home_view is None:

@@ -383,7 +383,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
         that was pointed at other memory reaches no other worker, and the next step would point it back.
         """
-        if not self._placement.shows_arena or self._store.layout.is_leaf:
+        if not self._placement.shows_arena or self._placement.name == "node":
             raise ParameterChangedError(
                 f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
                 " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 SECONDS = float(os.environ.get("FASTPS_STORM_SECONDS", "45"))
 SEED = int(os.environ.get("FASTPS_STORM_SEED", "1"))
 QUIET_S = 15.0  # the end of training without faults, in which lost nodes come back
-MARK = "FASTPS_STORM_MARK"
+MARK = "STORM_OF_TESTS"
 
 SCRIPT = """
 import json, os, time
@@ -199,6 +199,7 @@ def test_training_goes_on_through_all_faults_and_every_push_is_counted(sync: str
     home = next(each for each in found if each["rank"] == 0)
     for lane in home["lanes"]:
         assert lane["posted"] == lane["done"], summary
+    assert {each["rank"] for each in found} == {0, 1, 2}, f"a node did not come back: {summary}"
     assert all(each["accuracy"] > 0.85 for each in found), summary
     if sync == "asp":
         folded = sum(lane["folded"] for lane in home["lanes"])

@@ -17,6 +17,8 @@ from fastps.cli.options import (
     InjectFaults,
     Json,
     LinkDtype,
+    LocalMix,
+    LocalSteps,
     MaxWorkers,
     NodeRank,
     NodeTimeout,
@@ -25,6 +27,8 @@ from fastps.cli.options import (
     OldChaos,
     OnNodeLoss,
     OnWorkerLoss,
+    OuterLr,
+    OuterMomentum,
     Rendezvous,
     Restarts,
     Resume,
@@ -111,6 +115,10 @@ def run(
     on_node_loss: OnNodeLoss = "stop",
     node_timeout: NodeTimeout = 3.0,
     link_dtype: LinkDtype = "float32",
+    local_steps: LocalSteps = 0,
+    local_mix: LocalMix = 1.0,
+    outer_lr: OuterLr = 0.7,
+    outer_momentum: OuterMomentum = 0.9,
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -145,10 +153,8 @@ def run(
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
     options = job_options_of(context, seed)
-    launcher = Launcher(
-        command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
-    )
-    outcome = launcher.run()
+    how: dict[str, Any] = {"sync": spec, "env": env, "start_method": start_method, "trace": trace}
+    outcome = Launcher(command, workers, options=options, nodes=nodes, **how).run()
     if outcome.faults is not None:
         Console(stderr=True).print(faults_text(outcome.faults.row()))
     if outcome.first_failure is not None:

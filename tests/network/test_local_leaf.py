@@ -1,0 +1,136 @@
+"""Local steps between nodes equal DiLoCo's Algorithm 1 (arXiv 2311.08105), written with torch's own optimizers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support import nodes, processes
+
+STEPS, BATCH = 10, 8
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+MOMENTUM: Optimizers = lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)  # noqa: E731
+ADAMW: Optimizers = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)  # noqa: E731
+PLAIN: Optimizers = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
+
+
+def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(BATCH, 13, generator=generator), torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def _backward(model: torch.nn.Module, ranks: list[int], step: int) -> None:
+    """The mean gradient of some workers' batches."""
+    batches = [_batch(rank, step) for rank in ranks]
+    inputs, labels = torch.cat([batch[0] for batch in batches]), torch.cat([batch[1] for batch in batches])
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+
+
+def _flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
+
+
+def _write(model: torch.nn.Module, flat: torch.Tensor) -> None:
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())
+
+
+def diloco(
+    make: Optimizers, ranks: list[list[int]], local_steps: int, *, mix: float = 1.0, lr: float = 0.7, momentum: float = 0.9
+) -> np.ndarray[Any, Any]:
+    """Algorithm 1 for nodes with these workers; the steps that are left at the end make one more, shorter round."""
+    home = torch.nn.Parameter(_flat(_model()))
+    outer = torch.optim.SGD([home], lr=lr, momentum=momentum, nesterov=momentum > 0)
+    models = [_model() for _ in ranks]
+    inner = [make(model.parameters()) for model in models]
+    taken = home.detach().clone()
+    for step in range(STEPS):
+        for model, optimizer, own in zip(models, inner, ranks, strict=True):
+            optimizer.zero_grad()
+            _backward(model, own, step)
+            optimizer.step()
+        if (step + 1) % local_steps == 0 or step == STEPS - 1:
+            home.grad = torch.stack([taken - _flat(model) for model in models]).mean(0)
+            outer.step()
+            taken = home.detach().clone()
+            for model in models:
+                _write(model, torch.lerp(_flat(model), taken, mix))
+    return home.detach().numpy()
+
+
+def _work(make: Optimizers, sync: str = "bsp", steps: int = STEPS) -> Callable[[int], Any]:
+    def work(rank: int) -> Any:
+        model = _model()
+        with fastps.DistributedOptimizer(make(model.parameters()), sync=sync, batch_size=BATCH, timeout_s=30) as optimizer:
+            for step in range(steps):
+                optimizer.zero_grad()
+                _backward(model, [rank], step)
+                optimizer.step()
+            optimizer.wait_for_others()
+            return _flat(model).numpy().copy()
+
+    return work
+
+
+def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str) -> list[Any]:
+    with nodes.rendezvous() as port:
+        children = nodes.start(counts, port, work, variables)
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+@pytest.mark.parametrize(
+    ("counts", "make", "local_steps", "mix"),
+    [
+        pytest.param((1, 2), MOMENTUM, 4, 1.0, id="1+2, momentum, 4"),
+        pytest.param((1, 1, 1), ADAMW, 5, 1.0, id="1+1+1, adamw, 5", marks=pytest.mark.slow),
+        pytest.param((2, 1), ADAMW, 3, 0.5, id="2+1, adamw, 3, mixed", marks=pytest.mark.slow),
+        pytest.param((1, 1), MOMENTUM, 100, 1.0, id="1+1, one round", marks=pytest.mark.slow),
+    ],
+)
+def test_nodes_train_as_the_paper_says(counts: tuple[int, ...], make: Optimizers, local_steps: int, mix: float) -> None:
+    """Every node counts once, however many workers it has. The last round may be shorter."""
+    firsts = np.cumsum([0, *counts])
+    ranks = [list(range(first, first + count)) for first, count in zip(firsts[:-1].tolist(), counts, strict=True)]
+    outcomes = _train(counts, _work(make), FASTPS_LOCAL_STEPS=str(local_steps), FASTPS_LOCAL_MIX=str(mix))
+    expected = diloco(make, ranks, local_steps, mix=mix)
+    for weights in outcomes:
+        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
+        assert np.array_equal(weights, outcomes[0])
+
+
+@pytest.mark.slow
+def test_one_local_step_with_a_plain_outer_rule_is_the_mean_of_the_nodes_weights() -> None:
+    """With lr=1 and no momentum the home averages weights; SGD's mean gradient over equal nodes does the same."""
+    variables = {"FASTPS_LOCAL_STEPS": "1", "FASTPS_OUTER_LR": "1", "FASTPS_OUTER_MOMENTUM": "0"}
+    local = _train((1, 1), _work(PLAIN), **variables)
+    every = _train((1, 1), _work(PLAIN))
+    assert np.allclose(local[0], every[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "backup:1", "hardsync:2", "softsync:1"])
+@pytest.mark.parametrize("within", ["bsp", "asp"])
+def test_local_steps_work_under_other_disciplines(sync: str, within: str) -> None:
+    outcomes = _train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LOCAL_STEPS="4", FASTPS_WITHIN=within)
+    first = _flat(_model()).numpy()
+    for weights in outcomes:
+        assert np.isfinite(weights).all()
+        assert not np.array_equal(weights, first)
+        assert np.array_equal(weights, outcomes[0])
+
+
+@pytest.mark.slow
+def test_rounded_differences_train_nearly_the_same() -> None:
+    outcomes = _train((1, 1), _work(MOMENTUM), FASTPS_LOCAL_STEPS="4", FASTPS_LINK_DTYPE="int8")
+    expected = diloco(MOMENTUM, [[0], [1]], 4)
+    assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
+    assert np.array_equal(outcomes[0], outcomes[1])
