@@ -85,6 +85,7 @@ MODULES = {
     "fastps/network/far_home": "tests/network/test_agent.py",
     "fastps/network/serving": "tests/network/test_agent.py",
     "fastps/network/rendezvous": "tests/network/test_agent.py",
+    "fastps/network/store_host": "tests/network/test_meeting.py",
     "fastps/network/launch_rendezvous": "tests/processes/test_nodes.py",
     "fastps/torch/on_nodes": "tests/network/test_agent.py",
     "fastps/store/transfers": "tests/store/test_disciplines_live.py",

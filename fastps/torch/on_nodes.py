@@ -13,6 +13,7 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
 from fastps.network.leaf_store import LeafStore
+from fastps.network.meeting import kept_descriptors
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
@@ -50,5 +51,5 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        plan = plan_of(self._nodes, name, self._home, hypers)
+        plan = replace(plan_of(self._nodes, name, self._home, hypers), inherited=kept_descriptors())
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

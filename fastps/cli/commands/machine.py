@@ -15,6 +15,7 @@ from fastps.cli.options import (
     CheckpointDirectory,
     Every,
     InjectFaults,
+    Interface,
     Json,
     LinkDtype,
     MaxWorkers,
@@ -31,6 +32,7 @@ from fastps.cli.options import (
     Seed,
     Server,
     TraceFile,
+    TrustedNetwork,
     Wide,
     Within,
     Workers,
@@ -104,13 +106,15 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
     start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
-    nnodes: NumberOfNodes = 1,
+    nnodes: NumberOfNodes = None,
     rendezvous: Rendezvous = "",
     node_rank: NodeRank = "auto",
     within: Within = "bsp",
     on_node_loss: OnNodeLoss = "stop",
     node_timeout: NodeTimeout = 3.0,
     link_dtype: LinkDtype = "float32",
+    interface: Interface = "",
+    trusted_network: TrustedNetwork = False,
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -139,7 +143,7 @@ def run(
     policy = parse_policy(sync) if sync is not None else None
     nodes = nodes_of(context)
     if policy is not None and workers > 0:
-        policy.values(workers if nodes is None else nnodes)  # raises PolicyError for more than there are
+        policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
