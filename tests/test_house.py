@@ -53,6 +53,7 @@ MODULES = {
     "fastps/device/memory": "tests/device/test_device.py",
     "fastps/device/store": "tests/device/test_device.py",
     "fastps/diagnostics/chaos_worlds": "tests/crash/test_chaos.py",
+    "fastps/cli/links_report": "tests/diagnostics/test_links.py",
     "fastps/diagnostics/finding": "tests/diagnostics/test_doctor.py",
     "fastps/diagnostics/gpu": "tests/diagnostics/test_doctor.py",
     "fastps/job/fault_policy": "tests/membership/test_membership.py",

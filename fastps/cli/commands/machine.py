@@ -39,6 +39,7 @@ from fastps.cli.options import (
     console_of,
     job_options_of,
     nodes_of,
+    placed_nodes,
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
@@ -248,9 +249,11 @@ def _whole(name: str, text: str) -> int:
 
 @commands.command(
     rich_help_panel=MACHINE,
-    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
+    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -"
+    "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6",
 )
 def doctor(
+    context: typer.Context,
     model_size: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
@@ -258,9 +261,34 @@ def doctor(
     workers: Workers = 4,
     optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
     sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Measure the links between nodes instead; implied by --nnodes or --rendezvous.")
+    ] = False,
+    nnodes: NumberOfNodes = None,
+    rendezvous: Rendezvous = "",
+    node_rank: NodeRank = "auto",
+    interface: Interface = "",
+    trusted_network: TrustedNetwork = False,
+    parameters: Annotated[
+        list[str],
+        typer.Option(
+            metavar="N|CHECKPOINT", help="With --nodes, on node 0: what bounds a step of this model; may be repeated."
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    link_dtype: LinkDtype = "float32",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --nodes: also write the links as JSON, on node 0 and all others.")
+    ] = None,
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
-    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not.
+
+    With --nodes, or --nnodes and --rendezvous on each node, measure the links between nodes instead.
+    """
+    if nodes or (nnodes or 1) > 1 or rendezvous:
+        _doctor_links(context)
+        return
     from dataclasses import asdict
 
     from fastps.cli.report import doctor_table
@@ -283,3 +311,28 @@ def doctor(
         write_json("doctor", rows, json_file)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _doctor_links(context: typer.Context) -> None:
+    """Meet the other nodes, measure the links, and print the same report on every node."""
+    from fastps.cli.links_report import links_table, parameters_of
+    from fastps.cli.tables import show
+    from fastps.diagnostics.links import examine_links
+    from fastps.job.nodes import NodePolicy
+    from fastps.system.json_report import write_json
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
+    given = context.params
+    policy = NodePolicy(link_dtype=given["link_dtype"])
+    options = placed_nodes(context, policy)
+    if options is None:
+        raise UsageError("--nodes: expected --nnodes N and --rendezvous HOST:PORT beside it, the same on every node")
+    sizes = [parameters_of(text) for text in given["parameters"]]
+    console = console_of(given["json_file"])
+    report = examine_links(options, sizes)
+    show(console, links_table(report.links), wide=given["wide"])
+    for bound in report.bounds:
+        console.print(bound.shown, markup=False, highlight=False, soft_wrap=True)
+    for target in (given["output"], given["json_file"]):
+        if target is not None:
+            write_json("doctor", report.rows(), str(target))
