@@ -1,5 +1,6 @@
 """Options that several commands share: their types, help texts and checks."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from fastps.errors import UsageError
 
 if TYPE_CHECKING:
+    from fastps.job.nodes import NodePolicy
     from fastps.processes.nodes import NodeOptions
     from fastps.processes.options import JobOptions
     from fastps.training.options import TrainingOptions
@@ -96,12 +98,30 @@ def _renamed(given: str | None, option: typer.CallbackParam) -> None:
         raise UsageError(f"{option.opts[0]} is now --inject-faults {given}; `fastps chaos` is the simulation of faults")
 
 
-NumberOfNodes = Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes of the job; run the same command on each.")]
+NumberOfNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nnodes", metavar="N", help="Nodes of the job; run the same command on each. Default: SLURM's or MPI's, else 1."
+    ),
+]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes find each other; HOST is node 0.")]
 NodeRank = Annotated[str, typer.Option(metavar="auto|N", help="This node's number; auto: HOST is 0, others as they come.")]
 Within = Annotated[str, typer.Option(metavar="bsp|asp", help="Sum all workers of a node (bsp), or those that pushed (asp).")]
 OnNodeLoss = Annotated[str, typer.Option(metavar="stop|continue", help="What the other nodes do when a node is lost.")]
 NodeTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="A node that sends nothing for this long is lost.")]
+Interface = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|ADDRESS",
+        envvar="FASTPS_INTERFACE",
+        help="The interface to the other nodes. Default: the one that leads to the rendezvous.",
+        show_default=False,
+    ),
+]
+TrustedNetwork = Annotated[
+    bool,
+    typer.Option("--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."),
+]
 LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
 LocalSteps = Annotated[
     int,
@@ -173,14 +193,30 @@ def options_of(context: typer.Context, *, sync: str, **others: Any) -> "Training
 def nodes_of(context: typer.Context) -> "NodeOptions | None":
     """Make the NodeOptions of `fastps run`; None for a job of one node. Raises UsageError."""
     from fastps.job.nodes import NodePolicy
+
+    given = context.params
+    names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
+    policy = NodePolicy(*(given[name] for name in names))
+    return placed_nodes(context, policy)
+
+
+def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions | None":
+    """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
+    from fastps.job.launchers import launcher_place
     from fastps.processes.nodes import NodeOptions
 
     given = context.params
-    if given["nnodes"] == 1 and not given["rendezvous"]:
+    count, rendezvous, rank = given["nnodes"], given["rendezvous"], given["node_rank"]
+    if count == 1 and not rendezvous:
         return None
-    names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
-    policy = NodePolicy(*(given[name] for name in names))
-    return NodeOptions(given["nnodes"], given["rendezvous"], given["node_rank"], policy)
+    place = launcher_place()
+    count = count if count is not None else place.nodes or 1
+    if count == 1 and not rendezvous:
+        return None
+    rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
+    network = given["interface"], given["trusted_network"]
+    rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
+    return NodeOptions(count, rendezvous, rank, policy, *network)
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":

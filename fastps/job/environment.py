@@ -1,7 +1,7 @@
 """The identity of this process: its rank, the number of workers and its job, from the script or the launcher's variables.
 
-The module reads the variables of fastps' own launcher, of torchrun, and of launchers that set torchrun's. Without any, this
-process is alone. The environment is never changed.
+The module reads the variables of fastps' own launcher, of torchrun, of launchers that set torchrun's, and of SLURM's and MPI's.
+Without any, this process is alone. The environment is never changed.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from multiprocessing import process
 from typing import Any
 
 from fastps.errors import UsageError
+from fastps.job.launchers import launched
 
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, which on one machine is the rank.
@@ -23,13 +24,15 @@ _SPAWN = "fastps.spawn(fn, args, workers=N) starts processes that find each othe
 def rank() -> int:
     """This worker's number, from 0; 0 when alone.
 
-    If no variable has the rank, this is the rank in torch's process group, if there is one. Raises UsageError if the
-    environment has a number of workers above 1 and no rank.
+    If no variable of fastps or torchrun has the rank, this is the rank in torch's process group, if there is one, else that of
+    SLURM or MPI. Raises UsageError if the environment has a number of workers above 1 and no rank.
     """
     if not any(name in os.environ for name in _RANKS):
         group = _process_group()
         if group is not None:
             return int(group.get_rank())
+        if (found := launched()) is not None:
+            return found.rank
         if _number(_WORKERS, 1) > 1:
             raise UsageError(
                 f"the environment says {world_size()} workers, but not which one this is: set FASTPS_RANK (or RANK), or give"
@@ -40,8 +43,13 @@ def rank() -> int:
 
 def world_size() -> int:
     """The number of workers of the job; 1 when alone."""
-    group = None if any(name in os.environ for name in _WORKERS) else _process_group()
-    return _number(_WORKERS, 1) if group is None else int(group.get_world_size())
+    if any(name in os.environ for name in _WORKERS):
+        return _number(_WORKERS, 1)
+    group = _process_group()
+    if group is not None:
+        return int(group.get_world_size())
+    found = launched()
+    return 1 if found is None else found.workers
 
 
 def _process_group() -> Any:
@@ -122,9 +130,18 @@ def check_main_guard() -> None:
 def _job_of_launch() -> str:
     """The job name that all workers of this launch derive, and no other launch does.
 
-    It comes from FASTPS_JOB, else from torchrun's run id, address and restart count. It is random when this process is alone.
+    It comes from FASTPS_JOB, else from SLURM or MPI, else from torchrun's run id, address and restart count. It is random when
+    this process is alone.
     """
     own = os.environ.get("FASTPS_JOB")
+    if own is None and (found := launched()) is not None and _process_group() is None:
+        text = found.job or os.environ.get("FASTPS_RENDEZVOUS", "")
+        if not text:
+            raise UsageError(
+                f"{found.launcher} started {found.workers} processes and gives their launch no name: set FASTPS_JOB to the same"
+                " text for all of them"
+            )
+        own = hashlib.sha256(text.encode()).hexdigest()[:16]
     if own is None:
         keys = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         values = [os.environ.get(key, "") for key in keys]

@@ -1,6 +1,6 @@
 """The nodes of a job, as data: how many there are, which one this is, and where they find each other.
 
-`fastps run --nnodes` and torchrun set the variables that describe them.
+Launchers set the variables that describe them.
 """
 
 import os
@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastps.errors import PolicyError, UnsupportedError, UsageError
+from fastps.job import environment, launchers
 from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
+from fastps.job.launchers import FASTPS, TORCHRUN, Launched
 from fastps.job.layout import LEAF, Layout
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
@@ -102,10 +104,14 @@ class Nodes:
     """The nodes of a job, from the point of view of one worker.
 
     Attributes:
-        count: the number of nodes.
+        count: the number of nodes; 0 before the nodes have met, if the launcher does not say.
         number: this node's number, from 0. Node 0 is the home: it holds the weights and the optimizer's state.
+            -1 before the nodes have met, if the launcher does not say.
         local_rank, local_workers: this worker's number on its node, and the workers of the node.
         host, port: the rendezvous, at which the nodes find each other.
+        interface: the name or address of this node's interface to the others; "" for the one that leads to the rendezvous.
+        trusts_network: whether this node may listen at a public address.
+        launched: how this process was started, if its launcher keeps no store at the rendezvous. Worker 0 then keeps it.
     """
 
     count: int
@@ -115,9 +121,12 @@ class Nodes:
     host: str
     port: int
     policy: NodePolicy = DEFAULT_NODE_POLICY
+    interface: str = ""
+    trusts_network: bool = False
+    launched: Launched | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
+        if self.count and not 0 <= self.number < self.count:
             raise UsageError(f"expected a node from 0 to {self.count - 1}, found node {self.number} of {self.count} nodes")
         if not 0 <= self.local_rank < self.local_workers:
             raise UsageError(
@@ -132,17 +141,43 @@ class Nodes:
 
 def nodes_of_environment() -> Nodes | None:
     """The nodes of this process's job; None for a job of one node. Raises UsageError."""
-    own = "FASTPS_NNODES" in os.environ
-    count = _number("FASTPS_NNODES" if own else "GROUP_WORLD_SIZE", 1)
+    launcher = next((each for each in (FASTPS, TORCHRUN) if each.nodes[0] in os.environ), None)
+    if launcher is None:
+        return _nodes_without_store()
+    count = launchers.number(launcher.nodes)
     if count <= 1:
         return None
-    names = ("NODE_RANK", "LOCAL_RANK", "LOCAL_WORKERS") if own else ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    number, local_rank, local_workers = (_number("FASTPS_" * own + name) for name in names)
-    if own:
+    number, local_rank, local_workers = map(launchers.number, (launcher.node, launcher.local_rank, launcher.local_workers))
+    if launcher is FASTPS:
         host, port = address(os.environ.get("FASTPS_RENDEZVOUS", ""))
     else:
-        host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
-    return Nodes(count, number, local_rank, local_workers, host, port, NodePolicy.of_environment())
+        host, port = os.environ.get("MASTER_ADDR", ""), launchers.number(("MASTER_PORT",))
+    return Nodes(count, number, local_rank, local_workers, host, port, NodePolicy.of_environment(), *_network())
+
+
+def _nodes_without_store() -> Nodes | None:
+    """The nodes of a job whose launcher only starts processes."""
+    found = launchers.launched()
+    if found is None or found.nodes == 1 or (found.rank, found.workers) != (environment.rank(), environment.world_size()):
+        return None
+    rendezvous = os.environ.get("FASTPS_RENDEZVOUS") or found.rendezvous
+    if not rendezvous:
+        raise UsageError(
+            f"{found.launcher} started {found.workers} processes on several nodes, and does not say where they can meet: set"
+            " FASTPS_RENDEZVOUS=HOST:PORT for all of them, where HOST is the machine of process 0 and PORT is free there"
+        )
+    policy = NodePolicy.of_environment()
+    return Nodes(
+        found.nodes, found.node, found.local_rank, found.local_workers, *address(rendezvous), policy, *_network(), found
+    )
+
+
+def _network() -> tuple[str, bool]:
+    """The interface to the other nodes, and whether its network is trusted. Raises UsageError."""
+    trusts = os.environ.get("FASTPS_TRUSTED_NETWORK", "0")
+    if trusts not in ("0", "1"):
+        raise UsageError(f"expected FASTPS_TRUSTED_NETWORK to be 0 or 1, found {trusts!r}")
+    return os.environ.get("FASTPS_INTERFACE", ""), trusts == "1"
 
 
 def address(text: str) -> tuple[str, int]:
@@ -224,14 +259,3 @@ def check_policy(policy: Policy, nodes: Nodes) -> None:
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason is not None:
         raise PolicyError(f"{policy.spec} with {nodes.count} nodes: {reason}")
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise UsageError(
-            f"the environment says that the job has several nodes: expected {name} to be a whole number, found {text!r}"
-        )
-    return int(text)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,12 +17,14 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fastps.errors import AttachError, Error, UsageError
+from fastps.network.addresses import is_here, own_address
+from fastps.network.awaiting import await_name
 from fastps.network.gloo import reason_of
+from fastps.network.introduction import Introduction, await_keys, has_introduced, introduce
 from fastps.network.rendezvous import connect_store, ended_key, holder_key
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
-_PROGRESS_S = 10.0
 _LOOKS, _LOOK_NS = 25, 200_000_000
 
 
@@ -38,40 +39,86 @@ class Place:
     port: int
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """What a launcher says of its node.
+
+    Attributes:
+        host, port: the rendezvous.
+        nodes, workers: how many nodes the job has, and how many workers this one has.
+        number: this node's number; -1: the rendezvous' own host becomes node 0, and the others are numbered as they come.
+        timeout_s: how long to wait for the other nodes.
+        interface, trusts_network: see own_address.
+    """
+
+    host: str
+    port: int
+    nodes: int
+    workers: int
+    number: int
+    timeout_s: float
+    interface: str = ""
+    trusts_network: bool = False
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the nodes have agreed on. On node 0 the rendezvous lasts as long as `store`.
+
+    `nodes` is empty on a node that is started again while the others run.
+    """
+
+    store: Store
+    place: Place
+    nodes: list[Introduction]
+    ended: str
+
+    def end(self) -> None:
+        """Say that this launcher has ended, so that its node can be started again."""
+        with contextlib.suppress(RuntimeError):  # node 0 has ended
+            PrefixStore("launch", self.store).set(self.ended, "")
+
+
+def meet(given: Meeting) -> Met:
+    """Find the other nodes. Raises AttachError, UsageError."""
+    await_name(given.host, given.timeout_s)
+    address = own_address(given.host, given.port, given.interface, given.trusts_network)
+    store, number = _connect(given)
+    try:
+        named = PrefixStore("launch", store)
+        number, ended = _take(named, [number] if number >= 0 else range(1, given.nodes))
+        place = _place(named, given, number)
+        is_known = has_introduced(named, number)
+        return Met(
+            store, place, [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s), ended
+        )  # fmt: skip
+    except Error:
+        raise
+    except RuntimeError as error:
+        raise AttachError(
+            f"node {number} lost the rendezvous at {given.host}:{given.port} ({reason_of(error)}): see the output of node 0"
+        ) from error
+
+
 def main() -> int:
     """Meet the other nodes, print the place, and on node 0 keep the store until standard input ends."""
-    given = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("meeting", help="the Meeting, as JSON")
     try:
-        kept, number = _connect(given)
-        store = PrefixStore("launch", kept)
-        number, ended = _take(store, [number] if number >= 0 else range(1, given.nodes))
-        place = _place(store, given, number)
-    except (Error, RuntimeError) as error:
-        text = (
-            str(error) if isinstance(error, Error) else f"the rendezvous was lost ({reason_of(error)}): start this node again"
-        )
-        print(json.dumps({"error": text, "kind": type(error).__name__}), flush=True)
+        met = meet(Meeting(**json.loads(parser.parse_args().meeting)))
+    except Error as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
         return 1
-    print(json.dumps(asdict(place)), flush=True)
+    print(json.dumps(asdict(met.place)), flush=True)
     sys.stdin.read()
-    with contextlib.suppress(RuntimeError):  # node 0 has ended
-        store.set(ended, "")
+    met.end()
     return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--host", required=True)
-    for name in ("--port", "--nodes", "--workers", "--number"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    return parser.parse_args()
-
-
-def _connect(given: argparse.Namespace) -> tuple[Store, int]:
-    """The store and this node's number, or -1. If none is given, the rendezvous' own host becomes node 0."""
-    limit = timedelta(seconds=given.timeout)
-    if given.number == 0 or (given.number < 0 and _is_here(given.host)):
+def _connect(given: Meeting) -> tuple[Store, int]:
+    """The store and this node's number; -1 if it is to take one."""
+    limit = timedelta(seconds=given.timeout_s)
+    if given.number == 0 or (given.number < 0 and is_here(given.host)):
         try:
             return TCPStore(given.host, given.port, is_master=True, wait_for_workers=False, timeout=limit), 0
         except RuntimeError as error:
@@ -79,7 +126,7 @@ def _connect(given: argparse.Namespace) -> tuple[Store, int]:
                 raise UsageError(
                     f"node 0 cannot listen on port {given.port}: {reason_of(error)}; end what uses the port, or give another"
                 ) from error
-    return connect_store(given.host, given.port, given.timeout), given.number
+    return connect_store(given.host, given.port, given.timeout_s), given.number
 
 
 def _take(store: Store, numbers: Sequence[int]) -> tuple[int, str]:
@@ -107,48 +154,19 @@ def _take(store: Store, numbers: Sequence[int]) -> tuple[int, str]:
     )
 
 
-def _place(store: Store, given: argparse.Namespace, number: int) -> Place:
+def _place(store: Store, given: Meeting, number: int) -> Place:
     if number == 0:
         store.set("job", json.dumps([secrets.token_hex(8), free_port(""), given.nodes]))
     store.set(f"workers/{number}", str(given.workers))
-    _await(store, ["job"], given, number)
+    await_keys(store, ["job"], given.timeout_s, number)
     job, port, nodes = json.loads(store.get("job"))
     if nodes != given.nodes:
         raise UsageError(
             f"node {number} expects {given.nodes} nodes, node 0 expects {nodes}: give the same --nnodes everywhere"
         )
-    _await(store, [f"workers/{each}" for each in range(given.nodes)], given, number)
+    await_keys(store, [f"workers/{each}" for each in range(given.nodes)], given.timeout_s, number)
     counts = [int(store.get(f"workers/{each}")) for each in range(given.nodes)]
     return Place(number, sum(counts[:number]), sum(counts), job, port)
-
-
-def _await(store: Store, keys: list[str], given: argparse.Namespace, number: int) -> None:
-    """Wait for keys, and print now and then how many are missing."""
-    left_s = given.timeout
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=min(_PROGRESS_S, left_s)))
-            return
-        except RuntimeError:
-            left_s -= _PROGRESS_S
-            missing = sum(not store.check([key]) for key in keys)
-            if left_s <= 0:
-                raise AttachError(
-                    f"node {number} waited {given.timeout:g} s for {missing} of {given.nodes} nodes: start them, or give a"
-                    " smaller --nnodes"
-                ) from None
-            print(f"fastps: node {number} waits for {missing} of {given.nodes} nodes", file=sys.stderr, flush=True)
-
-
-def _is_here(host: str) -> bool:
-    """Whether a host's name or address belongs to this machine."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.bind(address)
-        return True
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

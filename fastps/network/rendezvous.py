@@ -16,6 +16,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
+from fastps.network.addresses import own_address
+from fastps.network.awaiting import await_answer
 from fastps.network.edge import Edge
 from fastps.network.gloo import GlooLink, reason_of
 from fastps.network.link import LinkLostError, SilentError, UnreachableError
@@ -32,7 +34,7 @@ _POLL_NS = 10_000_000
 class Rendezvous:
     """One agent's side of the rendezvous of one job. `name` is the same on all nodes, and no other job of the launch has it.
 
-    Raises AttachError if no interface leads there.
+    Raises AttachError if no interface leads there, and UsageError for a public address that the user does not trust.
     """
 
     def __init__(self, nodes: Nodes, name: str, layout: Layout, timeout_s: float, clock: Clock) -> None:
@@ -40,7 +42,7 @@ class Rendezvous:
         self.layout = layout
         self._name = name
         self._timeout_s = timeout_s
-        self._address = address_towards(nodes.host, nodes.port)
+        self._address = own_address(nodes.host, nodes.port, nodes.interface, nodes.trusts_network)
 
     def store(self, timeout_s: float | None = None) -> Store:
         """A new connection, because a wait blocks all other calls on its connection. Raises AttachError."""
@@ -246,27 +248,13 @@ def check_answers(host: str, port: int, timeout_s: float) -> None:
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
     """A connection to the store at the rendezvous. Raises AttachError if nothing answers within the timeout."""
     limit = timedelta(seconds=timeout_s)
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    except RuntimeError as error:
-        raise AttachError(
-            f"no rendezvous answered at {host}:{port} within {timeout_s:g} s ({reason_of(error)}): start node 0 there, and"
-            " check the name, the port and the firewall"
-        ) from error
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to a host. Sends nothing. Raises AttachError.
-
-    >>> address_towards("127.0.0.1", 29400)
-    '127.0.0.1'
-    """
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise AttachError(
-            f"expected a network interface that leads to {host}, found none ({error}); check the host's name and the network"
-        ) from error
+    reason = await_answer(host, port, timeout_s)  # torch waits longer and longer between two tries
+    if not reason:
+        try:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except RuntimeError as error:
+            reason = reason_of(error)
+    raise AttachError(
+        f"no rendezvous answered at {host}:{port} within {timeout_s:g} s ({reason}): start node 0 there, and check the name,"
+        " the port and the firewall"
+    )

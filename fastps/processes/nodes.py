@@ -26,6 +26,8 @@ class NodeOptions:
         rendezvous: HOST:PORT of node 0, where the nodes find each other.
         rank: this node's number, or "auto": the rendezvous' host is node 0, and the others are numbered as they come.
         policy: how the job treats its nodes.
+        interface: the name or an address of this node's interface to the others; "" for the one that leads to the rendezvous.
+        trusts_network: whether this node may listen at a public address.
 
     Raises UsageError for values out of range.
 
@@ -37,6 +39,8 @@ class NodeOptions:
     rendezvous: str
     rank: str = "auto"
     policy: NodePolicy = DEFAULT_NODE_POLICY
+    interface: str = ""
+    trusts_network: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -72,12 +76,18 @@ class LaunchRendezvous:
     def __init__(self, options: NodeOptions, workers: int) -> None:
         self._options, self._workers = options, workers
         host, port = address(options.rendezvous)
-        numbers = {"port": port, "nodes": options.count, "workers": workers, "number": options.number}
-        arguments = [
-            f"--{name}={value}" for name, value in {"host": host, "timeout": limits.timeout_s(None), **numbers}.items()
-        ]
+        meeting = {
+            "host": host,
+            "port": port,
+            "nodes": options.count,
+            "workers": workers,
+            "number": options.number,
+            "timeout_s": limits.timeout_s(None),
+            "interface": options.interface,
+            "trusts_network": options.trusts_network,
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastps.network.launch_rendezvous", *arguments],
+            [sys.executable, "-P", "-m", "fastps.network.launch_rendezvous", json.dumps(meeting)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -123,6 +133,8 @@ class LaunchRendezvous:
             "FASTPS_NNODES": options.count,
             "FASTPS_NODE_RANK": self.number,
             "FASTPS_RENDEZVOUS": options.rendezvous,
+            "FASTPS_INTERFACE": options.interface,
+            "FASTPS_TRUSTED_NETWORK": int(options.trusts_network),
             **options.policy.environment(),
         }
         if style == "torchrun":

@@ -46,10 +46,12 @@ class AgentPlan:
 
     Attributes:
         module: the module to run; `Order.agent` is then its own part of the order, which must pickle.
+        inherited: descriptors that stay open for as long as the agent lives.
     """
 
     module: str
     order: Any
+    inherited: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class ServerProcess:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
-            pass_fds=[store.descriptor],
+            pass_fds=[store.descriptor, *(agent.inherited if agent is not None else ())],
             start_new_session=True,  # Ctrl-C and SIGHUP must reach only the workers
         )
         try:

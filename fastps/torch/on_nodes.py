@@ -17,6 +17,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
 from fastps.network.home_checkpoint import HomeView, LeafStart
 from fastps.network.leaf_store import LeafStore
+from fastps.network.meeting import kept_descriptors
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
@@ -104,5 +105,5 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed)
+        plan = replace(plan_of(self._nodes, name, self._home, hypers, self._resumed), inherited=kept_descriptors())
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

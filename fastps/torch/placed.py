@@ -4,6 +4,7 @@ import torch
 
 from fastps.device.placement import placement
 from fastps.errors import UnsupportedError
+from fastps.job import limits
 from fastps.job.nodes import nodes_of_environment
 from fastps.torch.placements import HostPlacement
 
@@ -15,9 +16,10 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     """
     nodes = None if is_told else nodes_of_environment()
     if nodes is not None:
+        from fastps.network.meeting import met
         from fastps.torch.on_nodes import NodePlacement
 
-        return NodePlacement(tensors, push_dtype, nodes)
+        return NodePlacement(tensors, push_dtype, met(nodes, limits.timeout_s(None)))
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)

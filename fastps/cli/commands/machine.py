@@ -15,6 +15,7 @@ from fastps.cli.options import (
     CheckpointDirectory,
     Every,
     InjectFaults,
+    Interface,
     Json,
     LinkDtype,
     LocalMix,
@@ -35,12 +36,14 @@ from fastps.cli.options import (
     Seed,
     Server,
     TraceFile,
+    TrustedNetwork,
     Wide,
     Within,
     Workers,
     console_of,
     job_options_of,
     nodes_of,
+    placed_nodes,
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
@@ -108,7 +111,7 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     env: Annotated[str, typer.Option(metavar="auto|fastps|torchrun", help=ENV_HELP)] = "auto",
     start_method: Annotated[str, typer.Option(metavar="fork|spawn", help=START_METHOD_HELP)] = "fork",
-    nnodes: NumberOfNodes = 1,
+    nnodes: NumberOfNodes = None,
     rendezvous: Rendezvous = "",
     node_rank: NodeRank = "auto",
     within: Within = "bsp",
@@ -119,6 +122,8 @@ def run(
     local_mix: LocalMix = 1.0,
     outer_lr: OuterLr = 0.7,
     outer_momentum: OuterMomentum = 0.9,
+    interface: Interface = "",
+    trusted_network: TrustedNetwork = False,
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -147,14 +152,13 @@ def run(
     policy = parse_policy(sync) if sync is not None else None
     nodes = nodes_of(context)
     if policy is not None and workers > 0:
-        policy.values(workers if nodes is None else nnodes)  # raises PolicyError for more than there are
+        policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
-    options = job_options_of(context, seed)
     how: dict[str, Any] = {"sync": spec, "env": env, "start_method": start_method, "trace": trace}
-    outcome = Launcher(command, workers, options=options, nodes=nodes, **how).run()
+    outcome = Launcher(command, workers, options=job_options_of(context, seed), nodes=nodes, **how).run()
     if outcome.faults is not None:
         Console(stderr=True).print(faults_text(outcome.faults.row()))
     if outcome.first_failure is not None:
@@ -250,9 +254,11 @@ def _whole(name: str, text: str) -> int:
 
 @commands.command(
     rich_help_panel=MACHINE,
-    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -",
+    epilog="Examples:  fastps doctor   |   fastps doctor --model-size 25e6 --workers 4 --optimizer adam --json -"
+    "   |   fastps doctor --nnodes 2 --rendezvous node0:29400 --parameters 25e6",
 )
 def doctor(
+    context: typer.Context,
     model_size: Annotated[
         str | None,
         typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
@@ -260,9 +266,34 @@ def doctor(
     workers: Workers = 4,
     optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
     sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Measure the links between nodes instead; implied by --nnodes or --rendezvous.")
+    ] = False,
+    nnodes: NumberOfNodes = None,
+    rendezvous: Rendezvous = "",
+    node_rank: NodeRank = "auto",
+    interface: Interface = "",
+    trusted_network: TrustedNetwork = False,
+    parameters: Annotated[
+        list[str],
+        typer.Option(
+            metavar="N|CHECKPOINT", help="With --nodes, on node 0: what bounds a step of this model; may be repeated."
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    link_dtype: LinkDtype = "float32",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --nodes: also write the links as JSON, on node 0 and all others.")
+    ] = None,
+    wide: Wide = False,
     json_file: Json = None,
 ) -> None:
-    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not."""
+    """Show what this machine offers, check that an arena works, and what a model needs; exit code 1 if something does not.
+
+    With --nodes, or --nnodes and --rendezvous on each node, measure the links between nodes instead.
+    """
+    if nodes or (nnodes or 1) > 1 or rendezvous:
+        _doctor_links(context)
+        return
     from dataclasses import asdict
 
     from fastps.cli.report import doctor_table
@@ -285,3 +316,28 @@ def doctor(
         write_json("doctor", rows, json_file)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _doctor_links(context: typer.Context) -> None:
+    """Meet the other nodes, measure the links, and print the same report on every node."""
+    from fastps.cli.links_report import links_table, parameters_of
+    from fastps.cli.tables import show
+    from fastps.diagnostics.links import examine_links
+    from fastps.job.nodes import NodePolicy
+    from fastps.system.json_report import write_json
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
+    given = context.params
+    policy = NodePolicy(link_dtype=given["link_dtype"])
+    options = placed_nodes(context, policy)
+    if options is None:
+        raise UsageError("--nodes: expected --nnodes N and --rendezvous HOST:PORT beside it, the same on every node")
+    sizes = [parameters_of(text) for text in given["parameters"]]
+    console = console_of(given["json_file"])
+    report = examine_links(options, sizes)
+    show(console, links_table(report.links), wide=given["wide"])
+    for bound in report.bounds:
+        console.print(bound.shown, markup=False, highlight=False, soft_wrap=True)
+    for target in (given["output"], given["json_file"]):
+        if target is not None:
+            write_json("doctor", report.rows(), str(target))

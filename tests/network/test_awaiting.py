@@ -1,0 +1,40 @@
+"""Waits for node 0: for its name and for its port."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from fastps.errors import AttachError
+from fastps.network.awaiting import await_answer, await_name
+from fastps.network.rendezvous import connect_store
+from fastps.system.ports import free_port
+
+
+def test_a_name_that_nobody_knows_is_an_error_after_the_timeout() -> None:
+    await_name("localhost", 1.0)
+    with pytest.raises(AttachError, match=r"no address was known for no-such-pod\.invalid within 0\.1 s .*headless service"):
+        await_name("no-such-pod.invalid", 0.1)
+
+
+def test_a_port_that_opens_late_is_found_soon() -> None:
+    port, found = free_port(), []
+    thread = threading.Thread(target=lambda: found.append((await_answer("127.0.0.1", port, 20.0), time.monotonic())))
+    thread.start()
+    time.sleep(0.3)
+    with socket.create_server(("127.0.0.1", port)):
+        opened = time.monotonic()
+        thread.join()
+    reason, ended = found[0]
+    assert reason == ""
+    assert ended - opened < 2.0
+
+
+def test_a_port_that_stays_closed_gives_its_reason() -> None:
+    port = free_port()
+    assert await_answer("127.0.0.1", port, 0.2) == "Connection refused"
+    with pytest.raises(
+        AttachError, match=rf"no rendezvous answered at 127\.0\.0\.1:{port} within 0\.2 s \(Connection refused\)"
+    ):
+        connect_store("127.0.0.1", port, 0.2)

@@ -1,0 +1,188 @@
+"""Workers whose launcher keeps no store: they meet, learn their nodes, and train over two of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.system.ports import free_port
+from tests.support import nodes, processes
+
+Variables = dict[str, str]
+SCRIPT = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
+
+
+def srun(placement: Sequence[int], rank: int) -> Variables:
+    """What srun sets for a rank; `placement` has the node of each rank."""
+    count = max(placement) + 1
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(placement[:rank].count(placement[rank])),
+        "SLURM_NODEID": str(placement[rank]),
+        "SLURM_STEP_NUM_NODES": str(count),
+        "SLURM_STEP_NUM_TASKS": str(len(placement)),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(str(placement.count(node)) for node in range(count)),
+        "SLURM_STEP_NODELIST": "localhost,elsewhere[1-3]",
+        "SLURM_NTASKS": "99",  # the whole job's
+        "SLURM_TASKS_PER_NODE": "33(x3)",
+        "SLURM_NNODES": "3",
+    }
+
+
+def mpirun(placement: Sequence[int], rank: int) -> Variables:
+    """What Open MPI sets for a rank."""
+    own = placement[rank]
+    return {
+        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(len(placement)),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(placement[:rank].count(own)),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(placement.count(own)),
+    }
+
+
+def _train(rank: int) -> Any:
+    """Train with momentum on this rank's share of each batch, twice; the number of this node and the weights."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 2)
+        with fastps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), batch_size=4, timeout_s=30
+        ) as optimizer:
+            generator = torch.Generator().manual_seed(3)
+            for _ in range(6):
+                inputs = torch.randn(4 * fastps.world_size(), 5, generator=generator)[rank :: fastps.world_size()]
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+            found.append(torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy().copy())
+    return (fastps.rank(), fastps.world_size()), found
+
+
+def _alone(workers: int) -> np.ndarray[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4 * workers, 5, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy()
+
+
+def _start(
+    launcher: Callable[[Sequence[int], int], Variables],
+    placement: Sequence[int],
+    work: Callable[[int], Any],
+    **variables: str,
+) -> list[processes.Child]:
+    children = []
+    for rank in range(len(placement)):
+        own = launcher(placement, rank)
+
+        def run(rank: int = rank, own: Variables = own) -> Any:
+            for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI"))]:
+                del os.environ[name]
+            os.environ.update({**own, **variables})
+            torch.set_num_threads(1)
+            return work(rank)
+
+        children.append(processes.start(run))
+    return children
+
+
+@pytest.mark.parametrize(
+    ("launcher", "placement"),
+    [
+        pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn"),
+        pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven"),
+        pytest.param(srun, (0, 0, 1, 1), id="srun, 2+2", marks=pytest.mark.slow),
+        pytest.param(mpirun, (0, 0, 0, 1), id="mpirun, 3+1", marks=pytest.mark.slow),
+    ],
+)
+def test_scripts_that_a_launcher_only_starts_train_over_two_nodes(launcher: Any, placement: tuple[int, ...]) -> None:
+    """Two optimizers after each other; the same result as one process with the batches of all."""
+    variables = {"FASTPS_RENDEZVOUS": f"127.0.0.1:{free_port()}"} if launcher is mpirun else {}
+    children = _start(launcher, placement, _train, **variables)
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * len(placement), [child.outcome for child in children]
+    expected = _alone(len(placement))
+    for rank, child in enumerate(children):
+        place, weights = child.outcome
+        assert place == (rank, len(placement))
+        for each in weights:
+            assert np.allclose(each, expected, rtol=0, atol=1e-5)
+
+
+def _refused(rank: int) -> Any:
+    with pytest.raises(fastps.Error) as caught:
+        fastps.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0), timeout_s=20)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_that_mpi_deals_out_in_turn_are_refused_on_every_node() -> None:
+    """Nothing then says which node a process is on."""
+    children = _start(mpirun, (0, 1, 0, 1), _refused, FASTPS_RENDEZVOUS=f"127.0.0.1:{free_port()}")
+    processes.finish(children, 60)
+    assert all("AttachError: Open MPI's mpirun does not number the nodes" in child.outcome for child in children)
+
+
+def test_mpi_without_a_place_to_meet_is_refused() -> None:
+    children = _start(mpirun, (0, 1), _refused)
+    processes.finish(children, 60)
+    assert all("set FASTPS_RENDEZVOUS=HOST:PORT for all of them" in child.outcome for child in children)
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use_is_named_by_worker_0() -> None:
+    with nodes.rendezvous() as port:
+        children = _start(mpirun, (0, 1), _refused, FASTPS_RENDEZVOUS=f"127.0.0.1:{port}", FASTPS_TIMEOUT="3")
+        processes.finish(children, 60)
+    assert f"UsageError: node 0 cannot listen on port {port}" in children[0].outcome
+    assert "AttachError" in children[1].outcome
+
+
+def _mpiexec(name: str) -> list[str]:
+    found = next(
+        (path for path in (Path(sys.executable).parent / name, shutil.which(name)) if path and Path(path).exists()), None
+    )
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return [str(found)]
+
+
+@pytest.mark.slow
+def test_a_real_mpiexec_starts_two_nodes(tmp_path: Path) -> None:
+    """MPICH's, with both nodes on this machine: a script in place of ssh starts its second proxy here."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    command = [*_mpiexec("mpiexec.hydra"), "-launcher", "ssh", "-launcher-exec", str(ssh), "-hosts", "127.0.0.1:1,127.0.0.2:2"]
+    variables = {
+        "FASTPS_RENDEZVOUS": f"127.0.0.1:{free_port()}",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    ended = subprocess.run(
+        [*command, "-n", "3", sys.executable, str(SCRIPT)],
+        capture_output=True, text=True, timeout=100, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = sorted(ended.stdout.split("\n"))
+    assert [row.split()[:4] for row in rows if row] == [
+        ["0", "of", "3", "node0:1"],
+        ["1", "of", "3", "node1:2"],
+        ["2", "of", "3", "node1:2"],
+    ]
