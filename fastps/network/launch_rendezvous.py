@@ -5,11 +5,11 @@ process keeps the store until its launcher ends. The result is one line of JSON 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,11 +21,13 @@ from fastps.network.addresses import is_here, own_address
 from fastps.network.awaiting import await_name
 from fastps.network.gloo import reason_of
 from fastps.network.introduction import Introduction, await_keys, has_introduced, introduce
-from fastps.network.rendezvous import connect_store, ended_key, holder_key
+from fastps.network.rendezvous import connect_store
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
 _LOOKS, _LOOK_NS = 25, 200_000_000
+_BEAT_S = 1.0  # several while another launcher looks
+_ENDED = 1 << 40  # more beats than any launcher makes
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,7 @@ class Met:
     store: Store
     place: Place
     nodes: list[Introduction]
-    ended: str
-
-    def end(self) -> None:
-        """Say that this launcher has ended, so that its node can be started again."""
-        with contextlib.suppress(RuntimeError):  # node 0 has ended
-            PrefixStore("launch", self.store).set(self.ended, "")
+    beats: "_Beats"
 
 
 def meet(given: Meeting) -> Met:
@@ -86,12 +83,17 @@ def meet(given: Meeting) -> Met:
     store, number = _connect(given)
     try:
         named = PrefixStore("launch", store)
-        number, ended = _take(named, [number] if number >= 0 else range(1, given.nodes))
-        place = _place(named, given, number)
-        is_known = has_introduced(named, number)
-        return Met(
-            store, place, [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s), ended
-        )  # fmt: skip
+        number = _take(named, [number] if number >= 0 else range(1, given.nodes))
+        beats = _Beats(given, number)
+        beats.start()
+        try:
+            place = _place(named, given, number)
+            is_known = has_introduced(named, number)
+            found = [] if is_known else introduce(named, number, given.nodes, address, given.timeout_s)
+        except BaseException:
+            beats.end()
+            raise
+        return Met(store, place, found, beats)
     except Error:
         raise
     except RuntimeError as error:
@@ -111,8 +113,38 @@ def main() -> int:
         return 1
     print(json.dumps(asdict(met.place)), flush=True)
     sys.stdin.read()
-    met.end()
+    met.beats.end()
     return 0
+
+
+class _Beats(threading.Thread):
+    """The thread that shows, from when a node has its number, that the node's launcher lives. At its end the number is free.
+
+    A beat may fail, because the network is cut or node 0 has ended: the next one opens another connection.
+    """
+
+    def __init__(self, given: Meeting, number: int) -> None:
+        super().__init__(name="fastps-beats", daemon=True)
+        self._given, self._number = given, number
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        """See threading.Thread."""
+        store: Store | None = None
+        while True:
+            has_ended = self._ends.wait(_BEAT_S)
+            try:
+                store = store or connect_store(self._given.host, self._given.port, _BEAT_S)
+                PrefixStore("launch", store).add(_beats_key(self._number), _ENDED if has_ended else 1)
+            except (AttachError, RuntimeError):
+                store = None
+            if has_ended:
+                return
+
+    def end(self) -> None:
+        """Make the number free."""
+        self._ends.set()
+        self.join(3 * _BEAT_S)
 
 
 def _connect(given: Meeting) -> tuple[Store, int]:
@@ -129,21 +161,24 @@ def _connect(given: Meeting) -> tuple[Store, int]:
     return connect_store(given.host, given.port, given.timeout_s), given.number
 
 
-def _take(store: Store, numbers: Sequence[int]) -> tuple[int, str]:
-    """Take the first number that is free: nobody has it, or its launcher has ended, or node 0 has lost the node.
+def _take(store: Store, numbers: Sequence[int]) -> int:
+    """Take the first number that is free: nobody has it, or its launcher has ended, is lost, or shows no sign of life.
 
-    Returns the number and the key at which to say that this launcher has ended. Raises UsageError.
+    Raises UsageError.
     """
     own = secrets.token_hex(8)
-    for look in range(_LOOKS):  # for as long as a lost node may take to be missed
+    first: dict[int, int] = {}
+    for look in range(_LOOKS):
         if look:
             SYSTEM_CLOCK.sleep_ns(_LOOK_NS)
         for number in numbers:
-            key = holder_key(number)
+            key = f"holder/{number}"
             holder = store.get(key).decode() if store.check([key]) else ""
-            is_free = not holder or store.check([ended_key(number, holder)])
-            if is_free and store.compare_set(key, holder, own).decode() == own:
-                return number, ended_key(number, own)
+            beats = int(store.add(_beats_key(number), 0))
+            is_silent = beats == first.setdefault(number, beats) and look == _LOOKS - 1
+            if (not holder or beats >= _ENDED or is_silent) and store.compare_set(key, holder, own).decode() == own:
+                store.add(_beats_key(number), -beats)
+                return number
     if len(numbers) > 1:
         raise UsageError(
             f"expected {len(numbers) + 1} nodes at the rendezvous, found another one: check --nnodes on every node"
@@ -152,6 +187,11 @@ def _take(store: Store, numbers: Sequence[int]) -> tuple[int, str]:
         f"two nodes say that they are node {numbers[0]}: give each another --node-rank, or leave it to auto; a lost node can"
         " start again with --on-node-loss continue"
     )
+
+
+def _beats_key(number: int) -> str:
+    """The key at which a node's launcher shows that it lives."""
+    return f"beats/{number}"
 
 
 def _place(store: Store, given: Meeting, number: int) -> Place:

@@ -120,12 +120,6 @@ class Rendezvous:
         """The requests of a node for an edge, as node 0 sees them."""
         return Requests(self, node)
 
-    def mark_lost(self, node: int) -> None:
-        """Let a launcher start a lost node again. Raises AttachError if the rendezvous has ended."""
-        store = PrefixStore("launch", connect_store(self.nodes.host, self.nodes.port, self._timeout_s))
-        if store.check([holder_key(node)]):  # torchrun has no such key
-            store.set(ended_key(node, store.get(holder_key(node)).decode()), "")
-
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
         name = f"edge/{node}/{epoch}"
@@ -146,11 +140,6 @@ class Requests:
         self._rendezvous, self._node = rendezvous, node
         self._store: Store | None = None
         self._epoch = 0
-
-    def mark_lost(self) -> None:
-        """Say that the node is lost, so that it can be started again."""
-        with contextlib.suppress(AttachError, RuntimeError):
-            self._rendezvous.mark_lost(self._node)
 
     def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
         """Wait for a request, and open the edge. Returns the node's HELLO.
@@ -213,16 +202,6 @@ class Requests:
 def open_s(nodes: Nodes, epoch: int) -> float:
     """The longest time that an edge takes to open: the first may wait for a busy machine, the others repair a running job."""
     return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
-
-
-def holder_key(node: int) -> str:
-    """The key at which the launcher of a node leaves a random word."""
-    return f"holder/{node}"
-
-
-def ended_key(node: int, holder: str) -> str:
-    """The key that says that a launcher has ended, or that its node is lost."""
-    return f"ended/{node}/{holder}"
 
 
 def _epoch_key(node: int) -> str:

@@ -141,8 +141,6 @@ class Serving(threading.Thread):
             with contextlib.suppress(LinkLostError):
                 edge.send_header(Header(Kind.FAILED, text=reason))
             edge.abandon()
-        if self._continues:
-            self._requests.mark_lost()
 
     # -- one edge ----------------------------------------------------------------------------------
 

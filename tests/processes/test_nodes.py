@@ -54,7 +54,7 @@ def test_launchers_number_the_workers_of_all_nodes(tmp_path: Path) -> None:
 )
 def test_launchers_that_do_not_fit_together_are_told_why(tmp_path: Path, arguments: list[list[str]], message: str) -> None:
     script, port = tmp_path / "show.py", free_port()
-    script.write_text("import time\ntime.sleep(3)")
+    script.write_text("import time\ntime.sleep(10)")
     launched = [_launch(*each, str(script), port=port) for each in arguments]
     errors = []
     for process in launched:
