@@ -63,6 +63,7 @@ MODULES = {
     "fastps/membership/peers": "tests/membership/test_membership.py",
     "fastps/processes/absent_workers": "tests/faults/test_restarts.py",
     "fastps/processes/fault_injection": "tests/faults/test_restarts.py",
+    "fastps/processes/on_host": "tests/processes/test_hosts.py",
     "fastps/processes/options": "tests/processes/test_launcher.py",
     "fastps/processes/progress_lines": "tests/processes/test_output.py",
     "fastps/processes/spawn": "tests/torch/test_foreign.py",

@@ -122,6 +122,21 @@ TrustedNetwork = Annotated[
     bool,
     typer.Option("--trusted-network", envvar="FASTPS_TRUSTED_NETWORK", help="Listen at a public address, too."),
 ]
+Hosts = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST,HOST,...", help="Start a node on each of these hosts over ssh; the first is node 0, on port 29400."
+    ),
+]
+SshCommand = Annotated[
+    str,
+    typer.Option(
+        metavar="COMMAND",
+        envvar="FASTPS_SSH",
+        help="With --hosts: what gets a host and a command line. Default: ssh -o BatchMode=yes.",
+        show_default=False,
+    ),
+]
 LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
 LocalSteps = Annotated[
     int,

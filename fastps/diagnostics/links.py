@@ -26,7 +26,7 @@ from fastps.network.gloo import GlooLink, reason_of
 from fastps.network.introduction import Introduction, await_keys
 from fastps.network.launch_rendezvous import Meeting, Met, meet
 from fastps.network.link import LinkLostError
-from fastps.network.measuring import LinkRates, measure, respond
+from fastps.network.measuring import SMALL_BYTES, LinkRates, measure, respond
 from fastps.network.parts import parts_of
 from fastps.processes.nodes import NodeOptions
 from fastps.store.store import Store as Arena
@@ -90,8 +90,8 @@ class StepBound:
         bound = "link" if self.is_link_bound else "fold"
         return (
             f"bsp of {self.parameters:,} floats as {self.link_dtype}: {self.link_ns / 1e9:.3g} s on the link of node"
-            f" {self.node}, {ways}; the fold {self.fold_ns / 1e9:.2g} s;"
-            f" at least {self.step_ns / 1e9:.3g} s a step, {bound}-bound"
+            f" {self.node}, {ways}; the fold {self.fold_ns / 1e9:.2g} s; a step takes about"
+            f" {self.step_ns / 1e9:.3g} s or more, {bound}-bound"
         )
 
 
@@ -190,9 +190,12 @@ def bound_of(links: Sequence[MeasuredLink], parameters: int, link_dtype: str, fo
 
 def _link_s(rates: LinkRates, size: int, is_cut: bool, shares: bool) -> float:
     """The time of a push and of its answer. With several parts both directions are used at once."""
-    both = rates.together_bytes_s if shares else rates.both_bytes_s
-    transfer_s = size / both if is_cut else size / rates.up_bytes_s + size / rates.down_bytes_s
-    return transfer_s + rates.round_trip_ns / 1e9
+    if is_cut:
+        return size / (rates.together_bytes_s if shares else rates.both_bytes_s) + rates.round_trip_ns / 1e9
+    begins_ns, small_ns = rates.round_trip_ns, rates.small_round_trip_ns
+    if size <= SMALL_BYTES:
+        return (begins_ns + (small_ns - begins_ns) * size / SMALL_BYTES) / 1e9
+    return small_ns / 1e9 + (size - SMALL_BYTES) * (1 / rates.up_bytes_s + 1 / rates.down_bytes_s)
 
 
 def _parts(parameters: int, nodes: int) -> int:

@@ -5,12 +5,14 @@ of each node follow each other, this gives the nodes exactly, also if they have 
 """
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -23,6 +25,7 @@ from fastps.network.gloo import reason_of
 from fastps.network.introduction import await_keys, introduce, introductions
 from fastps.network.rendezvous import connect_store
 
+_READ_S = 5.0  # for the other workers to read why the job cannot begin
 _known: dict[tuple[int, Nodes], Nodes] = {}  # by process: a forked child meets anew
 _hosts: dict[int, "subprocess.Popen[bytes]"] = {}
 
@@ -65,7 +68,7 @@ def _meet(nodes: Nodes, launched: Launched, timeout_s: float) -> Nodes:
         raise
     except RuntimeError as error:
         raise AttachError(
-            f"node {nodes.number} lost the rendezvous at {nodes.host}:{nodes.port} ({reason_of(error)}): see the output of"
+            f"worker {launched.rank} lost the rendezvous at {nodes.host}:{nodes.port} ({reason_of(error)}): see the output of"
             " worker 0"
         ) from error
     return nodes
@@ -115,7 +118,11 @@ def _place(store: Store, launched: Launched, timeout_s: float) -> tuple[int, int
         store.set("firsts", json.dumps(first_ranks(places) or []))
     await_keys(store, ["firsts"], timeout_s, -1)
     firsts: list[int] = json.loads(store.get("firsts"))
+    store.set(f"has read firsts/{launched.rank}", "")
     if not firsts:
+        if launched.rank == 0:  # the store ends with this process
+            with contextlib.suppress(RuntimeError):
+                store.wait([f"has read firsts/{rank}" for rank in range(launched.workers)], timedelta(seconds=_READ_S))
         raise AttachError(
             f"{launched.launcher} does not number the nodes, and the ranks of a node do not follow each other: expected ranks"
             " that fill one node after the other; give mpirun --map-by slot, or start `fastps run` once on each node"

@@ -26,13 +26,17 @@ def test_a_large_model_uses_both_directions_at_once_and_hides_its_fold() -> None
     assert bound.parts > 1
     assert bound.link_ns == pytest.approx(1.001e9)
     assert bound.step_ns == bound.link_ns
-    assert "1 s on the link of node 1, both ways at once; the fold 0.02 s; at least 1 s a step, link-bound" in bound.shown
+    assert (
+        "1 s on the link of node 1, both ways at once; the fold 0.02 s; a step takes about 1 s or more, link-bound"
+        in bound.shown
+    )
 
 
 def test_a_small_model_goes_up_then_folds_then_comes_down() -> None:
     bound = bound_of([_link(1, 100e6)], 100_000, "float32", 0.02)
     assert bound.parts == 1
-    assert bound.link_ns == pytest.approx(1e9 * (400e3 / 200e6 + 400e3 / 400e6 + 0.001))
+    assert bound.link_ns == pytest.approx(1e9 * (300e3 / 200e6 + 300e3 / 400e6 + 0.003)), "100 kB take 3 ms"
+    assert bound_of([_link(1, 100e6)], 12_500, "float32", 0.0).link_ns == pytest.approx(2e6), "50 kB, half of the way to 3 ms"
     assert bound.step_ns == pytest.approx(bound.link_ns + 0.02e9)
     assert bound.row()["bound_by"] == "fold"
 

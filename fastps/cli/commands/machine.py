@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from fastps.cli.options import (
     SYNC_HELP,
     CheckpointDirectory,
     Every,
+    Hosts,
     InjectFaults,
     Interface,
     Json,
@@ -35,6 +36,7 @@ from fastps.cli.options import (
     Resume,
     Seed,
     Server,
+    SshCommand,
     TraceFile,
     TrustedNetwork,
     Wide,
@@ -47,6 +49,9 @@ from fastps.cli.options import (
 )
 from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
+
+if TYPE_CHECKING:
+    from fastps.processes.launcher import Outcome
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
@@ -95,6 +100,53 @@ def _names_python(argument: str) -> bool:
     return not path.is_file() if path.parent == Path() else os.access(path, os.X_OK)
 
 
+def _report(outcome: "Outcome", json_file: str | None) -> None:
+    """Print what went wrong, and write the exits of all workers."""
+    from fastps.cli.report import faults_text
+    from fastps.processes.failure_report import failure_panel
+    from fastps.system.json_report import write_json
+
+    if outcome.faults is not None:
+        Console(stderr=True).print(faults_text(outcome.faults.row()))
+    if outcome.first_failure is not None:
+        Console(stderr=True).print(failure_panel(outcome))
+    if json_file is not None:
+        rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
+        write_json("run", rows, json_file)
+
+
+def _run_on_hosts(context: typer.Context) -> int:
+    """Run this command as a node on each host. Returns the exit code."""
+    from fastps.processes.hosts import HostsLauncher, HostsOptions
+
+    given = context.params
+    if given["nnodes"] is not None or given["node_rank"] != "auto":
+        raise UsageError("--hosts counts and numbers the nodes: expected neither --nnodes nor --node-rank beside it")
+    tail = given["arguments"]
+    begin, end = sys.argv.index("run") + 1, len(sys.argv) - len(tail)
+    options = _without(sys.argv[begin:end], ("--hosts", "--ssh-command"))
+    launcher = HostsLauncher(HostsOptions.of(given["hosts"], given["ssh_command"]), [*options, *tail])
+    code = launcher.run()
+    if launcher.failure and code != 130:
+        Console(stderr=True).print(launcher.failure, markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
+def _without(options: list[str], names: tuple[str, ...]) -> list[str]:
+    """Command-line options less some of them, which have values.
+
+    >>> _without(["-n", "4", "--hosts", "a,b", "--hosts=a"], ("--hosts",))
+    ['-n', '4']
+    """
+    kept, skips = [], False
+    for option in options:
+        if skips or option.partition("=")[0] in names:
+            skips = not skips and option in names
+            continue
+        kept.append(option)
+    return kept
+
+
 @commands.command(
     rich_help_panel=TRAIN,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
@@ -124,6 +176,8 @@ def run(
     outer_momentum: OuterMomentum = 0.9,
     interface: Interface = "",
     trusted_network: TrustedNetwork = False,
+    hosts: Hosts = "",
+    ssh_command: SshCommand = "",
     trace: TraceFile = None,
     server: Server = "",
     restarts: Restarts = 0,
@@ -143,13 +197,12 @@ def run(
     Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
     reported and the others are ended; with --restarts it is replaced, and the others go on.
     """
-    from fastps.cli.report import faults_text
     from fastps.device.placement import parse_gpus
-    from fastps.processes.failure_report import failure_panel
     from fastps.processes.launcher import Launcher
-    from fastps.system.json_report import write_json
 
     policy = parse_policy(sync) if sync is not None else None
+    if hosts:
+        raise typer.Exit(_run_on_hosts(context))
     nodes = nodes_of(context)
     if policy is not None and workers > 0:
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
@@ -157,15 +210,12 @@ def run(
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
-    how: dict[str, Any] = {"sync": spec, "env": env, "start_method": start_method, "trace": trace}
-    outcome = Launcher(command, workers, options=job_options_of(context, seed), nodes=nodes, **how).run()
-    if outcome.faults is not None:
-        Console(stderr=True).print(faults_text(outcome.faults.row()))
-    if outcome.first_failure is not None:
-        Console(stderr=True).print(failure_panel(outcome))
-    if json_file is not None:
-        rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
-        write_json("run", rows, json_file)
+    options = job_options_of(context, seed)
+    launcher = Launcher(
+        command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
+    )
+    outcome = launcher.run()
+    _report(outcome, json_file)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -320,13 +370,13 @@ def doctor(
 
 def _doctor_links(context: typer.Context) -> None:
     """Meet the other nodes, measure the links, and print the same report on every node."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
     from fastps.cli.links_report import links_table, parameters_of
     from fastps.cli.tables import show
     from fastps.diagnostics.links import examine_links
     from fastps.job.nodes import NodePolicy
     from fastps.system.json_report import write_json
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address that has no name
     given = context.params
     policy = NodePolicy(link_dtype=given["link_dtype"])
     options = placed_nodes(context, policy)

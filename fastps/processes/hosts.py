@@ -1,0 +1,220 @@
+"""`fastps run --hosts`: the same command on several machines, started over the system's ssh.
+
+Each host runs `fastps run` as one node, in the same folder and with the same Python. Its output comes back with the host's name
+before each line. Standard input stays open for as long as the job may run: its end tells a host to stop.
+"""
+
+import contextlib
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, cast
+
+from fastps.errors import UsageError
+from fastps.processes.worker_output import Lines
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.processes import die_with_parent
+
+SSH = "ssh -o BatchMode=yes"
+DEFAULT_PORT = 29400
+_TICK_S = 0.1
+_GRACE_NS = 5_000_000_000  # for the other nodes to notice the loss and to name it
+_END_NS = 15_000_000_000  # for a host to end its launcher, which takes 4 s at most
+_SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """Where and how to start nodes.
+
+    Attributes:
+        hosts: what ssh is given for each node, in the order of their numbers.
+        ssh: the command that gets a host and a command line, as ssh does.
+
+    Raises UsageError for fewer than two hosts, or an empty command.
+    """
+
+    hosts: tuple[str, ...]
+    ssh: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.hosts) < 2 or not all(self.hosts):
+            raise UsageError(f"--hosts: expected two or more hosts such as node0,node1, found {','.join(self.hosts)!r}")
+        if any(host.startswith("-") for host in self.hosts):
+            raise UsageError(
+                f"--hosts: expected names of hosts, found {','.join(self.hosts)!r}: ssh would take it as an option"
+            )
+        if not self.ssh:
+            raise UsageError("--ssh-command (FASTPS_SSH): expected a command, found an empty one")
+
+    @staticmethod
+    def of(hosts: str, ssh: str) -> "HostsOptions":
+        """The options from a list with commas, and a command line of the shell; "" for ssh's own."""
+        return HostsOptions(tuple(host.strip() for host in hosts.split(",")), tuple(shlex.split(ssh or SSH)))
+
+    @property
+    def rendezvous(self) -> str:
+        """The rendezvous by default: the first host, without the user's name."""
+        host = self.hosts[0].rpartition("@")[2]
+        return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
+
+    def command(self, node: int, arguments: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """What starts a node: ssh, its host, and the command line for the host's shell.
+
+        >>> HostsOptions(("a", "b"), ("ssh",)).command(1, ["train.py"], {})[:2]
+        ['ssh', 'b']
+        """
+        nodes = ["--nnodes", str(len(self.hosts)), "--node-rank", str(node), "--rendezvous", self.rendezvous]
+        run = [sys.executable, "-m", "fastps", "run", *nodes, *arguments]
+        own = [f"{name}={value}" for name, value in sorted(variables.items()) if name.startswith("FASTPS_")]
+        watched = ["env", *own, sys.executable, "-m", "fastps.processes.on_host", *run]
+        return [*self.ssh, self.hosts[node], f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(watched)}"]
+
+
+@dataclass
+class _Host:
+    """One host's ssh, and what it has written."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    lines: dict[int, Lines] = field(default_factory=dict)
+    last: str = ""
+    exit_code: int | None = None
+
+    def tell_end(self) -> None:
+        """End standard input, which tells the host to stop."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+
+class HostsLauncher:
+    """Runs one node on each host. When `run` returns, every ssh has ended."""
+
+    def __init__(self, options: HostsOptions, arguments: Sequence[str], clock: Clock = SYSTEM_CLOCK) -> None:
+        """`arguments` are those of `fastps run`."""
+        self._options, self._arguments = options, list(arguments)
+        self._clock = clock
+        self._hosts: list[_Host] = []
+        self._selector = selectors.DefaultSelector()
+        self._interrupts = 0
+        self._tell_at_ns: int | None = None
+        self._kill_at_ns: int | None = None
+        self.failure = ""
+
+    def run(self) -> int:
+        """Start all nodes and wait for them. Returns the exit code: 0, 1, 2 for wrong usage, or 130 after Ctrl-C."""
+        ends = (signal.SIGINT, signal.SIGTERM)
+        previous = [signal.signal(number, self._on_interrupt) for number in ends]
+        code = 0
+        try:
+            for node in range(len(self._options.hosts)):
+                self._start(node)
+            while any(host.exit_code is None for host in self._hosts):
+                for key, _ in self._selector.select(_TICK_S):
+                    self._pass_on(key)
+                found = self._look()
+                code = code or found
+        finally:
+            for number, handler in zip(ends, previous, strict=True):
+                signal.signal(number, handler)
+            self._kill_all()
+            self._selector.close()
+        return 130 if self._interrupts else code
+
+    def _start(self, node: int) -> None:
+        command = self._options.command(node, self._arguments, os.environ)
+        name = self._options.hosts[node]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C reaches only this process, which ends all hosts in order
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            raise UsageError(
+                f"--hosts: expected the command {command[0]!r} to run ({error.strerror}): install OpenSSH's client, or give"
+                " another with --ssh-command (FASTPS_SSH)"
+            ) from error
+        host = _Host(name, process)
+        self._hosts.append(host)
+        for stream, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            pipe = cast("IO[bytes]", stream)
+            os.set_blocking(pipe.fileno(), False)
+            host.lines[pipe.fileno()] = Lines()
+            self._selector.register(pipe, selectors.EVENT_READ, (host, sink))
+
+    def _pass_on(self, key: selectors.SelectorKey) -> None:
+        host, sink = key.data
+        data = os.read(key.fd, 65536)
+        cut = host.lines[key.fd]
+        for line in cut.feed(data) if data else cut.rest():
+            text = line.decode("utf-8", "replace").rstrip("\r\n")
+            if text.strip():
+                host.last = text.strip() if sink is sys.stderr else host.last
+                sink.write(f"{host.name} {text}\n")
+                sink.flush()
+        if not data:
+            self._selector.unregister(key.fileobj)
+            cast("IO[bytes]", key.fileobj).close()
+
+    def _look(self) -> int:
+        """Notice hosts that have ended, and end the others after a failure. Returns the code of the first failure, or 0."""
+        code = 0
+        for host in self._hosts:
+            if host.exit_code is None and host.process.poll() is not None and not self._is_open(host):
+                host.exit_code = host.process.wait()
+                if host.exit_code and not self.failure:
+                    self.failure = self._described(host)
+                    code = host.exit_code if host.exit_code in (1, 2) else 1
+                    self._tell_at_ns = self._tell_at_ns or self._clock.now_ns() + _GRACE_NS
+        now_ns = self._clock.now_ns()
+        if self._tell_at_ns is not None and now_ns >= self._tell_at_ns:
+            self._tell_at_ns, self._kill_at_ns = None, now_ns + _END_NS
+            for host in self._hosts:
+                host.tell_end()
+        if self._kill_at_ns is not None and now_ns >= self._kill_at_ns:
+            self._kill_all()
+        return code
+
+    def _is_open(self, host: _Host) -> bool:
+        """Whether output of the host is still to be read."""
+        return any(key.data[0] is host for key in self._selector.get_map().values())
+
+    def _described(self, host: _Host) -> str:
+        code = host.exit_code or 0
+        if code == _SSH_FAILED:
+            tried = shlex.join([*self._options.ssh, host.name, "true"])
+            return (
+                f"{host.name}: ssh could not run the command there ({host.last or 'it gave no reason'}): expected `{tried}` to"
+                " work without a question; check the host's name and the keys"
+            )
+        ending = f"exit code {code}" if code > 0 else f"its ssh ended by {signal.Signals(-code).name}"
+        return f"{host.name}: {ending}: see its output above"
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        """Tell all hosts to end on the first Ctrl-C; kill every ssh on the second."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._tell_at_ns = self._clock.now_ns()
+        else:
+            self._kill_at_ns = self._clock.now_ns()
+
+    def _kill_all(self) -> None:
+        for host in self._hosts:
+            host.tell_end()
+            if host.exit_code is None:
+                host.process.kill()
+                host.exit_code = host.process.wait()
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            cast("IO[bytes]", key.fileobj).close()

@@ -1,0 +1,45 @@
+"""Runs a command on a host of `fastps run --hosts`, and ends it when standard input ends: ssh has gone, or the job is over.
+
+ssh passes no signals on. The command gets SIGINT, as from Ctrl-C, and SIGKILL if it then takes too long.
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+
+from fastps.system.processes import die_with_parent
+
+_END_S = 10.0  # a launcher ends its workers within 4 s
+
+
+def main() -> int:
+    """Run the command of the arguments. Returns its exit code; 128 and the signal's number for one that a signal ended."""
+    process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent(os.getpid()))
+    ended = os.pidfd_open(process.pid)
+    with selectors.DefaultSelector() as selector:
+        selector.register(ended, selectors.EVENT_READ)
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        while True:
+            ready = [key.fd for key, _ in selector.select()]
+            if ended in ready:
+                break
+            if not os.read(sys.stdin.fileno(), 65536):
+                _end(process)
+                break
+    os.close(ended)
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

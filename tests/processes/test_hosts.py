@@ -1,0 +1,210 @@
+"""fastps run --hosts: a node on each host, its output with the host's name, and all ended with the first failure or Ctrl-C."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastps.errors import UsageError
+from fastps.processes.hosts import HostsOptions
+from fastps.system.ports import free_port
+
+TRAIN = Path(__file__).parents[1] / "support" / "train_on_nodes.py"
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> str:
+    """A command that takes the place of ssh: it runs the command line here, whatever the host."""
+    script = tmp_path / "runner"
+    script.write_text('#!/bin/sh\n[ "$1" = unreachable ] && { echo "no route to $1" >&2; exit 255; }\nexec sh -c "$2"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def _start(ssh: str, hosts: str, script: Path, *options: str, folder: Path | None = None) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "fastps", "run", "--hosts", hosts, "--rendezvous", f"127.0.0.1:{free_port()}", *options]
+    return subprocess.Popen(
+        [*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env={**os.environ, "FASTPS_SSH": ssh, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+
+
+def test_each_host_is_a_node_in_the_same_folder(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os\nprint(os.getcwd(), os.environ['FASTPS_RANK'], os.environ['FASTPS_NODE_RANK'], os.environ['FASTPS_NNODES'])"
+    )
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    process = _start(runner, "me@one,two", script, "-n", "2", folder=folder)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sorted(out.splitlines()) == [
+        f"me@one [0] {folder} 0 0 2",
+        f"me@one [1] {folder} 1 0 2",
+        f"two [2] {folder} 2 1 2",
+        f"two [3] {folder} 3 1 2",
+    ]
+
+
+@pytest.mark.slow
+def test_a_job_trains_on_its_hosts(runner: str) -> None:
+    process = _start(runner, "one,two", TRAIN, "-n", "2")
+    out, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert [line.split()[2:6] for line in sorted(out.splitlines())] == [
+        ["0", "of", "4", "node0:2"],
+        ["1", "of", "4", "node0:2"],
+        ["2", "of", "4", "node1:2"],
+        ["3", "of", "4", "node1:2"],
+    ]
+    assert len({line.split()[-1] for line in out.splitlines()}) == 1, "one model"
+
+
+@pytest.mark.slow
+def test_the_first_failure_ends_all_hosts_and_is_named(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text("import os, sys, time\nsys.exit(7) if os.environ['FASTPS_RANK'] == '1' else time.sleep(300)")
+    process = _start(runner, "one,two", script)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "two: exit code 1: see its output above" in " ".join(errors.split())
+
+
+@pytest.mark.slow
+def test_a_host_that_ssh_does_not_reach_is_named_and_ends_the_others(runner: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text("import time\ntime.sleep(300)")
+    began = time.monotonic()
+    process = _start(runner, "one,unreachable", script)
+    _, errors = process.communicate(timeout=60)
+    text = " ".join(errors.split())
+    assert process.returncode == 1
+    assert "unreachable: ssh could not run the command there (no route to unreachable)" in text
+    assert "unreachable true` to work without a question; check the host's name and the keys" in text
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after_the_end_of_the_command(runner: str, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C, and a killed command, whose hosts notice that their input has ended."""
+    script = tmp_path / "wait.py"
+    script.write_text(f"import os, time\nopen(f'{tmp_path}/came{{os.getpid()}}', 'w').close()\ntime.sleep(300)")
+    process = _start(runner, "one,two", script)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("came*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ssh", "message"),
+    [
+        ("one", "", "expected two or more hosts such as node0,node1, found 'one'"),
+        ("one,", "", "expected two or more hosts"),
+        ("one,-oProxyCommand=x", "", "ssh would take it as an option"),
+        ("one,two", " ", "--ssh-command (FASTPS_SSH): expected a command"),
+    ],
+)
+def test_wrong_options_are_named(hosts: str, ssh: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        HostsOptions.of(hosts, ssh)
+    assert message in str(caught.value)
+
+
+def test_the_first_host_is_the_rendezvous_and_variables_of_fastps_go_along() -> None:
+    options = HostsOptions.of("me@node0,node1", "")
+    assert options.rendezvous == "node0:29400"
+    assert HostsOptions.of("fd00::1,node1", "").rendezvous == "[fd00::1]:29400"
+    command = options.command(1, ["-n", "4", "a b.py"], {"FASTPS_SYNC": "ssp:3", "HOME": "/x"})
+    assert command[:4] == ["ssh", "-o", "BatchMode=yes", "node1"]
+    assert "FASTPS_SYNC=ssp:3" in command[4] and "HOME" not in command[4]
+    assert "--nnodes 2 --node-rank 1 --rendezvous node0:29400 -n 4 'a b.py'" in command[4]
+
+
+# -- over a real sshd ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sshd(tmp_path: Path) -> Iterator[str]:
+    """A real sshd on loopback with keys of its own; the ssh command that reaches it without a question."""
+    search = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    program, client, keygen = (shutil.which(name, path=search) for name in ("sshd", "ssh", "ssh-keygen"))
+    if program is None or client is None or keygen is None:
+        pytest.skip("OpenSSH's server, client and ssh-keygen are not all installed")
+    for name in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    port = free_port()
+    config = tmp_path / "sshd_config"
+    config.write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/host\nAuthorizedKeysFile {tmp_path}/user.pub\n"
+        f"PidFile none\nStrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\n"
+    )
+    with (tmp_path / "sshd.log").open("w") as log:
+        process = subprocess.Popen([program, "-D", "-e", "-f", str(config)], stderr=log)
+    try:
+        if not _answers(process, port):
+            pytest.skip(f"sshd does not run here: {(tmp_path / 'sshd.log').read_text().strip()}")
+        options: Sequence[str] = (
+            *("-p", str(port), "-i", str(tmp_path / "user"), "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"),
+            *("-o", f"UserKnownHostsFile={tmp_path}/known", "-o", "IdentitiesOnly=yes", "-F", "none", "-l", getpass.getuser()),
+        )
+        yield " ".join([client, *options])
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
+    deadline = time.monotonic() + 10
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return True
+        except OSError:
+            time.sleep(0.05)
+    return False
+
+
+@pytest.mark.slow
+def test_a_job_trains_over_a_real_ssh(sshd: str) -> None:
+    process = _start(sshd, "127.0.0.1,localhost", TRAIN)
+    out, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert [line.split()[:6] for line in sorted(out.splitlines())] == [
+        ["127.0.0.1", "[0]", "0", "of", "2", "node0:1"],
+        ["localhost", "[1]", "1", "of", "2", "node1:1"],
+    ]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_hosts_over_a_real_ssh(sshd: str, tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(f"import os, time\nopen(f'{tmp_path}/came{{os.getpid()}}', 'w').close()\ntime.sleep(300)")
+    process = _start(sshd, "127.0.0.1,localhost", script)
+    deadline = time.monotonic() + 60
+    while len(came := list(tmp_path.glob("came*"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    workers = [psutil.Process(int(file.name.removeprefix("came"))) for file in came]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
