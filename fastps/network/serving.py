@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from fastps.errors import Error, NodeLostError
+from fastps.errors import Error, NodeLostError, WorkerDiedError
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
@@ -81,6 +81,8 @@ class Serving(threading.Thread):
                 pass
         except LinkLostError as error:
             failure, loss = edge.failure, str(error)
+        except WorkerDiedError as error:  # another node is lost, and the job ends with it
+            failure = str(self._home.loss_of(error))
         except Error as error:
             failure = f"node {self._node}: {type(error).__name__}: {error}"
         except Exception as error:  # a mistake in this program must not leave the other nodes waiting
