@@ -5,7 +5,6 @@ Three nodes are network namespaces on a bridge. The rates are those of 4 s befor
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -44,7 +43,8 @@ try:
     optimizer.close()
 except fastps.Error as error:
     failure = f"{type(error).__name__}: {error}"
-print("found", json.dumps({"rank": fastps.rank(), "times": times, "failure": failure, "ended": time.monotonic()}), flush=True)
+with open(os.environ["READY"] + str(fastps.rank()), "w") as out:
+    json.dump({"rank": fastps.rank(), "times": times, "failure": failure, "ended": time.monotonic()}, out)
 """
 
 
@@ -89,10 +89,9 @@ class Job:
                 launcher.wait(60)
             except subprocess.TimeoutExpired:
                 launcher.kill()
-        texts = [(self._folder / f"out-{node}").read_text(errors="replace") for node in range(3)]
-        print("\n".join(text[-800:] for text in texts if "found" not in text))
-        rows = [json.loads(found) for text in texts for found in re.findall(r"found (\{.*\})", text)]
-        return {row["rank"]: row for row in rows}
+        print("\n".join((self._folder / f"out-{node}").read_text(errors="replace")[-800:] for node in range(3)))
+        texts = [path.read_text() for path in self._folder.glob("ready*")]
+        return {row["rank"]: row for row in map(json.loads, filter(None, texts))}
 
 
 def _rate(times: list[float], first: float, last: float) -> float:
