@@ -138,6 +138,13 @@ SshCommand = Annotated[
     ),
 ]
 LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floats travel: float32, bfloat16, float16, int8.")]
+LinkKind = Annotated[
+    str, typer.Option("--link", metavar="gloo|zmq", help="What carries bytes between nodes; zmq encrypts, and needs a secret.")
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."),
+]
 LocalSteps = Annotated[
     int,
     typer.Option(
@@ -211,13 +218,14 @@ def nodes_of(context: typer.Context) -> "NodeOptions | None":
 
     given = context.params
     names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
-    policy = NodePolicy(*(given[name] for name in names))
+    policy = NodePolicy(*(given[name] for name in (*names, "link")))
     return placed_nodes(context, policy)
 
 
 def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions | None":
     """The nodes that the options and what started this command describe; None for one node. Raises UsageError."""
     from fastps.job.launchers import launcher_place
+    from fastps.job.secret import secret_of_file
     from fastps.processes.nodes import NodeOptions
 
     given = context.params
@@ -231,7 +239,9 @@ def placed_nodes(context: typer.Context, policy: "NodePolicy") -> "NodeOptions |
     rank = str(place.node) if rank == "auto" and place.node >= 0 else rank
     network = given["interface"], given["trusted_network"]
     rendezvous = rendezvous or os.environ.get("FASTPS_RENDEZVOUS", "") or place.rendezvous
-    return NodeOptions(count, rendezvous, rank, policy, *network)
+    file = given.get("secret_file")
+    secret = secret_of_file(file) if file is not None else None
+    return NodeOptions(count, rendezvous, rank, policy, *network, secret=secret)
 
 
 def job_options_of(context: typer.Context, seed: int) -> "JobOptions":

@@ -14,6 +14,8 @@ from fastps.job.fault_policy import LOSS_CHOICES, FaultPolicy
 from fastps.job.launchers import FASTPS, TORCHRUN, Launched
 from fastps.job.layout import LEAF, Layout
 from fastps.job.policy import Policy
+from fastps.job.secret import VARIABLE as SECRET
+from fastps.job.secret import Secret, secret_of_environment
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Options, Rule, rule_for
 from fastps.kernels.update import fold
@@ -23,12 +25,14 @@ _CHOICES: dict[str, Collection[str]] = {
     "within": _WITHIN,
     "on_node_loss": LOSS_CHOICES,
     "link_dtype": ("float32", "bfloat16", "float16", "int8"),
+    "link": ("gloo", "zmq"),
 }
 _OPTIONS = {
     "within": "--within (FASTPS_WITHIN)",
     "on_node_loss": "--on-node-loss (FASTPS_ON_NODE_LOSS)",
     "timeout_s": "--node-timeout (FASTPS_NODE_TIMEOUT)",
     "link_dtype": "--link-dtype (FASTPS_LINK_DTYPE)",
+    "link": "--link (FASTPS_LINK)",
     "local_steps": "--local-steps (FASTPS_LOCAL_STEPS)",
     "local_mix": "--local-mix (FASTPS_LOCAL_MIX)",
     "outer_lr": "--outer-lr (FASTPS_OUTER_LR)",
@@ -57,6 +61,7 @@ class NodePolicy:
         local_steps: the versions that a node makes by itself between two exchanges; 0: every push goes to the home.
         local_mix: the share of the home's weights in those with which a node goes on after an exchange.
         outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
+        link: what carries bytes: "gloo", or "zmq", which encrypts them and needs a secret.
 
     Raises UsageError for a value out of range.
     """
@@ -69,6 +74,7 @@ class NodePolicy:
     local_mix: float = 1.0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    link: str = "gloo"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -152,7 +158,22 @@ def nodes_of_environment() -> Nodes | None:
         host, port = address(os.environ.get("FASTPS_RENDEZVOUS", ""))
     else:
         host, port = os.environ.get("MASTER_ADDR", ""), launchers.number(("MASTER_PORT",))
-    return Nodes(count, number, local_rank, local_workers, host, port, NodePolicy.of_environment(), *_network())
+    return Nodes(count, number, local_rank, local_workers, host, port, _policy(), *_network())
+
+
+def _policy() -> NodePolicy:
+    policy = NodePolicy.of_environment()
+    check_secret(policy, secret_of_environment())
+    return policy
+
+
+def check_secret(policy: NodePolicy, secret: Secret | None) -> None:
+    """Raise UsageError if the links need a secret and the job has none."""
+    if policy.link == "zmq" and secret is None:
+        raise UsageError(
+            f"--link zmq (FASTPS_LINK): expected a secret, by which the nodes know each other's keys, found none; give {SECRET}"
+            " or --secret-file"
+        )
 
 
 def _nodes_without_store() -> Nodes | None:
@@ -166,10 +187,8 @@ def _nodes_without_store() -> Nodes | None:
             f"{found.launcher} started {found.workers} processes on several nodes, and does not say where they can meet: set"
             " FASTPS_RENDEZVOUS=HOST:PORT for all of them, where HOST is the machine of process 0 and PORT is free there"
         )
-    policy = NodePolicy.of_environment()
-    return Nodes(
-        found.nodes, found.node, found.local_rank, found.local_workers, *address(rendezvous), policy, *_network(), found
-    )
+    place = found.local_rank, found.local_workers
+    return Nodes(found.nodes, found.node, *place, *address(rendezvous), _policy(), *_network(), found)
 
 
 def _network() -> tuple[str, bool]:

@@ -23,6 +23,7 @@ CHUNK_BYTES = 1 << 20
 CHUNK_FLOATS = CHUNK_BYTES // 4
 SENDS_UNDER_WAY = 17  # the most sends at a time; their memory must not change
 RECEIVES_UNDER_WAY = 9  # the most receives at a time
+MOST_HEADERS = 1000  # that wait for this side; a peer that follows the protocol sends few before it waits for an answer
 
 
 class Edge:
@@ -103,6 +104,8 @@ class Edge:
                 if header.kind == Kind.REOPEN:
                     self._lose("the other side opens another edge")
                     return
+                if self._inbox.qsize() >= MOST_HEADERS:
+                    raise ProtocolError(f"expected at most {MOST_HEADERS} messages that nobody has read, found more")
                 self._inbox.put(header)
                 if header.kind in (Kind.FAILED, Kind.REFUSED):
                     return

@@ -166,12 +166,19 @@ class Home:
 
     Attributes:
         is_closing: set once node 0 has left: no lost node can join again.
+        failure: why a job that ends with a lost node ends; empty until then.
     """
 
     parts: list[Part]
     stores: list[Store]
     nodes: Nodes
     is_closing: threading.Event = field(default_factory=threading.Event)
+    failure: str = ""
+
+    def check(self) -> None:
+        """Raise NodeLostError if the job ends. A node that never joined has no lane that others would look at."""
+        if self.failure:
+            raise NodeLostError(self.failure)
 
     @staticmethod
     def create(

@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
     if it cannot join. FETCH asks for the weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS
     answers all three. BEAT shows that the sender lives. LEAVE says that a node makes no more steps; WEIGHTS answers it when
     all nodes have left, and DONE says that these have come. REOPEN says that the sender has closed the edge and will open
-    another. FAILED ends an edge for good, with a reason.
+    another. FAILED ends an edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1
@@ -41,6 +41,8 @@ class Kind(enum.IntEnum):
     FETCH = 11
     REOPEN = 12
     DONE = 13
+    CHALLENGE = 14
+    PROOF = 15
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ class Header:
         weight: PUSH: the number of gradients in the sum. HELLO: the number of the node's workers.
         samples: PUSH: the number of samples of the sum.
         loss: PUSH: the mean loss of the gradients, or NaN.
-        layout: HELLO: the digest of the job's layout.
+        layout: HELLO, CHALLENGE, PROOF: the digest of the job's layout.
         incarnation: HELLO: a random number of the sending agent.
         step: PUSH, NULL: the step's number, from 1. WEIGHTS: the step that it answers, 0 for FETCH. RESUME, WELCOME: the last
             step that the home has of this incarnation.
         part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
         version: WEIGHTS: the home's version of the weights.
         lane: WELCOME, RESUME: how many lanes the node has had. HELLO: the last such number that it was told, 0 if none.
-        text: REFUSED, FAILED: the reason, cut to fit.
+        text: REFUSED, FAILED: the reason, cut to fit. CHALLENGE: a nonce. PROOF: an authentication code.
 
     >>> Header.unpack(Header(Kind.PUSH, weight=2).pack()).weight
     2

@@ -20,6 +20,7 @@ class NearHome:
     def __init__(self, home: Home, others: Sequence[threading.Thread]) -> None:
         self._home = home
         self._lanes = home.attach(0)
+        self._lanes.check_with(home.check)
         self._others = others
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -64,6 +65,7 @@ class NearHome:
     def check(self) -> None:
         """See Upstream."""
         try:
+            self._home.check()
             self._lanes.look_around()
         except Error as error:
             raise self._home.loss_of(error) from error

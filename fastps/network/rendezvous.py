@@ -16,19 +16,23 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
+from fastps.job.secret import secret_of_environment
 from fastps.network.addresses import own_address
 from fastps.network.awaiting import await_answer
+from fastps.network.checks import hello_fault
 from fastps.network.edge import Edge
 from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.link import LinkLostError, SilentError, UnreachableError
-from fastps.network.messages import Header, Kind
-from fastps.network.time_limit import call_within
+from fastps.network.link import Link, LinkLostError, SilentError, UnreachableError
+from fastps.network.messages import HEADER_BYTES, Header, Kind
+from fastps.network.secret import EdgeName, prove
 from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
+from fastps.system.time_limit import call_within
 
 OPEN_S = 60.0  # the longest time that the first edge of a node takes to open
 _OPEN_SHARE = 0.9  # a home that does not come is told from a network that is cut
 _POLL_NS = 10_000_000
+LARGEST_MESSAGE = 16 << 20  # a chunk, or the terms of a sum, which are longer only for millions of parameters
 
 
 class Rendezvous:
@@ -43,6 +47,7 @@ class Rendezvous:
         self._name = name
         self._timeout_s = timeout_s
         self._address = own_address(nodes.host, nodes.port, nodes.interface, nodes.trusts_network)
+        self._secret = secret_of_environment()
 
     def store(self, timeout_s: float | None = None) -> Store:
         """A new connection, because a wait blocks all other calls on its connection. Raises AttachError."""
@@ -106,6 +111,7 @@ class Rendezvous:
         except LinkLostError as error:
             raise SilentError(str(error)) from error
         try:
+            self.prove(edge, node, epoch, timeout_s, is_home=False)
             edge.send_header(replace(hello, kind=Kind.HELLO, layout=self.layout.digest(), weight=self.nodes.local_workers))
             answer = edge.next_header(timeout_s)
         except BaseException:
@@ -116,6 +122,11 @@ class Rendezvous:
             raise LinkLostError(answer.text) if answer else SilentError(f"node 0 did not answer within {timeout_s:g} s")
         return edge, answer
 
+    def prove(self, edge: Edge, node: int, epoch: int, timeout_s: float, *, is_home: bool) -> None:
+        """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError."""
+        name = EdgeName(self._name, node, epoch, self.layout.digest())
+        prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
+
     def requests(self, node: int) -> "Requests":
         """The requests of a node for an edge, as node 0 sees them."""
         return Requests(self, node)
@@ -123,14 +134,23 @@ class Rendezvous:
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
         name = f"edge/{node}/{epoch}"
-        control, data = (GlooLink(store, f"{name}/{part}", side, self._address, timeout_s) for part in ("control", "data"))
+        control = self._link(store, f"{name}/control", side, timeout_s, HEADER_BYTES)
+        data = self._link(store, f"{name}/data", side, timeout_s, LARGEST_MESSAGE)
         return Edge(control, data, self.nodes.policy.timeout_s)
+
+    def _link(self, store: Store, name: str, side: int, timeout_s: float, largest: int) -> Link:
+        if self.nodes.policy.link == "gloo":
+            return GlooLink(store, name, side, self._address, timeout_s)
+        from fastps.network.zeromq_link import ZeromqLink  # here because pyzmq is optional, and takes time to import
+
+        return ZeromqLink(store, f"{self._name}/{name}", side, self._address, timeout_s, secret=self._secret, largest=largest)
 
 
 class Requests:
     """The requests of one node for an edge. Every request has an epoch: the number of edges that the node has asked for.
 
     Attributes:
+        epoch: that of the last request; 0 before the first.
         have_ended: whether no request can come any more, because the rendezvous has ended.
     """
 
@@ -139,7 +159,7 @@ class Requests:
     def __init__(self, rendezvous: Rendezvous, node: int) -> None:
         self._rendezvous, self._node = rendezvous, node
         self._store: Store | None = None
-        self._epoch = 0
+        self.epoch = 0
 
     def next(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[Edge, Header]:
         """Wait for a request, and open the edge. Returns the node's HELLO.
@@ -147,17 +167,19 @@ class Requests:
         Raises LinkLostError after the timeout, if `is_over` becomes true, or if the edge cannot be opened.
         """
         epoch, store = self._await_request(timeout_s, is_over)
-        self._epoch = epoch
+        self.epoch = epoch
         # Shorter than the node waits: an edge that the node has given up must not keep this side from its next request.
         limit_s = open_s(self._rendezvous.nodes, epoch) / 2
         edge = self._rendezvous.open(store, self._node, epoch, 0, limit_s)
         try:
+            self._rendezvous.prove(edge, self._node, epoch, limit_s, is_home=True)
             hello = edge.next_header(limit_s)
         except LinkLostError:
             edge.abandon()
             raise
-        if hello is None or hello.kind != Kind.HELLO or hello.layout != self._rendezvous.layout.digest():
-            self._refuse(edge, "expected a HELLO of this job's layout first")
+        fault = hello_fault(hello, self._rendezvous.layout.digest())
+        if hello is None or fault:
+            self._refuse(edge, fault)
         return edge, hello
 
     def _await_request(self, timeout_s: float, is_over: Callable[[], bool]) -> tuple[int, Store]:
@@ -173,13 +195,13 @@ class Requests:
         """The epoch of a new request, if there is one, and the store. Raises LinkLostError if the node refuses to come."""
         try:
             store = self._connection()
-            if self._epoch == 0 and store.check([_refused_key(self._node)]):
+            if self.epoch == 0 and store.check([_refused_key(self._node)]):
                 raise LinkLostError(store.get(_refused_key(self._node)).decode())
             epoch = int(store.add(_epoch_key(self._node), 0))
         except RuntimeError:  # the connection was reset
             self._store = None
             return None
-        return (epoch, store) if epoch > self._epoch else None
+        return (epoch, store) if epoch > self.epoch else None
 
     def _connection(self) -> Store:
         """The connection to the rendezvous. Raises LinkLostError if it has ended."""

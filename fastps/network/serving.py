@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError, WorkerDiedError
+from fastps.network.checks import check_push, check_terms
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
@@ -24,6 +25,7 @@ logger = logging.getLogger("fastps.network")
 _LISTEN_S = 1.0
 _SILENT_S = 0.3  # how long a node whose agent has closed the edge, or is silent, may take to ask for another edge
 _FOREVER_S = 1e9
+_OPENINGS = 4  # an edge may be lost while it opens, and the node asks again
 _STALLED_S = 1.5  # the same for a node that still answers
 
 
@@ -102,6 +104,21 @@ class Serving(threading.Thread):
 
     def _next_edge(self, edge: Edge) -> tuple[Edge, Header]:
         """Wait a short time for the node to open the edge again. Raises LinkLostError."""
+        edge.ask_to_reopen()
+        try:
+            for _ in range(_OPENINGS):
+                asked = self._requests.epoch
+                try:
+                    return self._requests.next(_STALLED_S, self._patience(edge))
+                except LinkLostError:
+                    if self._requests.epoch == asked:
+                        raise
+            raise LinkLostError(f"{_OPENINGS} edges were lost before they were open")
+        finally:
+            edge.abandon()
+
+    def _patience(self, edge: Edge) -> Callable[[], bool]:
+        """A function that says whether the node has been silent for too long; it counts from when nothing can come any more."""
         deadline = threading.Event()
         timer = threading.Timer(_SILENT_S, deadline.set)
         timer.daemon = True
@@ -111,12 +128,7 @@ class Serving(threading.Thread):
                 timer.start()
             return deadline.is_set() or self._home.is_closing.is_set()
 
-        edge.ask_to_reopen()
-        try:
-            return self._requests.next(_STALLED_S, is_over)
-        finally:
-            timer.cancel()
-            edge.abandon()
+        return is_over
 
     def _await_answer(self) -> None:
         """Wait for the end of the answer that the second thread sends. Its errors are those of the edge."""
@@ -139,6 +151,8 @@ class Serving(threading.Thread):
             self._home.give_up(self._node, failure)
         if self._continues:
             self._home.go_on_without(self._node)
+        else:
+            self._home.failure = self._home.failure or reason
         if edge is not None:
             with contextlib.suppress(LinkLostError):
                 edge.send_header(Header(Kind.FAILED, text=reason))
@@ -195,6 +209,8 @@ class Serving(threading.Thread):
     def _step(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
         """Make one step of the node, unless it is made already, and answer with the weights."""
         lanes.session.check(header)
+        if header.kind == Kind.PUSH:
+            check_push(header)
         if self._sent is not None and header.step > lanes.session.step:
             self._sent.settle()  # the node has the weights of the step before
         granted = lanes.granted(header.step)
@@ -223,6 +239,7 @@ class Serving(threading.Thread):
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
         arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
+        check_terms(packed.tobytes(), self._groups, self._parameters)
         terms = unpack(packed.tobytes(), self._groups, self._parameters)
         number = 0
         for part, slot, missing in wanted:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from fastps.errors import AttachError, UsageError
 from fastps.job import limits
-from fastps.job.nodes import DEFAULT_NODE_POLICY, NodePolicy, address
+from fastps.job.nodes import DEFAULT_NODE_POLICY, NodePolicy, address, check_secret
+from fastps.job.secret import VARIABLE as SECRET
+from fastps.job.secret import Secret, secret_of_environment
 from fastps.processes.options import JobOptions
 from fastps.system.processes import die_with_parent
 
@@ -28,6 +30,7 @@ class NodeOptions:
         policy: how the job treats its nodes.
         interface: the name or an address of this node's interface to the others; "" for the one that leads to the rendezvous.
         trusts_network: whether this node may listen at a public address.
+        secret: what all nodes know; None: the environment's, if it has one.
 
     Raises UsageError for values out of range.
 
@@ -41,6 +44,7 @@ class NodeOptions:
     policy: NodePolicy = DEFAULT_NODE_POLICY
     interface: str = ""
     trusts_network: bool = False
+    secret: Secret | None = None
 
     def __post_init__(self) -> None:
         if self.count < 2:
@@ -48,6 +52,7 @@ class NodeOptions:
         if not self.rendezvous:
             raise UsageError("--nnodes: expected --rendezvous HOST:PORT beside it, the same on every node; HOST is node 0")
         address(self.rendezvous)
+        check_secret(self.policy, self.secret or secret_of_environment())
         if self.rank != "auto" and not (self.rank.isdecimal() and int(self.rank) < self.count):
             raise UsageError(f"--node-rank: expected auto, or 0 to {self.count - 1}, found {self.rank!r}")
 
@@ -137,6 +142,8 @@ class LaunchRendezvous:
             "FASTPS_TRUSTED_NETWORK": int(options.trusts_network),
             **options.policy.environment(),
         }
+        if options.secret is not None:
+            values[SECRET] = options.secret.key.decode()
         if style == "torchrun":
             values |= {
                 "RANK": rank,

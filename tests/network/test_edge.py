@@ -1,56 +1,15 @@
-"""Edges over real Gloo links, both sides in this process: order, losses, silence, and what a failed peer says."""
+"""Edges over real links, both sides in this process: order, losses, silence, and what a failed peer says."""
 
-import threading
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import TCPStore
 
-from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
-from fastps.network.gloo import GlooLink
+from fastps.network.edge import CHUNK_BYTES, MOST_HEADERS, chunks_of
 from fastps.network.link import LinkLostError
 from fastps.network.messages import Header, Kind
-
-
-def _both(make: Callable[[int], Any]) -> list[Any]:
-    """What two threads make, one for each side."""
-    made: list[Any] = [None, None]
-
-    def run(side: int) -> None:
-        made[side] = make(side)
-
-    threads = [threading.Thread(target=run, args=(side,)) for side in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return made
-
-
-@dataclass
-class Pair:
-    edges: list[Edge]
-    links: list[tuple[GlooLink, GlooLink]]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def link(side: int) -> tuple[GlooLink, GlooLink]:
-        own = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        control, data = (GlooLink(own, name, side, "127.0.0.1", 10.0) for name in ("control", "data"))
-        return control, data
-
-    links = _both(link)
-    made = Pair([Edge(*each, 1.5) for each in links], links)
-    yield made
-    for edge in made.edges:
-        edge.close()
+from tests.network.conftest import Pair, both
 
 
 def test_headers_come_in_order_and_beats_are_not_among_them(pair: Pair) -> None:
@@ -75,7 +34,7 @@ def test_floats_arrive_as_they_were_sent_in_both_directions_at_once(pair: Pair) 
         pair.edges[side].receive(chunks_of(found[side]))
         pair.edges[side].send(chunks_of(sent[side]))
 
-    _both(lambda side: exchange(side) if side == 0 else answer(side))
+    both(lambda side: exchange(side) if side == 0 else answer(side))
     assert np.array_equal(found[0], sent[1])
     assert np.array_equal(found[1], sent[0])
 
@@ -117,3 +76,16 @@ def test_bytes_that_are_no_header_end_the_edge(pair: Pair) -> None:
     control.wait(control.send(np.full(512, 7, np.uint8)), 2.0)
     with pytest.raises(LinkLostError, match="expected a message of fastps"):
         home.next_header(5.0)
+
+
+def test_more_headers_than_a_side_reads_end_the_edge(pair: Pair) -> None:
+    """A peer that floods cannot fill this side's memory."""
+    leaf, home = pair.edges
+    with contextlib.suppress(LinkLostError):
+        for _ in range(MOST_HEADERS + 1):
+            leaf.send_header(Header(Kind.NULL))
+    deadline = time.monotonic() + 10
+    with pytest.raises(LinkLostError, match="expected at most"):
+        while time.monotonic() < deadline:
+            home.check()
+            time.sleep(0.01)

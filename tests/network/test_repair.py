@@ -64,7 +64,7 @@ def _train(counts: tuple[int, ...], work: Callable[[int], Any], reset_s: float, 
 
 
 CASES = [
-    pytest.param(SMALL, "float32", 40, 0.03, id="one part"),
+    pytest.param(SMALL, "float32", 40, 0.03, id="one part", marks=pytest.mark.slow),
     pytest.param(LARGE, "float32", 30, 0.0, id="three parts", marks=pytest.mark.slow),
     pytest.param(SMALL, "int8", 40, 0.03, id="rounded", marks=pytest.mark.slow),
     pytest.param(LARGE, "bfloat16", 20, 0.0, id="rounded, three parts", marks=pytest.mark.slow),

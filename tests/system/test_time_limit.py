@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fastps.network import time_limit
+from fastps.system import time_limit
 
 
 def test_a_call_that_hangs_is_left_and_its_late_result_is_thrown_away() -> None:

@@ -1,0 +1,63 @@
+"""Pairs of edges over real links, both sides in this process."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from fastps.job.secret import Secret
+from fastps.network.edge import Edge
+from fastps.network.gloo import GlooLink
+from fastps.network.link import Link
+from fastps.network.zeromq_link import ZeromqLink
+
+SECRET = Secret(b"a secret of the tests")
+
+
+def both(make: Callable[[int], Any]) -> list[Any]:
+    """What two threads make, one for each side."""
+    made: list[Any] = [None, None]
+
+    def run(side: int) -> None:
+        made[side] = make(side)
+
+    threads = [threading.Thread(target=run, args=(side,)) for side in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return made
+
+
+@dataclass
+class Pair:
+    """Two edges, and the control and data links of each."""
+
+    edges: list[Edge]
+    links: list[tuple[Link, Link]]
+
+
+def make_link(kind: str, port: int, name: str, side: int) -> Link:
+    """One side of a link, with a connection of its own to the store."""
+    own = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if kind == "gloo":
+        return GlooLink(own, name, side, "127.0.0.1", 10.0)
+    return ZeromqLink(own, name, side, "127.0.0.1", 10.0, secret=SECRET, largest=1 << 20)
+
+
+@pytest.fixture(params=["gloo", "zmq"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A leaf's edge and a home's edge."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def link(side: int) -> tuple[Link, Link]:
+        return make_link(request.param, store.port, "control", side), make_link(request.param, store.port, "data", side)
+
+    links = both(link)
+    made = Pair([Edge(*each, 1.5) for each in links], links)
+    yield made
+    for edge in made.edges:
+        edge.close()

@@ -1,0 +1,75 @@
+"""What another node says is checked before it has an effect: it is within its range, or refused by name."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastps.errors import ProtocolError
+from fastps.job.update_rules import Hyper
+from fastps.network.checks import check_push, check_terms, hello_fault
+from fastps.network.messages import Header, Kind
+from fastps.network.sums import Terms, pack, payload_bytes, unpack
+
+GROUPS, PARAMETERS = 2, 70
+GOOD = pack(Terms([Hyper(0.1, flags=3)] * GROUPS, np.ones(PARAMETERS, np.bool_)))
+LAYOUT = bytes(range(32))
+
+
+@given(st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(min_size=32, max_size=32))
+def test_only_a_hello_of_this_layout_is_one(kind: Kind, weight: int, layout: bytes) -> None:
+    fault = hello_fault(Header(kind, weight=weight, layout=layout), LAYOUT)
+    assert fault.startswith(("expected a HELLO", "node 0 was given no secret"))
+    assert hello_fault(Header(Kind.HELLO, weight=3, layout=LAYOUT), LAYOUT) == ""
+    assert "found another layout" in hello_fault(Header(Kind.HELLO, weight=3), LAYOUT)
+    assert "found nothing" in hello_fault(None, LAYOUT)
+    assert "found 0" in hello_fault(Header(Kind.HELLO, layout=LAYOUT), LAYOUT)
+
+
+@pytest.mark.parametrize("fields", [{"weight": 0}, {"weight": 2**32 - 1}, {"samples": -1}, {"samples": 2**62}])
+def test_numbers_of_a_push_beyond_their_range_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError, match="expected a sum"):
+        check_push(Header(Kind.PUSH, **{"weight": 1, **fields}))  # type: ignore[arg-type]
+    check_push(Header(Kind.PUSH, weight=4, samples=128))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        (0, np.nan, "expected a finite learning_rate in group 1, found nan"),
+        (3, np.inf, "expected a finite weight_decay in group 1, found inf"),
+        (8, np.nan, "expected a finite flags"),
+        (8, -1.0, "expected flags from 0"),
+        (8, 0.5, "expected flags from 0"),
+        (8, 1e300, "expected flags from 0"),
+    ],
+)
+def test_hyper_parameters_that_no_optimizer_has_are_refused(column: int, value: float, message: str) -> None:
+    check_terms(GOOD, GROUPS, PARAMETERS)
+    words = np.frombuffer(GOOD, np.float64, len(Hyper._fields) * GROUPS).copy()
+    words[len(Hyper._fields) + column] = value
+    with pytest.raises(ProtocolError, match=message):
+        check_terms(words.tobytes() + GOOD[words.nbytes :], GROUPS, PARAMETERS)
+
+
+def test_bits_of_parameters_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="bits for 70 parameters"):
+        check_terms(GOOD[:-1] + b"\x80", GROUPS, PARAMETERS)
+
+
+@given(st.binary(min_size=payload_bytes(GROUPS, PARAMETERS), max_size=payload_bytes(GROUPS, PARAMETERS)))
+def test_what_passes_can_be_unpacked(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        check_terms(data, GROUPS, PARAMETERS)
+        unpack(data, GROUPS, PARAMETERS)
+
+
+@given(at=st.integers(0, len(GOOD) - 1), value=st.integers(0, 255))
+def test_damaged_terms_are_refused_or_unpacked(at: int, value: int) -> None:
+    data = bytearray(GOOD)
+    data[at] = value
+    with contextlib.suppress(ProtocolError):
+        check_terms(bytes(data), GROUPS, PARAMETERS)
+        assert unpack(bytes(data), GROUPS, PARAMETERS).hypers[0].flags >= 0

@@ -1,0 +1,203 @@
+"""The proof of a job's secret: equal secrets pass, everything else is refused with a sentence, and no secret is ever shown."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.job.secret import Secret
+from fastps.network.link import LinkLostError
+from fastps.network.messages import Header, Kind
+from fastps.network.secret import EdgeName, are_equal, mac, prove
+from tests.network.conftest import Pair, both
+from tests.support import nodes, processes
+
+FIRST, OTHER = Secret(b"the first secret text"), Secret(b"another secret text!!")
+NAME = EdgeName("job", 1, 3, bytes(range(32)))
+
+
+@dataclass
+class Pipe:
+    """One end of a pair of queues of headers; `sent` is what this end has sent."""
+
+    into: "queue.Queue[Header]"
+    out: "queue.Queue[Header]"
+    sent: list[Header] = field(default_factory=list)
+
+    def send_header(self, header: Header) -> None:
+        self.sent.append(header)
+        self.out.put(Header.unpack(header.pack()))
+
+    def next_header(self, timeout_s: float) -> Header | None:
+        try:
+            return self.into.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+
+def _pipes() -> tuple[Pipe, Pipe]:
+    there: queue.Queue[Header] = queue.Queue()
+    back: queue.Queue[Header] = queue.Queue()
+    return Pipe(back, there), Pipe(there, back)
+
+
+def _run(leaf: Callable[[Pipe], None], home: Callable[[Pipe], None]) -> tuple[list[str], tuple[Pipe, Pipe]]:
+    """The reason with which each side ends, or an empty text."""
+    ends, reasons = _pipes(), ["", ""]
+
+    def run(side: int, call: Callable[[Pipe], None]) -> None:
+        try:
+            call(ends[side])
+        except LinkLostError as error:
+            reasons[side] = str(error)
+
+    threads = [threading.Thread(target=run, args=each) for each in ((0, leaf), (1, home))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return reasons, ends
+
+
+def _side(secret: Secret | None, name: EdgeName = NAME, *, is_home: bool = False) -> Callable[[Pipe], None]:
+    return lambda end: prove(end, secret, name, is_home=is_home, timeout_s=0.5)
+
+
+def test_equal_secrets_pass() -> None:
+    reasons, ends = _run(_side(FIRST), _side(FIRST, is_home=True))
+    assert reasons == ["", ""]
+    assert [[header.kind for header in end.sent] for end in ends] == [[Kind.CHALLENGE, Kind.PROOF]] * 2
+
+
+def test_without_a_secret_nothing_is_sent() -> None:
+    reasons, ends = _run(_side(None), _side(None, is_home=True))
+    assert reasons == ["", ""]
+    assert [end.sent for end in ends] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        pytest.param(_side(OTHER), "different secrets: give all nodes the same", id="another secret"),
+        pytest.param(_side(FIRST, replace(NAME, epoch=4)), "different secrets", id="another epoch"),
+        pytest.param(_side(FIRST, replace(NAME, job="other")), "different secrets", id="another job"),
+        pytest.param(_side(FIRST, replace(NAME, node=2)), "different secrets", id="another node"),
+        pytest.param(_side(FIRST, replace(NAME, layout=bytes(32))), "different layouts: build the same", id="another layout"),
+        pytest.param(lambda end: end.send_header(Header(Kind.HELLO)), "has a secret, and a node did not", id="no secret"),
+        pytest.param(lambda end: end.send_header(Header(Kind.FETCH)), "expected CHALLENGE, found FETCH", id="no proof"),
+        pytest.param(lambda end: None, "did not prove within 0.5 s", id="silence"),
+        pytest.param(
+            lambda end: end.send_header(Header(Kind.CHALLENGE, layout=NAME.layout, text="x" * 99)), "a nonce of 32 bytes",
+            id="a nonce that is none",
+        ),
+    ],
+)  # fmt: skip
+def test_the_home_refuses_everything_else(leaf: Callable[[Pipe], None], message: str) -> None:
+    reasons, (_, home) = _run(leaf, _side(FIRST, is_home=True))
+    assert message in reasons[1]
+    assert Kind.PROOF not in [header.kind for header in home.sent], "the home proves nothing to a side that did not"
+    everything = "".join(header.text for header in home.sent) + reasons[0] + reasons[1]
+    assert FIRST.key.decode() not in everything
+
+
+def test_a_leaf_refuses_a_home_that_repeats_its_proof() -> None:
+    """A home without the secret sends back what it was sent."""
+
+    def mirror(end: Pipe) -> None:
+        for _ in range(2):
+            header = end.next_header(1.0)
+            assert header is not None
+            end.send_header(header)
+
+    reasons, _ = _run(_side(FIRST), mirror)
+    assert "different secrets" in reasons[0]
+
+
+def test_a_recorded_proof_is_worth_nothing_the_next_time() -> None:
+    _, (recorded, _) = _run(_side(FIRST), _side(FIRST, is_home=True))
+
+    def replay(end: Pipe) -> None:
+        for header in recorded.sent:
+            end.send_header(header)
+
+    reasons, _ = _run(replay, _side(FIRST, is_home=True))
+    assert "different secrets" in reasons[1]
+
+
+def test_codes_compare_with_any_text() -> None:
+    code = mac(FIRST, "a")
+    assert are_equal(code, mac(FIRST, "a"))
+    assert not are_equal("ä", code)
+    assert not are_equal(mac(OTHER, "a"), code)
+
+
+def test_both_sides_of_a_real_edge_hear_why(pair: Pair) -> None:
+    leaf, home = pair.edges
+
+    def side(number: int) -> str:
+        edge = pair.edges[number]
+        try:
+            prove(edge, (FIRST, OTHER)[number], NAME, is_home=edge is home, timeout_s=5.0)
+        except LinkLostError as error:
+            return str(error)
+        return ""
+
+    assert leaf is not home
+    assert ["different secrets" in reason for reason in both(side)] == [True, True]
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def _work(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync="bsp", timeout_s=60) as optimizer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        optimizer.wait_for_others()
+        return optimizer.version
+
+
+def _job(secrets: list[str | None]) -> list[Any]:
+    """What each of two nodes ends with, where each has a secret of its own."""
+
+    def work(rank: int) -> Any:
+        import os
+
+        given = secrets[rank]
+        if given is not None:
+            os.environ["FASTPS_SECRET"] = given
+        return _work(rank)
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1), port, work)
+        processes.finish(children, 90)
+    return [child.outcome for child in children]
+
+
+def test_a_job_with_a_secret_trains() -> None:
+    assert _job(["a secret of 22 letters"] * 2) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("secrets", "message"),
+    [
+        pytest.param(["a secret of 22 letters", "another of 22 letters!"], "different secrets", id="different"),
+        pytest.param(["a secret of 22 letters", None], "did not prove that it knows it", id="only the home",
+                     marks=pytest.mark.slow),
+        pytest.param([None, "a secret of 22 letters"], "node 0 was given no secret", id="only the leaf",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_job_whose_nodes_have_different_secrets_ends_by_name(secrets: list[str | None], message: str) -> None:
+    outcomes = [str(outcome) for outcome in _job(secrets)]
+    assert all(message in outcome for outcome in outcomes), outcomes
+    assert not any(secret and secret in outcome for secret in secrets for outcome in outcomes)
