@@ -85,7 +85,6 @@ MODULES = {
     "fastps/network/link": "tests/network/test_edge.py",
     "fastps/network/home": "tests/network/test_agent.py",
     "fastps/network/leaf": "tests/network/test_agent.py",
-    "fastps/network/leaf_store": "tests/network/test_agent.py",
     "fastps/network/near_home": "tests/network/test_agent.py",
     "fastps/network/far_home": "tests/network/test_agent.py",
     "fastps/network/serving": "tests/network/test_agent.py",

@@ -141,6 +141,10 @@ LinkDtype = Annotated[str, typer.Option(metavar="TYPE", help="Type in which floa
 LinkKind = Annotated[
     str, typer.Option("--link", metavar="gloo|zmq", help="What carries bytes between nodes; zmq encrypts, and needs a secret.")
 ]
+Homes = Annotated[
+    str,
+    typer.Option(metavar="first|spread", help="Nodes that hold weights and optimizer state: node 0, or each a share of them."),
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."),
@@ -218,7 +222,7 @@ def nodes_of(context: typer.Context) -> "NodeOptions | None":
 
     given = context.params
     names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
-    policy = NodePolicy(*(given[name] for name in (*names, "link")))
+    policy = NodePolicy(*(given[name] for name in (*names, "link", "homes")))
     return placed_nodes(context, policy)
 
 

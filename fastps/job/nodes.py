@@ -26,6 +26,7 @@ _CHOICES: dict[str, Collection[str]] = {
     "on_node_loss": LOSS_CHOICES,
     "link_dtype": ("float32", "bfloat16", "float16", "int8"),
     "link": ("gloo", "zmq"),
+    "homes": ("first", "spread"),
 }
 _OPTIONS = {
     "within": "--within (FASTPS_WITHIN)",
@@ -33,6 +34,7 @@ _OPTIONS = {
     "timeout_s": "--node-timeout (FASTPS_NODE_TIMEOUT)",
     "link_dtype": "--link-dtype (FASTPS_LINK_DTYPE)",
     "link": "--link (FASTPS_LINK)",
+    "homes": "--homes (FASTPS_HOMES)",
     "local_steps": "--local-steps (FASTPS_LOCAL_STEPS)",
     "local_mix": "--local-mix (FASTPS_LOCAL_MIX)",
     "outer_lr": "--outer-lr (FASTPS_OUTER_LR)",
@@ -62,6 +64,7 @@ class NodePolicy:
         local_mix: the share of the home's weights in those with which a node goes on after an exchange.
         outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
         link: what carries bytes: "gloo", or "zmq", which encrypts them and needs a secret.
+        homes: the nodes that hold weights and optimizer state: "first" for node 0 alone, "spread" for a share on each node.
 
     Raises UsageError for a value out of range.
     """
@@ -75,6 +78,7 @@ class NodePolicy:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     link: str = "gloo"
+    homes: str = "first"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -83,6 +87,11 @@ class NodePolicy:
         for name, (least, most, text) in _RANGES.items():
             if not least <= getattr(self, name) <= most:
                 raise UsageError(f"expected {_OPTIONS[name]} of {text}, found {getattr(self, name):g}")
+        if self.homes == "spread" and self.on_node_loss == "continue":
+            raise UsageError(
+                "--homes spread (FASTPS_HOMES): a lost node takes its share of the weights with it: expected --on-node-loss"
+                " stop beside it, found continue"
+            )
 
     @staticmethod
     def of_environment() -> "NodePolicy":
@@ -111,7 +120,7 @@ class Nodes:
 
     Attributes:
         count: the number of nodes; 0 before the nodes have met, if the launcher does not say.
-        number: this node's number, from 0. Node 0 is the home: it holds the weights and the optimizer's state.
+        number: this node's number, from 0. Node 0 holds the weights and the optimizer's state, or the first share of them.
             -1 before the nodes have met, if the launcher does not say.
         local_rank, local_workers: this worker's number on its node, and the workers of the node.
         host, port: the rendezvous, at which the nodes find each other.
@@ -140,9 +149,14 @@ class Nodes:
             )
 
     @property
-    def is_home(self) -> bool:
-        """Whether this node holds the weights and the optimizer's state."""
+    def is_first(self) -> bool:
+        """Whether this is node 0, with whose weights the job begins."""
         return self.number == 0
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this node holds all weights and all of the optimizer's state."""
+        return self.is_first and self.policy.homes == "first"
 
 
 def nodes_of_environment() -> Nodes | None:
@@ -268,11 +282,14 @@ def _outer(policy: NodePolicy) -> Options:
 def check_policy(policy: Policy, nodes: Nodes) -> None:
     """Raise PolicyError for a discipline that makes no sense between nodes, with the reason."""
     policy.check_workers(nodes.count)
-    local = nodes.policy.local_steps > 0
+    local, spread = nodes.policy.local_steps > 0, nodes.policy.homes == "spread"
     reasons = {
         "auto measures the workers of one arena: choose a discipline": policy.warm_up > 0,
         "a batch that the coordinator tunes is for a worker, not for a node: leave tune=true out": policy.tune,
         "local_steps exchanges whole models: choose a discipline without shards": policy.shards > 1 and local,
+        "homes on several nodes could fold different pushes: choose bsp or hardsync, or leave --homes spread out": (
+            spread and (not policy.is_level or policy.shards > 1)
+        ),
         "the moving average stays on node 0, where no worker can read it: leave ema out": policy.ema > 0,
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)

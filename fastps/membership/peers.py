@@ -138,10 +138,18 @@ class Peers:
         if not is_ours:  # a restarted job has the name now, so the process that had it here has ended
             os.close(answer.pidfd)
             return self._has_changed(owner)
+        self._forget_replaced(owner)
         self._known.add(owner)
         self._owner_of[answer.pidfd] = owner
         self._poll.register(answer.pidfd, select.POLLIN)
         return True
+
+    def _forget_replaced(self, owner: Owner) -> None:
+        """Forget earlier owners of a lane whose processes live on: they have given it back. `dead` returns the others."""
+        ended = {self._owner_of[pidfd] for pidfd, _ in self._poll.poll(0)}
+        for earlier in self._known - ended:
+            if earlier[0] == owner[0] and earlier != owner:
+                self.forget(earlier)
 
     def _has_changed(self, owner: Owner) -> bool:
         """Whether the lane has another owner now, or its state says that this owner is no longer present."""

@@ -1,8 +1,8 @@
 """A node's agent: the server of the node's leaf arena, and the only process of the node that talks to other nodes.
 
-On node 0 it also has the home arenas. Worker 0 of each node starts it as `python -m fastps.network.agent`. It serves once the
-nodes have found each other and this node has the first weights. It ends when the node's workers have left; on node 0 it ends
-when all nodes have left.
+On node 0 it also has the home arenas; with homes="spread" the agent of each node has those of its share. Worker 0 of each node
+starts it as `python -m fastps.network.agent`. It serves once the nodes have found each other and this node has the first
+weights. It ends when the node's workers have left; with home arenas it ends when all nodes have left.
 """
 
 import logging
@@ -27,9 +27,11 @@ from fastps.network.leaf import Leaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.local_leaf import LocalLeaf
 from fastps.network.near_home import NearHome
-from fastps.network.parts import Part
+from fastps.network.parts import Part, shares_of
 from fastps.network.rendezvous import Rendezvous
 from fastps.network.serving import Serving
+from fastps.network.spread import SpreadHomes
+from fastps.network.sums import Sums
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.start import StartState
@@ -121,21 +123,35 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     """Find the other nodes. Returns once this node has the first weights."""
     nodes = order.nodes
     rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
-    if nodes.is_home:
-        home = Home.create(layout, nodes, leaf, order.hypers, _start(order, layout))
-        others = [Serving(home, node, rendezvous.requests(node), leaf.timeout_s) for node in range(1, nodes.count)]
-        near = NearHome(home, others)
-        for serving in others:
-            serving.start()
+    if not nodes.is_first:
+        rendezvous.check()
+    shares = shares_of(layout, nodes)
+    homes: list[FarHome | NearHome] = []
+    for node, share in enumerate(shares):
+        edges = rendezvous.of_home(node, share.layout)
+        homes.append(_near(order, share, edges, leaf) if node == nodes.number else FarHome(leaf, edges))
+    if nodes.is_first:
         rendezvous.publish()
-        return near
-    rendezvous.check()
-    far = FarHome(leaf, rendezvous)
+    only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
     try:
-        far.begin()
-    except LinkLostError as error:
+        only.begin(Sums(leaf).weights(0))
+    except BaseException as error:
+        only.leave(str(error))
+        if not isinstance(error, LinkLostError):
+            raise
         raise NodeLostError(f"node {nodes.number} could not join node 0 at {nodes.host}:{nodes.port}: {error}", 0) from error
-    return far
+    return only
+
+
+def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory) -> NearHome:
+    """This node's own home, and the threads that serve the other nodes."""
+    nodes = order.nodes
+    home = Home.create(share, nodes, leaf, order.hypers, _start(order, share.layout))
+    others = [Serving(home, node, edges.requests(node), leaf.timeout_s) for node in range(nodes.count) if node != nodes.number]
+    near = NearHome(home, others)
+    for serving in others:
+        serving.start()
+    return near
 
 
 def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:

@@ -1,10 +1,12 @@
 """Waits for node 0 to appear: for its name, which a pod of a Kubernetes job gets as it starts, and for its rendezvous.
 
-Both print now and then what they wait for.
+Both print now and then what they wait for. Later on, a port of each agent tells the end of its process from a lost connection.
 """
 
+import contextlib
 import socket
 import sys
+import threading
 
 from fastps.errors import AttachError
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -38,6 +40,37 @@ def await_answer(host: str, port: int, timeout_s: float, clock: Clock = SYSTEM_C
             return reason
         clock.sleep_ns(_ANSWER_POLL_NS)
     return ""
+
+
+class OpenPort:
+    """A port at which this process takes connections and closes them, until it ends.
+
+    >>> port = OpenPort("127.0.0.1")
+    >>> is_refused("127.0.0.1", port.number, 1.0)
+    False
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family)
+        self.number = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._take, name="fastps-open-port", daemon=True).start()
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # the socket was closed
+            while True:
+                self._socket.accept()[0].close()
+
+
+def is_refused(host: str, port: int, timeout_s: float) -> bool:
+    """Whether a machine says that no process listens at a port. No answer is no refusal."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class _Wait:

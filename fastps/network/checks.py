@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from fastps.errors import ProtocolError
-from fastps.job.update_rules import Hyper
+from fastps.job.update_rules import Hyper, Rule
+from fastps.kernels.update import fold
 from fastps.network.messages import Header, Kind
 from fastps.network.secret import HOW_TO_GIVE
 
@@ -41,8 +42,11 @@ def check_push(header: Header) -> None:
         raise ProtocolError(f"expected a sum over 0 to {MOST_SAMPLES} samples, found {header.samples}")
 
 
-def check_terms(data: bytes, groups: int, parameters: int) -> None:
-    """Check the hyper-parameters and the presence bits that come before a sum's floats. Raises ProtocolError."""
+def check_terms(data: bytes, rule: Rule, groups: int, parameters: int) -> None:
+    """Check the hyper-parameters and the presence bits that come before a sum's floats. Raises ProtocolError.
+
+    A fold fails, and ends the job on all nodes, if the hyper-parameters need state that the job's rule does not have.
+    """
     fields = len(Hyper._fields)
     words = np.frombuffer(data, np.float64, fields * groups).reshape(groups, fields)
     for group, row in enumerate(words.tolist()):
@@ -51,6 +55,12 @@ def check_terms(data: bytes, groups: int, parameters: int) -> None:
                 raise ProtocolError(f"expected a finite {name} in group {group}, found {value}")
         if not (0 <= row[-1] < _FLAGS_END and row[-1].is_integer()):
             raise ProtocolError(f"expected flags from 0 to {_FLAGS_END - 1} in group {group}, found {row[-1]:g}")
+        needed = fold.planes_needed(rule.number, tuple(row))
+        if needed > len(rule.planes):
+            raise ProtocolError(
+                f"expected hyper-parameters of {rule.name} with {len(rule.planes)} tensors of state in group {group}, found"
+                f" some that need {needed}: build the same optimizer on all nodes, and keep its options"
+            )
     bits = np.frombuffer(data, np.uint8, offset=8 * fields * groups)
     if np.unpackbits(bits, bitorder="little")[parameters:].any():
         raise ProtocolError(f"expected bits for {parameters} parameters, found bits beyond them")

@@ -9,13 +9,13 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise
 
 import numpy as np
 
 from fastps.errors import ProtocolError
-from fastps.network.link import Link, LinkLostError, Memory
+from fastps.network.link import Link, LinkLostError, Memory, TimedOutError
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 
 BEAT_S = 0.5
@@ -31,7 +31,12 @@ class Edge:
 
     Args:
         timeout_s: a peer that sends nothing for this long is lost.
+
+    Attributes:
+        is_over: says whether the peer's process has ended; None where that cannot be told.
     """
+
+    is_over: Callable[[], bool] | None = None
 
     def __init__(self, control: Link, data: Link, timeout_s: float) -> None:
         self._control, self._data = control, data
@@ -40,6 +45,7 @@ class Edge:
         self._sending = threading.Lock()
         self._ends = threading.Event()
         self._silent = threading.Event()
+        self._has_timed_out = False
         self._loss = ""
         self._failure = ""
         self._threads = [
@@ -87,6 +93,11 @@ class Edge:
         return self._silent.is_set()
 
     @property
+    def may_return(self) -> bool:
+        """Whether the connection was lost at once, and the peer still runs."""
+        return not self._has_timed_out and self.is_over is not None and not self.is_over()
+
+    @property
     def failure(self) -> str:
         """The reason that the peer gave when it failed, or an empty text."""
         return self._failure
@@ -100,7 +111,7 @@ class Edge:
                 if header.kind == Kind.BEAT:
                     continue
                 if header.kind == Kind.FAILED:
-                    self._failure = header.text
+                    self._failure = header.reason
                 if header.kind == Kind.REOPEN:
                     self._lose("the other side opens another edge")
                     return
@@ -110,6 +121,7 @@ class Edge:
                 if header.kind in (Kind.FAILED, Kind.REFUSED):
                     return
         except (LinkLostError, ProtocolError) as error:
+            self._has_timed_out = isinstance(error, TimedOutError)
             self._lose(str(error))
             self._silent.set()
 
@@ -145,16 +157,16 @@ class Edge:
             pass
 
     def receiving(self, chunks: Iterable[Memory]) -> Iterator[None]:
-        """Receive as `receive` does, and yield whenever the next chunk has arrived."""
-        under_way: deque[object] = deque()
-        for chunk in chunks:
-            under_way.append(self._data.receive(chunk))
-            if len(under_way) >= RECEIVES_UNDER_WAY:
-                self._wait(under_way.popleft())
-                yield
-        for transfer in under_way:
-            self._wait(transfer)
+        """Begin to receive as `receive` does. The result yields whenever the next chunk has arrived."""
+        rest = iter(chunks)
+        under_way: deque[object] = deque(map(self._data.receive, islice(rest, RECEIVES_UNDER_WAY)))
+        return self._arriving(under_way, rest)
+
+    def _arriving(self, under_way: deque[object], rest: Iterator[Memory]) -> Iterator[None]:
+        while under_way:
+            self._wait(under_way.popleft())
             yield
+            under_way.extend(map(self._data.receive, islice(rest, 1)))
 
     def _wait(self, transfer: object) -> None:
         try:

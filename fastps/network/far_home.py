@@ -4,7 +4,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -21,35 +21,43 @@ from fastps.network.parts import parts_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
-from fastps.network.sums import Sums, pack
+from fastps.network.sums import pack
 from fastps.system.deadline import Deadline
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 0.5
 _PAUSE_NS = 200_000_000
+_ASKING_S = 1.5  # the home may need this long to answer, after its last transfer over the lost edge has ended
 
 
 class FarHome:
-    """The home on node 0, across an edge."""
+    """The home on another node, across an edge."""
 
     def __init__(self, leaf: JobMemory, rendezvous: Rendezvous) -> None:
         self._leaf, self._rendezvous = leaf, rendezvous
-        self._nodes = rendezvous.nodes
+        self._nodes, self._home = rendezvous.nodes, rendezvous.home
+        self._floats = rendezvous.layout.buffer_floats
         self._parts = parts_of(rendezvous.layout)
         self._session = LeafSession(secrets.randbits(64), len(self._parts))
         self._edge: Edge | None = None
         self._end: NodeLostError | None = None
-        self._staging = _ring(leaf.layout.buffer_floats)
+        self._staging = _ring(self._floats)
         codec = CODECS[self._nodes.policy.link_dtype]
-        self._sent = RoundedSender(codec, leaf.layout.buffer_floats, is_sum=True) if codec is not None else None
+        self._sent = RoundedSender(codec, self._floats, is_sum=True) if codec is not None else None
         self._received = RoundedReceiver(codec) if codec is not None else None
         self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if len(self._parts) > 1 else None
         self._has_left = self._has_finished = False
 
-    def begin(self) -> None:
-        """Open the edge, and take the weights of the version to begin with. Raises NodeLostError."""
+    def begin(self, weights: torch.Tensor) -> None:
+        """Open the edge, and take the weights to begin with. Node 0 gives them to the other homes. Raises NodeLostError."""
+
+        def once() -> None:
+            if self._nodes.is_first:
+                self._give_first(weights)
+            self._fetch(weights)
+
         self._open_within(OPEN_S, OPEN_S, "it could not be reached")
-        self._until_done(lambda: self._fetch(Sums(self._leaf).weights(0)))
+        self._until_done(once)
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """See Upstream. A node that was lost and has joined again drops the sum, and takes the newest weights."""
@@ -121,13 +129,18 @@ class FarHome:
         edge = self._open_edge
         if edge.failure:
             raise NodeLostError(edge.failure)
-        logger.info("node %d: the edge to node 0 is lost (%s); opening another", self._nodes.number, loss)
+        if self._has_left:
+            raise self._lost(loss)
+        logger.info("node %d: the edge to node %d is lost (%s); opening another", self._nodes.number, self._home, loss)
+        may_return = edge.may_return
         edge.abandon()
         policy = self._nodes.policy
+        # The home may be in a transfer over the lost edge, which nothing ends but its timeout.
+        silent_s = policy.timeout_s + _ASKING_S if may_return else 0.8 * policy.timeout_s
         cut_s = self._leaf.timeout_s if policy.on_node_loss == "continue" else policy.timeout_s
-        self._open_within(cut_s, 0.8 * policy.timeout_s, loss)
+        self._open_within(cut_s, silent_s, loss, edge.is_over)
 
-    def _open_within(self, cut_s: float, silent_s: float, loss: str) -> None:
+    def _open_within(self, cut_s: float, silent_s: float, loss: str, is_over: Callable[[], bool] | None = None) -> None:
         """Try to open an edge: for `cut_s` while nothing answers, for `silent_s` while only the home does not."""
         clock = self._leaf.clock
         began_ns = reached_ns = clock.now_ns()
@@ -135,8 +148,9 @@ class FarHome:
             now_ns = clock.now_ns()
             if isinstance(found, UnreachableError):
                 reached_ns = now_ns
-            if now_ns - reached_ns >= silent_s * 1e9 or now_ns - began_ns >= cut_s * 1e9:
-                raise NodeLostError(f"node 0, which holds the weights, was lost: {loss}; {found}", 0)
+            is_late = now_ns - reached_ns >= silent_s * 1e9 or now_ns - began_ns >= max(cut_s, silent_s) * 1e9
+            if self._has_left or is_late or (is_over is not None and is_over()):
+                raise self._lost(f"{loss}; {found}")
             clock.sleep_ns(_PAUSE_NS)
 
     @staticmethod
@@ -157,12 +171,16 @@ class FarHome:
         except (UnreachableError, SilentError):
             raise
         except (LinkLostError, ProtocolError) as error:
-            raise NodeLostError(f"node 0, which holds the weights, was lost: {error}", 0) from error
+            raise self._lost(str(error)) from error
         if answer.kind == Kind.WELCOME and self._session.version:
             logger.warning(
                 "node %d was lost and has joined again; %d pushes of its workers were dropped",
                 self._nodes.number, self._session.dropped - before,
             )  # fmt: skip
+
+    def _lost(self, reason: str) -> NodeLostError:
+        held = "the weights" if self._nodes.policy.homes == "first" else "a share of the weights"
+        return NodeLostError(f"node {self._home}, which holds {held}, was lost: {reason}", self._home)
 
     # -- what travels ------------------------------------------------------------------------------
 
@@ -171,18 +189,22 @@ class FarHome:
         session = self._session
         first = session.part
         self._open_edge.send_header(replace(header, step=session.step, part=first))
+        # The peer begins to send once it knows of a receive, and would hear of one that begins later only behind what this side
+        # sends: at 1 Gbit/s, 80 ms later.
+        arriving = self._begin_to_take(after)
         if sent is None:
-            self._take_next(before, after)
+            self._take_next(before, after, arriving)
         elif self._receiver is None:
             self._send(sent, first)
-            self._take_next(before, after)
+            self._take_next(before, after, arriving)
         else:  # the first parts return before the last are sent
-            taken = self._receiver.submit(self._take_next, before, after)
+            taken: list[Future[None]] = [self._receiver.submit(self._take_next, before, after, arriving)]
             try:
                 self._send(sent, first)
             finally:
-                taken.exception()  # the other thread writes into the leaf's memory until it ends
-            taken.result()
+                taken[0].exception()  # the other thread writes into the leaf's memory until it ends
+            # An error that refers to its own future through this frame would keep the transfers, and with them the lost link.
+            taken.pop().result()
         if self._sent is not None:
             self._sent.settle()
 
@@ -194,24 +216,33 @@ class FarHome:
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
         self._open_edge.send(memory for each in ([_bytes(pack(terms))], rest) for memory in each)
 
+    def _give_first(self, weights: torch.Tensor) -> None:
+        """Give the home the weights that the job begins with."""
+        self._open_edge.send_header(Header(Kind.FIRST))
+        memory = _memory(weights)
+        self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks())
+
     def _fetch(self, after: torch.Tensor) -> None:
         """Take the weights with which a new lane begins."""
         self._open_edge.send_header(Header(Kind.FETCH))
         self._take_weights(0, after)
         if self._sent is not None:
-            self._sent.begin(torch.zeros(self._leaf.layout.buffer_floats))
+            self._sent.begin(torch.zeros(self._floats))
 
-    def _take_next(self, before: torch.Tensor, after: torch.Tensor) -> None:
+    def _begin_to_take(self, after: torch.Tensor) -> Iterator[None]:
+        """Begin to receive the next version's weights."""
+        if self._received is not None:
+            return self._open_edge.receiving(self._received.memory(last - first for first, last in self._chunks()))
+        weights = _memory(after)
+        return self._open_edge.receiving(weights[4 * first : 4 * last] for first, last in self._chunks())
+
+    def _take_next(self, before: torch.Tensor, after: torch.Tensor, arriving: Iterator[None]) -> None:
         """Take the weights of the next version. Rounded floats are the difference from the version before."""
-        if self._received is None:
-            self._take_weights(self._session.step, after)
-            return
         version = self._await_weights(self._session.step)
-        spans = list(self._chunks())
-        arriving = self._open_edge.receiving(self._received.memory(last - first for first, last in spans))
-        for number, (first, last) in enumerate(spans):
+        for number, (first, last) in enumerate(self._chunks()):
             next(arriving)
-            torch.add(before[first:last], self._received.values(number, last - first), out=after[first:last])
+            if self._received is not None:
+                torch.add(before[first:last], self._received.values(number, last - first), out=after[first:last])
         self._session.took(version)
 
     def _take_weights(self, step: int, after: torch.Tensor) -> None:
@@ -234,11 +265,11 @@ class FarHome:
         while (answer := self._open_edge.next_header(_LISTEN_S)) is None:
             if deadline.is_over(clock.now_ns()):
                 raise TimeoutExceededError(
-                    f"node {self._nodes.number} waited {self._leaf.timeout_s:g} s for the weights of node 0, which may wait"
-                    " for a slower node; raise FASTPS_TIMEOUT if it is only slow"
+                    f"node {self._nodes.number} waited {self._leaf.timeout_s:g} s for the weights of node {self._home}, which"
+                    " may wait for a slower node; raise FASTPS_TIMEOUT if it is only slow"
                 )
         if answer.kind == Kind.FAILED:
-            raise LinkLostError(answer.text)
+            raise LinkLostError(answer.reason)
         self._session.check_weights(answer, step)
         return answer.version
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
-from fastps.network.link import LinkLostError, Memory
+from fastps.network.link import LinkLostError, Memory, TimedOutError
 
 Transfer = tuple[Work, torch.Tensor]
 
@@ -60,7 +60,8 @@ class GlooLink:
             transfer[0].wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             self.close()
-            raise LinkLostError(reason_of(error)) from error
+            reason = reason_of(error)
+            raise (TimedOutError if reason.startswith("Timed out") else LinkLostError)(reason) from error
 
     def close(self) -> None:
         """See Link. The group ends with its last reference, which a waiting thread keeps until its timeout."""

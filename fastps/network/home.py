@@ -4,6 +4,7 @@ Each arena is an ordinary store, so the compiled scheduler decides between nodes
 in every arena. Its sum is written straight into the lanes' slots, and its weights are read from the pinned buffers.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ from typing import cast
 import numpy as np
 
 from fastps.errors import Error, NodeLostError
-from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
+from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership.job_memory import Floats, JobMemory, Views
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
@@ -26,6 +27,8 @@ from fastps.network.sums import Terms
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.store.worker import Worker
+
+_LOOK_S = 0.1
 
 
 class _Lane(Worker):
@@ -37,6 +40,11 @@ class _Lane(Worker):
         if self.check is not None:
             self.check()
         super()._look(now_ns)
+
+    def _others_are_done(self) -> bool:
+        if self.check is not None:  # a node may be lost, or its edge, while it waits for the others at the end
+            self.check()
+        return super()._others_are_done()
 
 
 class HomeStore(Store):
@@ -50,6 +58,7 @@ class NodeLanes:
 
     Attributes:
         session: what is posted. A push that is sent again over another edge is counted once.
+        has_left: whether the node has said that it makes no more steps.
     """
 
     def __init__(self, parts: list[Part], workers: list[Worker], within: str, session: HomeSession) -> None:
@@ -60,6 +69,7 @@ class NodeLanes:
         self._pulled = [0] * len(parts)  # the step whose weights each part has pulled
         self._changed = threading.Condition()
         self._is_aborted = False
+        self.has_left = False
 
     def check_with(self, check: Callable[[], None]) -> None:
         """Call this in every wait from now on."""
@@ -128,6 +138,7 @@ class NodeLanes:
 
     def last(self) -> Iterator[tuple[Part, list[Memory]]]:
         """Leave each part in turn, wait for the other nodes, and pull the final weights. May be called again."""
+        self.has_left = True
         for part, worker in zip(self.parts, self._workers, strict=True):
             worker.wait_for_others()
             yield part, _weights(worker)
@@ -162,9 +173,10 @@ class NodeLanes:
 
 @dataclass
 class Home:
-    """The home arenas of a job.
+    """The home arenas of one node: of the whole model on node 0, or with homes="spread" of the node's share.
 
     Attributes:
+        has_first: set once the arenas have the weights that the job begins with, which are those of node 0.
         is_closing: set once node 0 has left: no lost node can join again.
         failure: why a job that ends with a lost node ends; empty until then.
     """
@@ -173,6 +185,7 @@ class Home:
     stores: list[Store]
     nodes: Nodes
     is_closing: threading.Event = field(default_factory=threading.Event)
+    has_first: threading.Event = field(default_factory=threading.Event)
     failure: str = ""
 
     def check(self) -> None:
@@ -182,11 +195,11 @@ class Home:
 
     @staticmethod
     def create(
-        layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
+        share: Part, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
     ) -> "Home":
-        """Make the arenas, with the weights of the leaf's version 0, or with the state that `resume` gives for each part."""
-        home = Home(parts_of(layout), [], nodes)
-        first = np.frombuffer(leaf.memory, np.float32, layout.buffer_floats, leaf.arena.weights_offset(0))
+        """Make a share's arenas, with the leaf's weights of version 0, or with the state that `resume` gives for each part."""
+        home = Home(parts_of(share.layout), [], nodes)
+        first = np.frombuffer(leaf.memory, np.float32, share.floats, leaf.arena.weights_offset(0) + 4 * share.first)
         try:
             for number, part in enumerate(home.parts):
                 state = resume(part) if resume is not None else None
@@ -194,7 +207,21 @@ class Home:
         except BaseException:
             home.close()
             raise
+        if nodes.is_first:
+            home.has_first.set()
         return home
+
+    def first_weights(self) -> list[Memory]:
+        """The memory of the weights to begin with, to be written before `has_first` is set."""
+        return [
+            np.frombuffer(store.memory, np.uint8, 4 * store.layout.buffer_floats, store.arena.weights_offset(0))
+            for store in self.stores
+        ]
+
+    def await_first(self, look: Callable[[], None]) -> None:
+        """Wait for the weights to begin with. `look` raises what ends the wait."""
+        while not self.has_first.wait(_LOOK_S):
+            look()
 
     def attach(self, node: int, incarnation: int = 0) -> NodeLanes:
         """Take a node's lanes for an agent. A lost node's lanes can be taken again if the job goes on. Raises AttachError."""
@@ -209,6 +236,8 @@ class Home:
     def go_on_without(self, node: int) -> None:
         """Take a lost node out of all quorums. What it has posted is folded."""
         for store in self.stores:
+            if store.arena.lane_state(node) == LANE_FREE:  # it never came; only an owner can be dead
+                store.arena.claim(node, os.getpid())
             store.arena.mark_dead(node, store.arena.generation(node))
 
     def loss_of(self, error: Error) -> NodeLostError:

@@ -1,7 +1,8 @@
-"""The leaf: the fold of a node's own arena. It takes the sum of the pushes to the home and returns with the home's weights.
+"""The leaf: a node's own arena, and its fold. It takes the sum of the pushes to the home and returns with the home's weights.
 
 Other arenas apply the update rule in a fold. A leaf sums its workers' pushes, hands the sum to the home, and takes the weights
-that the home grants. It holds the lock of its shard meanwhile, so later pushes wait in their slots.
+that the home grants. It holds the lock of its shard meanwhile, so later pushes wait in their slots. Its workers cannot fold,
+because the home has the weights; they end when their agent is lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,20 +11,25 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from fastps.errors import NodeLostError
 from fastps.job.nodes import Nodes
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
+from fastps.kernels.shm.arena import LANE_LEFT
 from fastps.membership.job_memory import JobMemory
 from fastps.network.messages import Header, Kind
 from fastps.network.sums import SumOfPushes, Sums, Terms
+from fastps.store.served_worker import ServedWorker
+from fastps.store.store import Store
 
 
 class Outgoing(Protocol):
     """What a node sends to the home: the sum of its workers' gradients, or what its weights have moved."""
 
-    def begin(self, outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
-        """The terms, and the chunks, which are computed one by one into `outs`. May be called again.
+    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """The terms, and the chunks from float `first` on, which are computed one by one into `outs`.
 
-        Together `outs` are as long as a slot, and each but the last is whole chunks.
+        Together `outs` are as long as what is sent, and each but the last is whole chunks. May be called again, and by several
+        threads.
         """
         ...
 
@@ -49,6 +55,28 @@ class Upstream(Protocol):
     def leave(self, failure: str | None) -> None:
         """End. The other nodes get `failure` as the reason, if there is one. May be called twice."""
         ...
+
+
+class LeafWorker(ServedWorker):
+    """A worker of a leaf arena."""
+
+    def take_over(self) -> None:
+        """Never combine. Raises NodeLostError unless the agent has left, as it does once the other nodes have left."""
+        arena = self.store.arena
+        if arena.lane_state(arena.server_lane) != LANE_LEFT:
+            reason = arena.failure(arena.server_lane).partition(": ")[2]
+            raise NodeLostError(reason or f"this node's agent (process {arena.process_id(arena.server_lane)}) was killed")
+        self.is_served = False
+
+    def _others_are_done(self) -> bool:
+        """Whether the workers of all nodes have left: the agent leaves last."""
+        return not self.store.arena.is_served() and super()._others_are_done()
+
+
+class LeafStore(Store):
+    """The arena of one node, whose server is the node's agent."""
+
+    served_class = LeafWorker
 
 
 class Leaf:

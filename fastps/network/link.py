@@ -20,6 +20,10 @@ class LinkLostError(Error):
     """The peer is gone, a transfer took too long, or the link was closed."""
 
 
+class TimedOutError(LinkLostError):
+    """A transfer took too long."""
+
+
 class UnreachableError(LinkLostError):
     """Nothing answers at all: the network may be cut, and may come back."""
 
@@ -43,7 +47,10 @@ class Link(Protocol):
         ...
 
     def wait(self, transfer: Transfer, timeout_s: float) -> None:
-        """Wait for the end of a transfer. After an error or the timeout the link is closed. Raises LinkLostError."""
+        """Wait for the end of a transfer. After an error or the timeout the link is closed.
+
+        Raises LinkLostError, and TimedOutError after the timeout.
+        """
         ...
 
     def close(self) -> None:

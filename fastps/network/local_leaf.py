@@ -28,12 +28,11 @@ class Difference:
     def __init__(self, before: torch.Tensor, now: torch.Tensor, terms: Terms) -> None:
         self._before, self._now, self._terms = before, now, terms
 
-    def begin(self, outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
         """See Outgoing."""
-        return self._terms, self._chunks(outs)
+        return self._terms, self._chunks(outs, first)
 
-    def _chunks(self, outs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        begin = 0
+    def _chunks(self, outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
         for out in outs:
             for first, last in chunk_ranges(0, len(out)):
                 chunk = out[first:last]

@@ -22,10 +22,11 @@ class Kind(enum.IntEnum):
     """The kind of a message.
 
     HELLO opens an edge. The home answers WELCOME if the node gets a new lane, RESUME if it goes on with its own, and REFUSED
-    if it cannot join. FETCH asks for the weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS
-    answers all three. BEAT shows that the sender lives. LEAVE says that a node makes no more steps; WEIGHTS answers it when
-    all nodes have left, and DONE says that these have come. REOPEN says that the sender has closed the edge and will open
-    another. FAILED ends an edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
+    if it cannot join. FIRST brings a home on another node than node 0 the weights that the job begins with. FETCH asks for the
+    weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS answers all three. BEAT shows that the
+    sender lives. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left, and DONE says that
+    these have come. REOPEN says that the sender has closed the edge and will open another. FAILED ends an edge for good, with a
+    reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1
@@ -43,6 +44,7 @@ class Kind(enum.IntEnum):
     DONE = 13
     CHALLENGE = 14
     PROOF = 15
+    FIRST = 16
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ class Header:
     version: int = 0
     lane: int = 0
     text: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The text of REFUSED or FAILED as an error or a terminal may show it: one line that is not empty.
+
+        >>> Header(Kind.FAILED, text="no memory\\n").reason
+        'no memory'
+        """
+        line = "".join(each if each.isprintable() else " " for each in self.text).strip()
+        return line or "the other side gave no reason"
 
     def pack(self) -> bytes:
         """The message in HEADER_BYTES bytes."""

@@ -1,4 +1,4 @@
-"""The home as node 0's own leaf reaches it: both are in one process."""
+"""The home as the leaf of its own node reaches it: both are in one process."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,18 @@ from fastps.network.parts import Part
 
 
 class NearHome:
-    """The home of node 0's leaf. Sums are written straight into the home's slots. `others` serve the other nodes."""
+    """The home of this node's leaf. Sums are written straight into the home's slots. `others` serve the other nodes."""
 
     def __init__(self, home: Home, others: Sequence[threading.Thread]) -> None:
         self._home = home
-        self._lanes = home.attach(0)
+        self._lanes = home.attach(home.nodes.number)
         self._lanes.check_with(home.check)
         self._others = others
+
+    def begin(self, weights: torch.Tensor) -> None:
+        """Write the weights to begin with, once they have come. Raises NodeLostError."""
+        self._home.await_first(self.check)
+        self._copy_weights(self._lanes.pulled(), weights)
 
     def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """See Upstream."""
@@ -69,6 +74,10 @@ class NearHome:
             self._lanes.look_around()
         except Error as error:
             raise self._home.loss_of(error) from error
+
+    def abort(self, failure: str) -> None:
+        """End a step that another thread makes."""
+        self._home.failure = self._home.failure or failure
 
     def leave(self, failure: str | None) -> None:
         """See Upstream. Waits until the other nodes have left or are lost, because the weights are here."""

@@ -4,16 +4,21 @@ While one part is summed, the part before it travels, another is folded, and ano
 parameter, because update rules work float by float. A model has several parts only under a discipline whose versions contain
 the pushes of all nodes: all parts then make the same decisions. Under other disciplines parts could fold different pushes, but
 a worker must read weights of one version.
+
+With homes="spread" every node has a home, and each home has a share of the model: one range of floats, cut into parts like a
+whole model.
 """
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
+from fastps.job.nodes import Nodes
 from fastps.network.edge import CHUNK_FLOATS
 
 _LEAST_CHUNKS = 3
 _MOST_PARTS = 50
+_ALIGNED_FLOATS = 16  # parameters begin at multiples of this
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,25 @@ def parts_of(layout: Layout) -> list[Part]:
     count = max(1, min(_MOST_PARTS, chunks // _LEAST_CHUNKS))
     policy, continues = layout.policy, layout.faults.continues
     if count == 1 or continues or not policy.is_level or policy.shards > 1:
-        return [Part(0, floats, layout, range(len(layout.parameters)))]
+        return [_whole(layout)]
     edges = [round(chunks * part / count) * CHUNK_FLOATS for part in range(count)] + [floats]
     return [_part(layout, first, last) for first, last in pairwise(edges)]
+
+
+def shares_of(layout: Layout, nodes: Nodes) -> list[Part]:
+    """The range of each home, by the number of its node: the whole model for node 0, or ranges of about equal length.
+
+    A model of few floats has fewer homes than nodes.
+    """
+    floats, homes = layout.buffer_floats, nodes.count if nodes.policy.homes == "spread" else 1
+    if homes == 1 or floats <= _ALIGNED_FLOATS:
+        return [_whole(layout)]
+    length = -(-floats // (homes * _ALIGNED_FLOATS)) * _ALIGNED_FLOATS
+    return [_part(layout, first, last) for first, last in pairwise([*range(0, floats, length), floats])]
+
+
+def _whole(layout: Layout) -> Part:
+    return Part(0, layout.buffer_floats, layout, range(len(layout.parameters)))
 
 
 def _part(layout: Layout, first: int, last: int) -> Part:

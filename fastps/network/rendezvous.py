@@ -4,6 +4,7 @@ Agents use the store only to join. Open edges do not need it.
 """
 
 import contextlib
+import copy
 import json
 import socket
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from fastps.job.layout import Layout, first_difference
 from fastps.job.nodes import Nodes
 from fastps.job.secret import secret_of_environment
 from fastps.network.addresses import own_address
-from fastps.network.awaiting import await_answer
+from fastps.network.awaiting import OpenPort, await_answer, is_refused
 from fastps.network.checks import hello_fault
 from fastps.network.edge import Edge
 from fastps.network.gloo import GlooLink, reason_of
@@ -32,22 +33,34 @@ from fastps.system.time_limit import call_within
 OPEN_S = 60.0  # the longest time that the first edge of a node takes to open
 _OPEN_SHARE = 0.9  # a home that does not come is told from a network that is cut
 _POLL_NS = 10_000_000
+_PROBE_S = 0.2
 LARGEST_MESSAGE = 16 << 20  # a chunk, or the terms of a sum, which are longer only for millions of parameters
 
 
 class Rendezvous:
     """One agent's side of the rendezvous of one job. `name` is the same on all nodes, and no other job of the launch has it.
 
+    Attributes:
+        home: the node of the home that edges lead to.
+        layout: what that home holds.
+
     Raises AttachError if no interface leads there, and UsageError for a public address that the user does not trust.
     """
 
     def __init__(self, nodes: Nodes, name: str, layout: Layout, timeout_s: float, clock: Clock) -> None:
         self.nodes, self.clock = nodes, clock
-        self.layout = layout
+        self.layout, self.home = layout, 0
         self._name = name
         self._timeout_s = timeout_s
         self._address = own_address(nodes.host, nodes.port, nodes.interface, nodes.trusts_network)
         self._secret = secret_of_environment()
+        self._port = OpenPort(self._address)
+
+    def of_home(self, home: int, layout: Layout) -> "Rendezvous":
+        """The same for edges to another node's home, which holds `layout`."""
+        found = copy.copy(self)
+        found.home, found.layout = home, layout
+        return found
 
     def store(self, timeout_s: float | None = None) -> Store:
         """A new connection, because a wait blocks all other calls on its connection. Raises AttachError."""
@@ -57,21 +70,23 @@ class Rendezvous:
     def publish(self) -> None:
         """Publish node 0's description of the job, so that another node can name what differs."""
         store = self.store()
+        self._publish_port(store)
         store.set("policy", json.dumps(asdict(self.nodes.policy)))
         store.set("layout", self.layout.text())
 
     def check(self) -> None:
         """Compare this node's description of the job with node 0's. Raises LayoutError that names the first difference."""
         store, layout = self.store(), self.layout
+        self._publish_port(store)
         try:
-            found, policy = store.get("layout").decode(), json.loads(store.get("policy"))
+            found, policy = store.get("layout").decode("utf-8", "replace"), _table_of(store.get("policy"))
         except RuntimeError as error:
             raise AttachError(
                 f"node {self.nodes.number} waited {self._timeout_s:g} s for node 0 to make its optimizer: start the script"
                 " there"
             ) from error
         differences = [
-            f"here {key} is {own}, there it is {policy[key]}" for key, own in self._own_policy() if policy[key] != own
+            f"here {key} is {own}, there it is {policy.get(key)}" for key, own in self._own_policy() if policy.get(key) != own
         ]
         if found != layout.text():
             differences.append(first_difference(layout.text(), found))
@@ -82,6 +97,19 @@ class Rendezvous:
             )
             store.set(_refused_key(self.nodes.number), reason)  # so that node 0 does not wait
             raise LayoutError(reason)
+
+    def _publish_port(self, store: Store) -> None:
+        store.set(_port_key(self.nodes.number), json.dumps([self._address, self._port.number]))
+
+    def end_of(self, store: Store, node: int) -> Callable[[], bool] | None:
+        """A function that says whether a node's agent has ended; None if its port is not known, or cannot be reached now."""
+        try:
+            host, port = json.loads(store.get(_port_key(node))) if store.check([_port_key(node)]) else ("", 0)
+        except (RuntimeError, ValueError):
+            host, port = "", 0
+        if not (isinstance(host, str) and host and isinstance(port, int)) or is_refused(host, port, _PROBE_S):
+            return None
+        return lambda: is_refused(host, port, _PROBE_S)
 
     def _own_policy(self) -> list[tuple[str, object]]:
         return list(asdict(self.nodes.policy).items())
@@ -103,7 +131,7 @@ class Rendezvous:
         node = self.nodes.number
         try:
             store = self.store(timeout_s)
-            epoch = int(store.add(_epoch_key(node), 1))
+            epoch = int(store.add(self.epoch_key(node), 1))
         except (AttachError, RuntimeError) as error:
             raise UnreachableError(reason_of(error)) from error
         try:
@@ -114,29 +142,39 @@ class Rendezvous:
             self.prove(edge, node, epoch, timeout_s, is_home=False)
             edge.send_header(replace(hello, kind=Kind.HELLO, layout=self.layout.digest(), weight=self.nodes.local_workers))
             answer = edge.next_header(timeout_s)
+            edge.is_over = self.end_of(store, self.home)
         except BaseException:
             edge.abandon()
             raise
         if answer is None or answer.kind not in (Kind.WELCOME, Kind.RESUME):
             edge.abandon()
-            raise LinkLostError(answer.text) if answer else SilentError(f"node 0 did not answer within {timeout_s:g} s")
+            silent = f"node {self.home} did not answer within {timeout_s:g} s"
+            raise LinkLostError(answer.reason) if answer else SilentError(silent)
         return edge, answer
 
     def prove(self, edge: Edge, node: int, epoch: int, timeout_s: float, *, is_home: bool) -> None:
         """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError."""
-        name = EdgeName(self._name, node, epoch, self.layout.digest())
+        name = EdgeName(self._name, self.home, node, epoch, self.layout.digest())
         prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
 
     def requests(self, node: int) -> "Requests":
-        """The requests of a node for an edge, as node 0 sees them."""
+        """The requests of a node for an edge, as the home sees them."""
         return Requests(self, node)
 
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
-        name = f"edge/{node}/{epoch}"
+        name = f"edge/{self.home}-{node}/{epoch}"
         control = self._link(store, f"{name}/control", side, timeout_s, HEADER_BYTES)
-        data = self._link(store, f"{name}/data", side, timeout_s, LARGEST_MESSAGE)
+        try:
+            data = self._link(store, f"{name}/data", side, timeout_s, LARGEST_MESSAGE)
+        except BaseException:
+            control.close()
+            raise
         return Edge(control, data, self.nodes.policy.timeout_s)
+
+    def epoch_key(self, node: int) -> str:
+        """The key at which a node counts the edges that it has asked for."""
+        return f"epoch/{self.home}-{node}"
 
     def _link(self, store: Store, name: str, side: int, timeout_s: float, largest: int) -> Link:
         if self.nodes.policy.link == "gloo":
@@ -174,6 +212,7 @@ class Requests:
         try:
             self._rendezvous.prove(edge, self._node, epoch, limit_s, is_home=True)
             hello = edge.next_header(limit_s)
+            edge.is_over = self._rendezvous.end_of(store, self._node)
         except LinkLostError:
             edge.abandon()
             raise
@@ -196,8 +235,8 @@ class Requests:
         try:
             store = self._connection()
             if self.epoch == 0 and store.check([_refused_key(self._node)]):
-                raise LinkLostError(store.get(_refused_key(self._node)).decode())
-            epoch = int(store.add(_epoch_key(self._node), 0))
+                raise LinkLostError(store.get(_refused_key(self._node)).decode("utf-8", "replace"))
+            epoch = int(store.add(self._rendezvous.epoch_key(self._node), 0))
         except RuntimeError:  # the connection was reset
             self._store = None
             return None
@@ -221,14 +260,22 @@ class Requests:
         raise LinkLostError(reason)
 
 
+def _table_of(data: bytes) -> dict[str, object]:
+    """The table in a record of JSON; an empty one for other bytes, which another version or another program may have left."""
+    try:
+        return dict(json.loads(data))
+    except (TypeError, ValueError):
+        return {}
+
+
 def open_s(nodes: Nodes, epoch: int) -> float:
     """The longest time that an edge takes to open: the first may wait for a busy machine, the others repair a running job."""
     return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
 
 
-def _epoch_key(node: int) -> str:
-    """The key at which a node counts the edges that it has asked for."""
-    return f"epoch/{node}"
+def _port_key(node: int) -> str:
+    """The key at which an agent says where its open port is."""
+    return f"port/{node}"
 
 
 def _refused_key(node: int) -> str:

@@ -30,17 +30,27 @@ class RoundedSender:
         self._decoded = torch.zeros(CHUNK_FLOATS)
         self._ring = _ring(codec, SENDS_UNDER_WAY + 1)
         self._messages = 0
+        self._step = 0  # the last for which `settle_before` was called
 
     def begin(self, values: torch.Tensor) -> None:
         """Set the values that the receiver has: they were sent unrounded."""
         self._kept.copy_(values)
-        self._is_encoded = False
+        self._is_encoded, self._step = False, 0
 
     def settle(self) -> None:
         """The receiver has the message that was encoded last. Does nothing the second time."""
         if self._is_encoded:
             self._kept, self._next = self._next, self._kept
             self._is_encoded = False
+
+    def settle_before(self, step: int) -> None:
+        """The receiver has begun a step, so it has the message of the step before.
+
+        Does nothing when the same step begins again: what is encoded by then is a part of its own message.
+        """
+        if step > self._step:
+            self.settle()
+            self._step = step
 
     def encoded(self, chunks: Iterable[torch.Tensor]) -> Iterator[Memory]:
         """Encode chunks in order, from the first float on. Only the last SENDS_UNDER_WAY messages are valid."""

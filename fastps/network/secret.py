@@ -33,9 +33,10 @@ class Headers(Protocol):
 
 @dataclass(frozen=True)
 class EdgeName:
-    """What names one edge: the job, the node at its leaf's end, its epoch, and the digest of the layout."""
+    """What names one edge: the job, the home, the node at its leaf's end, its epoch, and the digest of the layout."""
 
     job: str
+    home: int
     node: int
     epoch: int
     layout: bytes
@@ -80,7 +81,7 @@ def prove(edge: Headers, secret: Secret | None, name: EdgeName, *, is_home: bool
 
 
 def _proof(secret: Secret, name: EdgeName, prover: str, nonces: bytes) -> Header:
-    code = mac(secret, "edge", prover, nonces, name.job, 0, name.node, name.epoch, name.layout)
+    code = mac(secret, "edge", prover, nonces, name.job, name.home, name.node, name.epoch, name.layout)
     return Header(Kind.PROOF, layout=name.layout, text=code)
 
 
@@ -105,7 +106,7 @@ def _next(edge: Headers, kind: Kind, name: EdgeName, timeout_s: float) -> Header
     if header is None:
         raise LinkLostError(f"the other side did not prove within {timeout_s:g} s that it knows the job's secret")
     if header.kind == Kind.REFUSED:
-        raise LinkLostError(header.text)
+        raise LinkLostError(header.reason)
     if header.kind == Kind.HELLO:
         _refuse(edge, f"this job has a secret, and a node did not prove that it knows it: {HOW_TO_GIVE}")
     if header.kind != kind:

@@ -1,4 +1,4 @@
-"""The threads of node 0's agent that serve the other nodes, one for each."""
+"""The threads of a home's agent that serve the other nodes, one for each."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from fastps.errors import Error, NodeLostError, WorkerDiedError
+from fastps.errors import Error, NodeLostError, ProtocolError, WorkerDiedError
 from fastps.network.checks import check_push, check_terms
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
@@ -23,10 +23,11 @@ from fastps.network.sums import payload_bytes, unpack
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 1.0
-_SILENT_S = 0.3  # how long a node whose agent has closed the edge, or is silent, may take to ask for another edge
+_SILENT_S = 0.3  # how long a node whose agent has ended, or is silent, may take to ask for another edge
 _FOREVER_S = 1e9
 _OPENINGS = 4  # an edge may be lost while it opens, and the node asks again
-_STALLED_S = 1.5  # the same for a node that still answers
+_ASKING_S = 1.5  # how long a node whose agent still runs may take, after its last transfer over the lost edge has ended
+_PROBE_NS = 100_000_000
 
 
 class Serving(threading.Thread):
@@ -42,7 +43,7 @@ class Serving(threading.Thread):
         self._requests = requests
         self._timeout_s = timeout_s
         layout = home.stores[0].layout
-        self._groups, self._parameters = layout.groups, home.parts[-1].parameters.stop
+        self._rule, self._groups, self._parameters = layout.rule, layout.groups, home.parts[-1].parameters.stop
         codec = CODECS[home.nodes.policy.link_dtype]
         self._sent = RoundedSender(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
         self._received = RoundedReceiver(codec) if codec is not None else None
@@ -50,6 +51,7 @@ class Serving(threading.Thread):
         self._answer_under_way: Future[None] | None = None
         self._lanes: NodeLanes | None = None
         self._record = NodeRecord()
+        self._refusal = ""  # the last that was logged
         self._has_final = False  # whether the weights at the job's end have been sent
         self._continues = home.nodes.policy.on_node_loss == "continue"
 
@@ -69,10 +71,17 @@ class Serving(threading.Thread):
                 if self._requests.have_ended:
                     logger.info("node %d cannot come again: %s", self._node, error)
                     return
+                self._tell_refusal(str(error))
                 edge = None
                 continue
             if has_left:
                 return
+
+    def _tell_refusal(self, reason: str) -> None:
+        """Log why a node got no edge, once for each reason in turn, because it may ask again and again."""
+        if not self._home.is_closing.is_set() and reason != self._refusal:
+            self._refusal = reason
+            logger.warning("node %d asked for an edge and got none: %s", self._node, reason)
 
     def _serve_edge(self, edge: Edge, hello: Header) -> tuple[bool, Edge | None, Header]:
         """Serve over one edge until it ends. Returns whether the node has left, and the next edge, if it comes in time."""
@@ -82,7 +91,7 @@ class Serving(threading.Thread):
             while self._serve(edge):
                 pass
         except LinkLostError as error:
-            failure, loss = edge.failure, str(error)
+            failure, loss = self._named(edge.failure), str(error)
         except WorkerDiedError as error:  # another node is lost, and the job ends with it
             failure = str(self._home.loss_of(error))
         except Error as error:
@@ -102,6 +111,10 @@ class Serving(threading.Thread):
         self._lose(edge, failure or f"node {self._node} was lost: {loss}")
         return False, None, hello
 
+    def _named(self, reason: str) -> str:
+        """The reason that a node gave when it failed, with the node's name; empty if it gave none."""
+        return reason if not reason or f"node {self._node}" in reason else f"node {self._node} failed: {reason}"
+
     def _next_edge(self, edge: Edge) -> tuple[Edge, Header]:
         """Wait a short time for the node to open the edge again. Raises LinkLostError."""
         edge.ask_to_reopen()
@@ -109,7 +122,8 @@ class Serving(threading.Thread):
             for _ in range(_OPENINGS):
                 asked = self._requests.epoch
                 try:
-                    return self._requests.next(_STALLED_S, self._patience(edge))
+                    limit_s = self._home.nodes.policy.timeout_s + _ASKING_S
+                    return self._requests.next(limit_s, self._patience(edge))
                 except LinkLostError:
                     if self._requests.epoch == asked:
                         raise
@@ -118,15 +132,23 @@ class Serving(threading.Thread):
             edge.abandon()
 
     def _patience(self, edge: Edge) -> Callable[[], bool]:
-        """A function that says whether the node has been silent for too long; it counts from when nothing can come any more."""
-        deadline = threading.Event()
-        timer = threading.Timer(_SILENT_S, deadline.set)
-        timer.daemon = True
+        """A function that says whether the node has been silent for too long.
+
+        A node that has lost a connection may be in a transfer over the other one, which nothing ends but its timeout. So while
+        its agent runs, this waits for as long as that takes. Once the agent has ended, or has been silent for the timeout,
+        this waits only a short time.
+        """
+        clock = self._home.stores[0].clock
+        asked_ns, silent_ns = 0, 0
 
         def is_over() -> bool:
-            if edge.is_silent and not timer.is_alive() and not deadline.is_set():
-                timer.start()
-            return deadline.is_set() or self._home.is_closing.is_set()
+            nonlocal asked_ns, silent_ns
+            now_ns = clock.now_ns()
+            if edge.is_silent and not silent_ns and now_ns - asked_ns >= _PROBE_NS:
+                asked_ns = now_ns
+                silent_ns = 0 if edge.may_return else now_ns
+            is_late = silent_ns > 0 and now_ns - silent_ns >= _SILENT_S * 1e9
+            return is_late or self._home.is_closing.is_set()
 
         return is_over
 
@@ -186,21 +208,35 @@ class Serving(threading.Thread):
             lanes.look_around()
         elif header.kind == Kind.FETCH:
             self._send_first(edge, lanes)
+        elif header.kind == Kind.FIRST and self._node == 0:
+            self._take_first(edge)
         elif header.kind == Kind.LEAVE:
             self._answer(edge, 0, lanes.last(), None)
             self._has_final = True
-        elif header.kind == Kind.DONE:
+        elif header.kind == Kind.DONE and self._has_final:
             return False
         elif header.kind in (Kind.NULL, Kind.PUSH):
             self._step(edge, lanes, header)
         elif header.kind == Kind.FAILED:
-            raise LinkLostError(header.text)
+            raise LinkLostError(header.reason)
         else:
-            raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends")
+            raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends now")
         return True
+
+    def _look(self, edge: Edge) -> None:
+        edge.check()
+        self._home.check()
+
+    def _take_first(self, edge: Edge) -> None:
+        """Receive the weights that the job begins with. Those that come again are thrown away."""
+        home, thrown_away = self._home, np.zeros(CHUNK_BYTES, np.uint8)
+        chunks = (chunk for memory in home.first_weights() for chunk in chunks_of(memory))
+        edge.receive(thrown_away[: len(chunk)] if home.has_first.is_set() else chunk for chunk in chunks)
+        home.has_first.set()
 
     def _send_first(self, edge: Edge, lanes: NodeLanes) -> None:
         """Send the weights with which a new lane begins, never rounded."""
+        self._home.await_first(lambda: self._look(edge))
         if self._sent is not None:
             held = [memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories]
             self._sent.begin(torch.from_numpy(np.concatenate(held)))
@@ -209,10 +245,12 @@ class Serving(threading.Thread):
     def _step(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
         """Make one step of the node, unless it is made already, and answer with the weights."""
         lanes.session.check(header)
+        if lanes.has_left:
+            raise ProtocolError(f"expected LEAVE or DONE of a node that has left, found {header.kind.name}")
         if header.kind == Kind.PUSH:
             check_push(header)
-        if self._sent is not None and header.step > lanes.session.step:
-            self._sent.settle()  # the node has the weights of the step before
+        if self._sent is not None:
+            self._sent.settle_before(header.step)
         granted = lanes.granted(header.step)
         if header.kind == Kind.PUSH:
             if self._sender is not None:
@@ -239,7 +277,7 @@ class Serving(threading.Thread):
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)
         arriving = edge.receiving(memory for each in ([packed], own) for memory in each)
         next(arriving)
-        check_terms(packed.tobytes(), self._groups, self._parameters)
+        check_terms(packed.tobytes(), self._rule, self._groups, self._parameters)
         terms = unpack(packed.tobytes(), self._groups, self._parameters)
         number = 0
         for part, slot, missing in wanted:

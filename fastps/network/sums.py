@@ -74,12 +74,15 @@ class Sums:
         offset = self._store.arena.weights_offset(buffer)
         return torch.from_numpy(np.frombuffer(self._store.memory, np.float32, self._floats, offset))
 
-    def begin(self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+    def begin(
+        self, pushes: Sequence[FoldedPush], outs: Sequence[torch.Tensor], first: int = 0
+    ) -> tuple[Terms, Iterator[torch.Tensor]]:
         """The terms of a sum, and its chunks, which are computed one by one into `outs`, one of them after the other.
 
-        Together `outs` are as long as a slot, and each but the last is whole chunks. A single push that is not scaled is not
-        copied: its own memory is handed out.
+        `outs` are filled with the floats from `first` on, and each but the last is whole chunks. A single push that is not
+        scaled is not copied: its own memory is handed out.
         """
+        last = first + sum(map(len, outs))
         pushes = sorted(pushes, key=lambda push: (push.lane, push.slot))
         words = [self._store.slot_words(push.lane, push.slot) for push in pushes]
         present = np.logical_or.reduce([bits for _, bits in words])
@@ -87,19 +90,28 @@ class Sums:
         slots = [self.slot(push.lane, push.slot) for push in pushes]
         scales = [push.scale for push in pushes]
         if not all(bits.all() for _, bits in words):
-            whole = torch.zeros(self._floats)  # between parameters, too: int8 has one scale for a block
-            self._sum_by_parameter(slots, scales, [bits for _, bits in words], whole)
-            return terms, _chunks(whole)
+            total = torch.zeros(last - first)  # between parameters, too: int8 has one scale for a block
+            self._sum_by_parameter(slots, scales, [bits for _, bits in words], total, first)
+            return terms, _chunks(total)
         if len(slots) == 1 and scales[0] == 1.0:
-            return terms, _chunks(slots[0])
-        return terms, _summed(slots, scales, outs)
+            return terms, _chunks(slots[0][first:last])
+        return terms, _summed(slots, scales, outs, first)
 
     def _sum_by_parameter(
-        self, slots: list[torch.Tensor], scales: list[float], present: list[npt.NDArray[np.bool_]], out: torch.Tensor
+        self,
+        slots: list[torch.Tensor],
+        scales: list[float],
+        present: list[npt.NDArray[np.bool_]],
+        out: torch.Tensor,
+        begin: int,
     ) -> None:
-        """The whole sum, where some push lacks a parameter: its slot then holds old values."""
-        for index, (first, last) in enumerate(self._spans):
-            total = out[first:last].zero_()
+        """Add to `out` the floats from `begin` on, where some push lacks a parameter: its slot then holds old values."""
+        end = begin + len(out)
+        for index, span in enumerate(self._spans):
+            first, last = max(span[0], begin), min(span[1], end)
+            if first >= last:
+                continue
+            total = out[first - begin : last - begin]
             for slot, scale, bits in zip(slots, scales, present, strict=True):
                 if bits[index]:
                     total.add_(slot[first:last], alpha=scale)
@@ -112,9 +124,9 @@ class SumOfPushes:
     sums: Sums
     pushes: Sequence[FoldedPush]
 
-    def begin(self, outs: Sequence[torch.Tensor]) -> tuple[Terms, Iterator[torch.Tensor]]:
+    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
         """See Outgoing."""
-        return self.sums.begin(self.pushes, outs)
+        return self.sums.begin(self.pushes, outs, first)
 
 
 def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -122,8 +134,7 @@ def _chunks(whole: torch.Tensor) -> Iterator[torch.Tensor]:
         yield whole[first:last]
 
 
-def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    begin = 0
+def _summed(slots: list[torch.Tensor], scales: list[float], outs: Sequence[torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
     for out in outs:
         for first, last in chunk_ranges(0, len(out)):
             _sum([slot[begin + first : begin + last] for slot in slots], scales, out[first:last])

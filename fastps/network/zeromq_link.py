@@ -4,6 +4,9 @@ Each link has a pair of sockets of its own and new keys. The sides exchange thei
 store at the rendezvous; the job's secret authenticates them, so nobody else can put a key there. The listening side accepts
 only the key that it expects. It must go on to listen, because libzmq ends a connection with the listener that accepted it.
 
+ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process when one is due on a connection that has ended while messages
+of it wait to be read. Agents send beats of their own.
+
 A ZeroMQ socket belongs to one thread. So each link has a thread, which takes sends and receives from queues.
 """
 
@@ -22,7 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.secret import Secret
 from fastps.network.gloo import reason_of
-from fastps.network.link import LinkLostError, Memory
+from fastps.network.link import LinkLostError, Memory, TimedOutError
 from fastps.network.secret import are_equal, mac
 from fastps.system.extras import how_to_install
 
@@ -34,8 +37,6 @@ except ImportError:
     zmq = None  # type: ignore[assignment]
 
 QUEUED = 8  # messages at each side at the most
-HEARTBEAT_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 10_000  # a backstop: agents notice a silent peer sooner
 LINGER_MS = 500  # what an orderly end may take to send the last message
 _CURVE_BYTES = 1024  # more than CURVE adds to a message
 _GREETING = b"fastps"
@@ -103,7 +104,6 @@ class ZeromqLink:
         for option, value in {
             zmq.SNDHWM: QUEUED, zmq.RCVHWM: QUEUED, zmq.LINGER: 0, zmq.IPV6: ":" in address, zmq.RECONNECT_IVL: _NEVER_MS,
             zmq.MAXMSGSIZE: largest + _CURVE_BYTES, zmq.HANDSHAKE_IVL: int(1000 * min(timeout_s, 10.0)),
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_TIMEOUT_MS,
         }.items():  # fmt: skip
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED)
@@ -170,7 +170,7 @@ class ZeromqLink:
     def _fail(self, reason: str) -> None:
         self._lose(reason)
         self.close()
-        raise LinkLostError(reason)
+        raise TimedOutError(reason)
 
     def close(self) -> None:
         """See Link. What was sent before still leaves, unless the link is lost or a send is under way."""

@@ -68,6 +68,11 @@ class NodeOptions:
                 "with --local-steps each node has an optimizer's state of its own, which no checkpoint has: expected no"
                 " --checkpoint and --resume beside it; save the model after wait_for_others()"
             )
+        if self.policy.homes == "spread" and (options.checkpoint or options.resume):
+            raise UsageError(
+                "with --homes spread each node has a share of the state, and no checkpoint collects them: expected no"
+                " --checkpoint and --resume beside it; leave --homes spread out, or save the model after wait_for_others()"
+            )
 
     @property
     def number(self) -> int:

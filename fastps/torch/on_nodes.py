@@ -16,7 +16,7 @@ from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
 from fastps.network.home_checkpoint import HomeView, LeafStart
-from fastps.network.leaf_store import LeafStore
+from fastps.network.leaf import LeafStore
 from fastps.network.meeting import kept_descriptors
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
@@ -50,7 +50,7 @@ class NodePlacement(HostPlacement):
 
     def start(self, resumed: Checkpoint) -> StartState:
         """See HostPlacement. The leaf begins with the weights and the steps; node 0's agent reads the rest from the folder."""
-        self._refuse_local_state()
+        self._refuse_scattered_state()
         self._resumed = str(resumed.folder)
         return LeafStart(resumed, self._home, self._nodes.number)
 
@@ -65,14 +65,19 @@ class NodePlacement(HostPlacement):
 
     def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
         """See HostPlacement. Raises UnsupportedError on other nodes than node 0."""
+        self._refuse_scattered_state()
         if not self._nodes.is_home:
             raise UnsupportedError(
                 f"node {self._nodes.number} has only weights, and node 0 has the optimizer's state: save on a worker of node 0"
             )
-        self._refuse_local_state()
         return self._view(worker).pin(groups, extra, waits=waits)
 
-    def _refuse_local_state(self) -> None:
+    def _refuse_scattered_state(self) -> None:
+        if self._nodes.policy.homes == "spread":
+            raise UnsupportedError(
+                "with homes=spread each node has a share of the optimizer's state, which no checkpoint collects: save the model"
+                " after wait_for_others()"
+            )
         if self._nodes.policy.local_steps:
             raise UnsupportedError(
                 "with local_steps each node has an optimizer's state of its own, which no checkpoint has: save the model after"

@@ -10,7 +10,7 @@ import pytest
 
 import fastps
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_LIVE
-from tests.support import processes
+from tests.support import descriptors, processes
 
 AMOUNT = np.float32(1.0 / 1024)
 SPECS = ["bsp", "asp", "ssp:2", "dssp:1,4", "softsync:2", "backup:1", "psp:2,0.5", "hardsync:4", "r2sp:0.5", "adv:2"]
@@ -148,6 +148,18 @@ def test_a_worker_that_left_may_come_back() -> None:
         processes.finish([steady, again], 20)
         assert (steady.exit_code, again.exit_code) == (0, 0)
         assert again.outcome[2] == 1
+
+
+def test_a_worker_that_leaves_and_comes_back_in_a_living_process_costs_the_others_no_descriptor() -> None:
+    """The agent of node 0 has the lanes of all nodes, so it lives on when a lane changes hands."""
+    with _store("asp", workers=2) as store, store.attach(0) as stays:
+        counts = []
+        for _ in range(6):
+            with store.attach(1) as comes:
+                stays.look_around()
+                comes.step()
+            counts.append(descriptors.opened().count("anon_inode:[pidfd]"))
+        assert counts[1:] == [counts[1]] * 5, counts
 
 
 def test_more_workers_than_stated_are_refused() -> None:

@@ -1,13 +1,16 @@
 """Waits for node 0: for its name and for its port."""
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from fastps.errors import AttachError
-from fastps.network.awaiting import await_answer, await_name
+from fastps.network.awaiting import await_answer, await_name, is_refused
 from fastps.network.rendezvous import connect_store
 from fastps.system.ports import free_port
 
@@ -38,3 +41,19 @@ def test_a_port_that_stays_closed_gives_its_reason() -> None:
         AttachError, match=rf"no rendezvous answered at 127\.0\.0\.1:{port} within 0\.2 s \(Connection refused\)"
     ):
         connect_store("127.0.0.1", port, 0.2)
+
+
+def test_the_port_of_a_process_is_refused_once_it_has_ended() -> None:
+    """A stopped process still has its port, and so is not taken for one that has ended."""
+
+    program = "from fastps.network.awaiting import OpenPort; print(OpenPort('127.0.0.1').number, flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        for _ in range(300):  # more than wait to be taken
+            assert not is_refused("127.0.0.1", port, 1.0)
+        process.send_signal(signal.SIGSTOP)
+        assert not is_refused("127.0.0.1", port, 1.0)
+        process.kill()
+    assert is_refused("127.0.0.1", port, 1.0)

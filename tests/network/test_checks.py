@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.errors import ProtocolError
-from fastps.job.update_rules import Hyper
+from fastps.job.update_rules import SGD, Hyper, RMSProp, Rule
 from fastps.network.checks import check_push, check_terms, hello_fault
 from fastps.network.messages import Header, Kind
 from fastps.network.sums import Terms, pack, payload_bytes, unpack
 
 GROUPS, PARAMETERS = 2, 70
+RULE = SGD(0.1, momentum=0.9).rule
 GOOD = pack(Terms([Hyper(0.1, flags=3)] * GROUPS, np.ones(PARAMETERS, np.bool_)))
 LAYOUT = bytes(range(32))
 
@@ -47,22 +48,38 @@ def test_numbers_of_a_push_beyond_their_range_are_refused(fields: dict[str, int]
     ],
 )
 def test_hyper_parameters_that_no_optimizer_has_are_refused(column: int, value: float, message: str) -> None:
-    check_terms(GOOD, GROUPS, PARAMETERS)
+    check_terms(GOOD, RULE, GROUPS, PARAMETERS)
     words = np.frombuffer(GOOD, np.float64, len(Hyper._fields) * GROUPS).copy()
     words[len(Hyper._fields) + column] = value
     with pytest.raises(ProtocolError, match=message):
-        check_terms(words.tobytes() + GOOD[words.nbytes :], GROUPS, PARAMETERS)
+        check_terms(words.tobytes() + GOOD[words.nbytes :], RULE, GROUPS, PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "hyper", "needed"),
+    [
+        (SGD(0.1).rule, SGD(0.1, momentum=0.9).hyper, 1),
+        (RMSProp().rule, RMSProp(momentum=0.9).hyper, 2),
+        (RMSProp(momentum=0.9).rule, RMSProp(centered=True).hyper, 3),
+    ],
+)
+def test_hyper_parameters_that_need_more_state_than_the_job_has_are_refused(rule: Rule, hyper: Hyper, needed: int) -> None:
+    """Such a push would fail the fold, and with it the job on all nodes."""
+    data = pack(Terms([hyper], np.ones(PARAMETERS, np.bool_)))
+    with pytest.raises(ProtocolError, match=f"found some that need {needed}: build the same optimizer"):
+        check_terms(data, rule, 1, PARAMETERS)
+    check_terms(data, RMSProp(momentum=0.9, centered=True).rule, 1, PARAMETERS)
 
 
 def test_bits_of_parameters_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ProtocolError, match="bits for 70 parameters"):
-        check_terms(GOOD[:-1] + b"\x80", GROUPS, PARAMETERS)
+        check_terms(GOOD[:-1] + b"\x80", RULE, GROUPS, PARAMETERS)
 
 
 @given(st.binary(min_size=payload_bytes(GROUPS, PARAMETERS), max_size=payload_bytes(GROUPS, PARAMETERS)))
 def test_what_passes_can_be_unpacked(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        check_terms(data, GROUPS, PARAMETERS)
+        check_terms(data, RULE, GROUPS, PARAMETERS)
         unpack(data, GROUPS, PARAMETERS)
 
 
@@ -71,5 +88,5 @@ def test_damaged_terms_are_refused_or_unpacked(at: int, value: int) -> None:
     data = bytearray(GOOD)
     data[at] = value
     with contextlib.suppress(ProtocolError):
-        check_terms(bytes(data), GROUPS, PARAMETERS)
+        check_terms(bytes(data), RULE, GROUPS, PARAMETERS)
         assert unpack(bytes(data), GROUPS, PARAMETERS).hypers[0].flags >= 0

@@ -82,7 +82,7 @@ def test_periodic_checkpoints_load_into_plain_torch(shape: tuple[int, int], tmp_
     """Node 0 writes them while the nodes train, and each has one version of all parts."""
     _train((1, 1), _work(shape, STEPS), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="2")
     checkpoint = fastps.load(tmp_path)
-    assert checkpoint.version in range(2, STEPS + 1, 2), "a checkpoint that takes long delays the next"
+    assert 2 <= checkpoint.version <= STEPS  # one that takes long delays the next, by any number of versions
     model = _model(shape)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     adam.load_state_dict(fastps.optimizer_state_dict(checkpoint))

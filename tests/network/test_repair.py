@@ -37,10 +37,17 @@ def _work(shape: tuple[int, int], sync: str, steps: int, pause_s: float) -> Call
 
 
 def _reset_edges(seed: int, until: threading.Event, pause_s: float) -> int:
-    """Reset one or all connections between agents, now and then. Returns how many were reset."""
-    draw, count = random.Random(seed), 0
+    """Reset one or all connections between agents, now and then. Returns how many were reset.
+
+    As a rule it waits until all edges are open again: a busy machine may take long to open one, and four lost in a row are
+    a lost node.
+    """
+    draw, count, most = random.Random(seed), 0, 0
     while not until.wait(draw.uniform(0.5, 1.5) * pause_s):
         found = nodes.connections()
+        most = max(most, len(found))
+        if len(found) < most and draw.random() < 0.9:
+            continue
         for ports in found if draw.random() < 0.3 else found[:1] and [draw.choice(found)]:
             nodes.reset(ports)
             count += 1
@@ -71,6 +78,11 @@ CASES = [
 ]
 
 
+# Gloo ends its process if a connection is destroyed under a write, as `ss -K` does and no network: such a run is repeated.
+_REPEATED = pytest.mark.flaky(reruns=2, only_rerun=["was killed"])
+
+
+@_REPEATED
 @pytest.mark.parametrize(("shape", "link_dtype", "steps", "pause_s"), CASES)
 def test_weights_have_the_bits_of_a_job_without_losses(
     shape: tuple[int, int], link_dtype: str, steps: int, pause_s: float
@@ -86,6 +98,21 @@ def test_weights_have_the_bits_of_a_job_without_losses(
     assert stormy == calm
 
 
+@_REPEATED
+@pytest.mark.slow
+def test_edges_between_spread_homes_are_repaired() -> None:
+    """Each pair of nodes has two edges, one to each home, with two parts in each."""
+    reason = nodes.missing_reset_reason()
+    if reason:
+        pytest.skip(reason)
+    work = _work((3000, 2100), "bsp", 20, 0.0)
+    calm, _ = _train((1, 1), work, 0.0, FASTPS_HOMES="spread")
+    stormy, resets = _train((1, 1), work, 0.25, FASTPS_HOMES="spread")
+    assert resets > 1
+    assert stormy == calm
+
+
+@_REPEATED
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["asp", "ssp:3", "dssp:3,15", "backup:1", "softsync:1"])
 def test_every_version_is_made_under_other_disciplines(sync: str) -> None:
@@ -96,3 +123,18 @@ def test_every_version_is_made_under_other_disciplines(sync: str) -> None:
     outcomes, resets = _train((1, 1, 1), _work(SMALL, sync, STEPS, 0.03), 0.25)
     assert resets > 1
     assert len({weights for weights, _ in outcomes}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["gloo", "zmq"])
+def test_a_node_that_waits_for_the_others_at_the_end_gets_another_edge(link: str) -> None:
+    """Node 1 makes 20 steps and waits, node 0 makes 200; meanwhile all connections are reset."""
+    reason = nodes.missing_reset_reason()
+    if reason:
+        pytest.skip(reason)
+    secret = "a secret of the tests"
+    work = lambda rank: _work(SMALL, "asp", 20 if rank else 200, 0.02)(rank)  # noqa: E731
+    outcomes, resets = _train((1, 1), work, 0.7, FASTPS_LINK=link, FASTPS_SECRET=secret)
+    assert resets > 1
+    assert outcomes[0][0] == outcomes[1][0], "all nodes end with the same weights"
+    assert [version for _, version in outcomes] == [200, 20]

@@ -18,7 +18,7 @@ from tests.network.conftest import Pair, both
 from tests.support import nodes, processes
 
 FIRST, OTHER = Secret(b"the first secret text"), Secret(b"another secret text!!")
-NAME = EdgeName("job", 1, 3, bytes(range(32)))
+NAME = EdgeName("job", 0, 1, 3, bytes(range(32)))
 
 
 @dataclass

@@ -253,3 +253,25 @@ def test_a_job_of_two_nodes_trains_over_encrypted_links() -> None:
         results.append([child.outcome for child in children])
     assert results[0] == results[1], "the weights have the bits of a job over plain links"
     assert results[0][0] == results[0][1]
+
+
+def test_a_peer_that_ends_while_nobody_reads_what_it_sent_does_not_abort_this_process(store: TCPStore) -> None:
+    """libzmq's own heartbeats ended the process here: Assertion failed: !_io_error."""
+
+    def work() -> str:
+        links: Links = both(lambda side: _link(store.port, side))
+        for number in range(40):  # more than wait at both sides
+            links[1].send(np.full(512, number, np.uint8))
+        time.sleep(0.5)
+        links[1]._lose("the test ends it")  # so that it leaves at once
+        links[1].close()
+        time.sleep(2.5)
+        try:
+            links[0].wait(links[0].receive(np.zeros(512, np.uint8)), 5.0)
+        except LinkLostError:
+            return "lost"
+        return "received"
+
+    child = processes.start(work)
+    processes.finish([child], 30)
+    assert child.exit_code == 0, child.outcome

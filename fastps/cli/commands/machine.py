@@ -14,6 +14,7 @@ from fastps.cli.options import (
     SYNC_HELP,
     CheckpointDirectory,
     Every,
+    Homes,
     Hosts,
     InjectFaults,
     Interface,
@@ -102,8 +103,8 @@ def _names_python(argument: str) -> bool:
     return not path.is_file() if path.parent == Path() else os.access(path, os.X_OK)
 
 
-def _report(outcome: "Outcome", json_file: str | None) -> None:
-    """Print what went wrong, and write the exits of all workers."""
+def _report(outcome: "Outcome", json_file: str | None) -> int:
+    """Print what went wrong, and write the exits of all workers. Returns the exit code."""
     from fastps.cli.report import faults_text
     from fastps.processes.failure_report import failure_panel
     from fastps.system.json_report import write_json
@@ -115,6 +116,7 @@ def _report(outcome: "Outcome", json_file: str | None) -> None:
     if json_file is not None:
         rows = [{"worker": worker.rank, "restart": worker.restart, "exit_code": worker.exit_code} for worker in outcome.workers]
         write_json("run", rows, json_file)
+    return outcome.exit_code
 
 
 def _run_on_hosts(context: typer.Context) -> int:
@@ -181,6 +183,7 @@ def run(
     hosts: Hosts = "",
     ssh_command: SshCommand = "",
     link: LinkKind = "gloo",
+    homes: Homes = "first",
     secret_file: SecretFile = None,
     trace: TraceFile = None,
     server: Server = "",
@@ -198,8 +201,7 @@ def run(
 ) -> None:
     """Run a training script in several workers.
 
-    Each learns from its environment which worker it is (--env). When a worker fails, the first failure is
-    reported and the others are ended; with --restarts it is replaced, and the others go on.
+    When a worker fails, the first failure is reported and the others are ended; with --restarts it is replaced.
     """
     from fastps.device.placement import parse_gpus
     from fastps.processes.launcher import Launcher
@@ -218,9 +220,7 @@ def run(
     launcher = Launcher(
         command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
     )
-    outcome = launcher.run()
-    _report(outcome, json_file)
-    raise typer.Exit(outcome.exit_code)
+    raise typer.Exit(_report(launcher.run(), json_file))
 
 
 @commands.command(

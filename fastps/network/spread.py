@@ -1,0 +1,100 @@
+"""Several homes as one upstream: with homes="spread" each node has a share of the weights and of the optimizer's state.
+
+A step goes to all homes at once, each in a thread of its own. Every home decides by itself; under the disciplines that are
+allowed, all homes fold the pushes of all nodes into every version.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from fastps.network.far_home import FarHome
+from fastps.network.leaf import Outgoing
+from fastps.network.messages import Header
+from fastps.network.near_home import NearHome
+from fastps.network.parts import Part
+from fastps.network.sums import Terms
+
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class OutgoingShare:
+    """The range of an outgoing sum that one home gets."""
+
+    whole: Outgoing
+    share: Part
+
+    def begin(self, outs: Sequence[torch.Tensor], first: int = 0) -> tuple[Terms, Iterator[torch.Tensor]]:
+        """See Outgoing."""
+        terms, chunks = self.whole.begin(outs, self.share.first + first)
+        parameters = self.share.parameters
+        return Terms(terms.hypers, terms.present[parameters.start : parameters.stop]), chunks
+
+
+class SpreadHomes:
+    """The homes of all shares; `near` is that of this node, if it has one.
+
+    Args:
+        shares: the range of each home, in the same order as `homes`.
+        give_up_s: how long a thread that waits for a lost link may take to end.
+    """
+
+    def __init__(self, shares: Sequence[Part], homes: Sequence[FarHome | NearHome], give_up_s: float) -> None:
+        self._shares, self._homes = shares, homes
+        self._give_up_s = give_up_s
+        self._threads = ThreadPoolExecutor(len(homes), "fastps-home")
+        self._under_way: list[Future[None]] = []
+
+    def begin(self, weights: torch.Tensor) -> None:
+        """Write the weights to begin with. Raises NodeLostError."""
+        self._all(lambda share, home: home.begin(weights[share.first : share.last]))
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+        """See Upstream."""
+
+        def one(share: Part, home: FarHome | NearHome) -> None:
+            floats = slice(share.first, share.last)
+            home.step(header, OutgoingShare(sent, share) if sent is not None else None, before[floats], after[floats])
+
+        self._all(one)
+
+    def finish(self, after: torch.Tensor) -> None:
+        """See Upstream."""
+        self._all(lambda share, home: home.finish(after[share.first : share.last]))
+
+    def _all(self, call: Callable[[Part, FarHome | NearHome], None]) -> None:
+        """Call for all homes at once. The first error is raised at once; `leave` then ends the other calls."""
+        self._under_way = [
+            self._threads.submit(call, share, home) for share, home in zip(self._shares, self._homes, strict=True)
+        ]
+        waiting: set[Future[None]] = set(self._under_way)
+        while waiting:
+            done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            self._near_check()
+
+    def _near_check(self) -> None:
+        for home in self._homes:
+            if isinstance(home, NearHome):
+                home.check()
+
+    def check(self) -> None:
+        """See Upstream. Several lost edges are opened again at once, because a home waits only a short time for that."""
+        self._all(lambda share, home: home.check() if isinstance(home, FarHome) else None)
+
+    def leave(self, failure: str | None) -> None:
+        """See Upstream."""
+        for home in self._homes:
+            if isinstance(home, FarHome):
+                home.leave(failure)
+            elif failure:
+                home.abort(failure)
+        wait(self._under_way, self._give_up_s)
+        self._threads.shutdown(wait=False)
+        for home in self._homes:
+            if isinstance(home, NearHome):
+                home.leave(failure)

@@ -1,0 +1,240 @@
+"""A job whose nodes share the weights and the optimizer's state: the results of one home, and what it refuses."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from fastps.bench.namespaces import missing_reason
+from fastps.errors import PolicyError, UnsupportedError, UsageError
+from fastps.job.nodes import NodePolicy, Nodes, check_policy
+from fastps.job.specs import parse_policy
+from fastps.network.edge import CHUNK_FLOATS
+from tests.support import nodes, processes
+from tests.support.bridge import Bridge, bridge
+
+STEPS, BATCH = 8, 6
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+MOMENTUM: Optimizers = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
+
+
+class Words(torch.nn.Module):
+    """An embedding that is larger than a node's share, and a layer that some steps leave out."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = torch.nn.Embedding(rows, 16)
+        self.sometimes = torch.nn.Linear(16, 16)
+        self.top = torch.nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        found = self.words(inputs).mean(1)
+        return self.top(torch.tanh(self.sometimes(found)) if uses_all else found)
+
+
+def _batches(workers: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    count = workers * BATCH
+    return [
+        (torch.randint(0, rows, (count, 4), generator=generator), torch.randint(0, 3, (count,), generator=generator))
+        for _ in range(STEPS)
+    ]
+
+
+def _weights(model: torch.nn.Module) -> np.ndarray[Any, Any]:
+    return torch.cat([value.detach().reshape(-1) for value in model.parameters()]).numpy().copy()
+
+
+def _alone(make: Optimizers, workers: int, rows: int) -> np.ndarray[Any, Any]:
+    """One process of plain torch that trains on the batches of all workers."""
+    model = Words(rows, seed=0)
+    optimizer = make(model.parameters())
+    for step, (inputs, labels) in enumerate(_batches(workers, rows)):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs, step % 3 > 0), labels).backward()
+        optimizer.step()
+    return _weights(model)
+
+
+def _train(folder: Path, counts: tuple[int, ...], make: Optimizers, rows: int, **variables: str) -> list[np.ndarray[Any, Any]]:
+    """The final weights of all workers. Only worker 0 begins with the weights that the job is to begin with."""
+
+    def work(rank: int) -> Any:
+        model = Words(rows, seed=rank)
+        with fastps.DistributedOptimizer(make(model.parameters()), batch_size=BATCH, timeout_s=30) as optimizer:
+            for step, (inputs, labels) in enumerate(_batches(sum(counts), rows)):
+                own = slice(rank * BATCH, (rank + 1) * BATCH)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs[own], step % 3 > 0), labels[own]).backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+            assert optimizer.version == STEPS
+            np.save(folder / f"{rank}.npy", _weights(model))
+        return "ended"
+
+    with nodes.rendezvous() as port:
+        children = nodes.start(counts, port, work, {"FASTPS_HOMES": "spread", **variables})
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * sum(counts), [child.outcome for child in children]
+    return [np.load(folder / f"{rank}.npy") for rank in range(sum(counts))]
+
+
+_SMALL, _PARTS = 500, 8 * CHUNK_FLOATS // 16  # rows; the second has several parts in each of two shares
+
+
+@pytest.mark.parametrize(
+    ("counts", "make", "rows"),
+    [
+        pytest.param((1, 2), ADAM, _SMALL, id="1+2, adam"),
+        pytest.param((2, 2), MOMENTUM, _SMALL, id="2+2, momentum", marks=pytest.mark.slow),
+        pytest.param((2, 2), ADAM, _PARTS, id="2+2, adam, parts", marks=pytest.mark.slow),
+        pytest.param((1, 3), ADAM, _SMALL, id="1+3, adam", marks=pytest.mark.slow),
+        pytest.param((2, 1, 1), MOMENTUM, _PARTS, id="2+1+1, momentum, parts", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 1), ADAM, _SMALL, id="1+1+1+1, adam", marks=pytest.mark.slow),
+    ],
+)
+def test_spread_homes_train_as_one_process_does_with_the_batches_of_all(
+    tmp_path: Path, counts: tuple[int, ...], make: Optimizers, rows: int
+) -> None:
+    """The embedding has more floats than a node's share. The nodes begin with the weights of node 0, not with their own."""
+    outcomes = _train(tmp_path, counts, make, rows)
+    assert 16 * rows > sum(value.numel() for value in Words(rows, 0).parameters()) / len(counts)
+    assert np.allclose(outcomes[0], _alone(make, sum(counts), rows), rtol=0, atol=1e-5)
+    assert all(np.array_equal(weights, outcomes[0]) for weights in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("link_dtype", "off"), [("bfloat16", 5e-3), ("int8", 2e-2)])
+def test_rounded_floats_travel_between_spread_homes(tmp_path: Path, link_dtype: str, off: float) -> None:
+    outcomes = _train(tmp_path, (1, 1, 1), MOMENTUM, _SMALL, FASTPS_LINK_DTYPE=link_dtype)
+    assert all(np.array_equal(weights, outcomes[0]) for weights in outcomes)
+    assert 0 < np.abs(outcomes[0] - _alone(MOMENTUM, 3, _SMALL)).max() < off
+
+
+@pytest.mark.slow
+def test_nodes_with_local_steps_end_equal_with_spread_homes(tmp_path: Path) -> None:
+    outcomes = _train(tmp_path, (1, 1), MOMENTUM, _SMALL, FASTPS_LOCAL_STEPS="3")
+    first = _train(tmp_path, (1, 1), MOMENTUM, _SMALL, FASTPS_LOCAL_STEPS="3", FASTPS_HOMES="first")
+    assert np.array_equal(outcomes[0], outcomes[1])
+    assert np.allclose(outcomes[0], first[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_killed_node_is_named_everywhere(number: int, tmp_path: Path) -> None:
+    """Whichever it is: every node has a share of the weights."""
+
+    def work(rank: int) -> Any:
+        model = Words(_SMALL, seed=0)
+        try:
+            with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
+                for step in range(100_000):
+                    optimizer.zero_grad()
+                    model(torch.zeros(2, 4, dtype=torch.long), True).sum().backward()
+                    optimizer.step()
+                    if step == 10:
+                        (tmp_path / str(rank)).touch()
+        except fastps.NodeLostError as error:
+            return time.monotonic(), str(error)
+        return time.monotonic(), "the training ended"
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1, 1), port, work, {"FASTPS_HOMES": "spread"})
+        nodes.await_files(tmp_path, 3)
+        killed = time.monotonic()
+        os.kill(nodes.agents()[number], signal.SIGKILL)
+        processes.finish(children, 60)
+    for node, child in enumerate(children):
+        ended, text = child.outcome
+        assert ended - killed < 3.5
+        assert f"node {number}" in text or node == number, text
+
+
+def test_what_spread_homes_cannot_do_is_refused_by_name() -> None:
+    policy = NodePolicy(homes="spread")
+    two = Nodes(2, 0, 0, 1, "127.0.0.1", 1, policy)
+    with pytest.raises(UsageError, match="a lost node takes its share"):
+        NodePolicy(homes="spread", on_node_loss="continue")
+    for spec in ("asp", "dssp:1,3", "bsp,shards=2"):
+        with pytest.raises(PolicyError, match="choose bsp or hardsync"):
+            check_policy(parse_policy(spec), two)
+    check_policy(parse_policy("hardsync:64"), two)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    def work(rank: int) -> Any:
+        model = Words(_SMALL, seed=0)
+        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
+            model(torch.zeros(2, 4, dtype=torch.long), True).sum().backward()
+            optimizer.step()
+            with pytest.raises(UnsupportedError, match="homes=spread"):
+                fastps.save(optimizer, tmp_path)
+            optimizer.wait_for_others()
+        return json.dumps("ended")
+
+    with nodes.rendezvous() as port:
+        children = nodes.start((1, 1), port, work, {"FASTPS_HOMES": "spread"})
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+
+
+SCRIPT = """
+import json, os, time
+import torch
+import fastps
+
+torch.set_num_threads(1)
+weights = torch.nn.Parameter(torch.zeros(5_000_000))
+with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=120) as optimizer:
+    optimizer.expose_gradients()
+    weights.grad.fill_(1.0)
+    optimizer.wait_for_start()
+    times = [time.perf_counter()]
+    for _ in range(8):
+        optimizer.expose_gradients()
+        optimizer.step()
+        times.append(time.perf_counter())
+    optimizer.wait_for_others()
+print(json.dumps([b - a for a, b in zip(times[2:], times[3:])]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.timeout(300)
+def test_spread_homes_are_faster_where_the_link_of_node_0_is_the_limit(tmp_path: Path) -> None:
+    """Three nodes at 400 Mbit/s: node 0's link carries two models each way, and with spread homes every link 4/3 of one."""
+    reason = missing_reason()
+    if reason:
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    seconds = {}
+    with bridge(3) as made:
+        for node in range(3):
+            made.slow(node, 400)
+        for homes in ("first", "spread"):
+            launchers = []
+            for node in range(3):
+                command = [sys.executable, "-m", "fastps", "run", "--nnodes", "3", "--node-rank", str(node), "--homes", homes]
+                command += ["--rendezvous", f"{Bridge.address(0)}:29400", "-n", "1", str(tmp_path / "train.py")]
+                launchers.append(subprocess.Popen(made.command(node, command), stdout=subprocess.PIPE, text=True))
+            outs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+            assert [launcher.returncode for launcher in launchers] == [0, 0, 0], outs
+            line = outs[0].splitlines()[-1]
+            seconds[homes] = statistics.median(json.loads(line[line.rindex("[") :]))
+    print(seconds)
+    assert seconds["first"] > 1.2 * seconds["spread"], seconds
