@@ -7,11 +7,35 @@ whatever happens.
 import secrets
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the cable can do.
+
+    Attributes:
+        rate_mbit: the most bits in each direction, in Mbit/s; 0: as fast as the machine copies.
+        round_trip_ms: how long a packet and its answer are on their way; 0: no time.
+    """
+
+    rate_mbit: int = 0
+    round_trip_ms: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """How rows call it.
+
+        >>> Link(1000, 1.0).name, Link().name
+        ('1000 Mbit/s, 1 ms', 'veth')
+        """
+        rate = f"{self.rate_mbit} Mbit/s" if self.rate_mbit else "veth"
+        return f"{rate}, {self.round_trip_ms:g} ms" if self.round_trip_ms else rate
 
 
 @dataclass(frozen=True)
@@ -39,27 +63,48 @@ def missing_reason() -> str:
 
 
 @contextmanager
-def two_nodes(rate_mbit: int = 0) -> Iterator[Nodes]:
-    """Make two nodes. `rate_mbit` limits the cable in each direction; 0: as fast as the machine copies."""
+def two_nodes(link: Link) -> Iterator[Nodes]:
+    """Make two nodes, and a link between them."""
     tail = secrets.token_hex(3)
     names = f"fastps-{tail}-0", f"fastps-{tail}-1"
     made = Nodes(names, (f"fp{tail}a", f"fp{tail}b"))
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        first, second = made.interfaces
-        _ip("link", "add", first, "netns", names[0], "type", "veth", "peer", "name", second, "netns", names[1])
-        for name, interface, address in zip(names, made.interfaces, ADDRESSES, strict=True):
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
-            _ip("-n", name, "link", "set", interface, "up")
-            if rate_mbit:
-                shape = f"tbf rate {rate_mbit}mbit burst 256kb latency 20ms".split()
-                subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", interface, "root", *shape], check=True)
-        yield made
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    with ExitStack() as running:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+            if link.round_trip_ms:
+                running.enter_context(_slow_cable(made, link.round_trip_ms))
+            else:
+                first, second = made.interfaces
+                _ip("link", "add", first, "netns", names[0], "type", "veth", "peer", "name", second, "netns", names[1])
+            for name, interface, address in zip(names, made.interfaces, ADDRESSES, strict=True):
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
+                _ip("-n", name, "link", "set", interface, "up")
+                if link.rate_mbit:
+                    shape = f"tbf rate {link.rate_mbit}mbit burst 256kb latency 20ms".split()
+                    subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", interface, "root", *shape], check=True)
+            yield made
+        finally:
+            for name in names:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@contextmanager
+def _slow_cable(nodes: Nodes, round_trip_ms: float) -> Iterator[None]:
+    """Join the nodes by a process that holds each packet."""
+    delay_ns = round(round_trip_ms * 1e6 / 2)
+    command = [sys.executable, "-m", "fastps.bench.two_nodes.cable", *nodes.interfaces, str(delay_ns)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:
+        try:
+            assert cable.stdout is not None
+            if not cable.stdout.readline():
+                raise OSError("the cable did not start: is /dev/net/tun there?")
+            for name, interface in zip(nodes.names, nodes.interfaces, strict=True):
+                _ip("link", "set", interface, "netns", name)
+            yield
+        finally:
+            cable.kill()
 
 
 def _ip(*arguments: str) -> None:

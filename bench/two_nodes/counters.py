@@ -1,4 +1,4 @@
-"""What a node has used: bytes on its interface, and the processor time of its agent.
+"""What a node has used: bytes on its interface, and the processor time of the agent that this process has started.
 
 An interface counts a segment of up to 64 KiB, which the kernel hands over whole, with one header. Its token bucket, if it has
 one, counts the headers of each packet of 1,500 bytes, as a cable carries them.
@@ -20,19 +20,19 @@ class Counters:
     Attributes:
         sent: bytes that left by the interface.
         packets: the same with the headers of each packet; 0 if the interface has no token bucket.
-        agent_cpu_s: processor time of the node's agent, user and system; 0 without an agent.
+        cpu_s: processor time of this process's agent, user and system; 0 without an agent.
     """
 
     sent: int
     packets: int
-    agent_cpu_s: float
+    cpu_s: float
 
     def __sub__(self, before: "Counters") -> "Counters":
-        return Counters(self.sent - before.sent, self.packets - before.packets, self.agent_cpu_s - before.agent_cpu_s)
+        return Counters(self.sent - before.sent, self.packets - before.packets, self.cpu_s - before.cpu_s)
 
 
 def read(interface: str) -> Counters:
-    """The counters of the network namespace of this process."""
+    """The counters of this process, and of its network namespace."""
     sent = int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
     return Counters(sent, _packet_bytes(interface), sum(map(_cpu_s, _agents())))
 
@@ -43,22 +43,19 @@ def _packet_bytes(interface: str) -> int:
     return sum(each["bytes"] for each in json.loads(shown or "[]") if each.get("kind") == "tbf")
 
 
-def _agents() -> list[int]:
-    """The process ids of the agents in this network namespace."""
-    own, found = os.readlink("/proc/self/ns/net"), []
+def _agents() -> list[list[str]]:
+    """What /proc says of the agents that this process has started."""
+    found = []
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
         try:
-            is_agent = _AGENT in (process / "cmdline").read_bytes() and os.readlink(process / "ns/net") == own
-        except OSError:  # the process has ended
+            # The name of the process, in parentheses, may have spaces.
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid() and _AGENT in (process / "cmdline").read_bytes():
+                found.append(fields)
+        except (OSError, IndexError):  # not a process, or one that has ended
             continue
-        if is_agent:
-            found.append(int(process.name))
     return found
 
 
-def _cpu_s(process: int) -> float:
-    # The name of the process, in parentheses, may have spaces.
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+def _cpu_s(fields: list[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,6 @@
 """One of two processes, one on each node, that send and receive so many bytes at once: over plain sockets, or over an edge.
 
-Nothing else happens, so this is the bound of a step, and what a transfer costs. It prints the seconds of each exchange, and the
-processor time of all.
+Nothing else happens, so this is the bound of a step, and what a transfer costs.
 """
 
 import json
@@ -11,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from fastps.bench.two_nodes.order import Order, meet, rendezvous
+from fastps.bench.two_nodes import counters
+from fastps.bench.two_nodes.order import Meeting, Order, answer, turns
 from fastps.job import environment
 from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.gloo import GlooLink
@@ -28,8 +29,8 @@ Ways = tuple[Callable[[], object], Way, Way]  # a barrier, send, receive
 
 
 @contextmanager
-def _sockets(store: Any, side: int, address: str) -> Iterator[Ways]:
-    connection = _listening(store, address) if side == 0 else _connecting(store)
+def _sockets(meeting: Meeting, side: int, address: str) -> Iterator[Ways]:
+    connection = _listening(meeting.store, address) if side == 0 else _connecting(meeting.store)
     with connection:
 
         def barrier() -> None:
@@ -42,6 +43,7 @@ def _sockets(store: Any, side: int, address: str) -> Iterator[Ways]:
                 at += connection.recv_into(view[at : at + CHUNK_BYTES])
 
         yield barrier, connection.sendall, receive
+        meeting.wait()
 
 
 def _listening(store: Any, address: str) -> socket.socket:
@@ -59,8 +61,8 @@ def _connecting(store: Any) -> socket.socket:
 
 
 @contextmanager
-def _edge(store: Any, side: int, address: str) -> Iterator[Ways]:
-    links = [GlooLink(store, name, side, address, _LIMIT_S) for name in ("control", "data")]
+def _edge(meeting: Meeting, side: int, address: str) -> Iterator[Ways]:
+    links = [GlooLink(meeting.store, name, side, address, _LIMIT_S) for name in ("control", "data")]
     edge = Edge(links[0], links[1], _LIMIT_S)
 
     def barrier() -> None:
@@ -69,37 +71,42 @@ def _edge(store: Any, side: int, address: str) -> Iterator[Ways]:
 
     try:
         yield barrier, lambda memory: edge.send(chunks_of(memory)), lambda memory: edge.receive(chunks_of(memory))
-        meet(store, "over", 2)  # the end of one side is a loss for the other
+        meeting.wait()  # the end of one side is a loss for the other
     finally:
         edge.close()
 
 
-PAIRS: dict[str, Callable[[Any, int, str], AbstractContextManager[Ways]]] = {"sockets": _sockets, "edge": _edge}
+PAIRS: dict[str, Callable[[Meeting, int, str], AbstractContextManager[Ways]]] = {"sockets": _sockets, "edge": _edge}
 
 
 def main() -> None:
     """Run one process of the pair."""
-    order, side = Order.given(), environment.rank()
-    store = rendezvous(is_keeper=side == 0)
+    order, meeting = Order.given(), Meeting()
     out, into = np.ones(4 * order.parameters, np.uint8), np.zeros(4 * order.parameters, np.uint8)
-    seconds, cpu_s = [], 0.0
-    pair = PAIRS[order.program](store, side, os.environ["FASTPS_INTERFACE"])
+    pair = PAIRS[order.program](meeting, environment.rank(), os.environ["FASTPS_INTERFACE"])
     with pair as (barrier, send, receive), ThreadPoolExecutor(1) as other:
-        for step in range(order.warm_up + order.steps):
+
+        def exchange() -> float:
+            into.fill(0)
             barrier()
-            if step == order.warm_up:
-                cpu_s = time.process_time()
             began_ns = time.perf_counter_ns()
             sending = other.submit(send, out)
             receive(into)
             sending.result()
-            seconds.append((time.perf_counter_ns() - began_ns) / 1e9)
-        cpu_s = time.process_time() - cpu_s
-        barrier()
-    print(json.dumps({"seconds": seconds[order.warm_up :], "result": float(into.min()), "cpu_s": cpu_s}))
-    store.add("ended", 1)
-    while side == 0 and store.add("ended", 0) < 2:
-        time.sleep(0.01)
+            return (time.perf_counter_ns() - began_ns) / 1e9
+
+        for warm_up, steps in turns():
+            for _ in range(warm_up):
+                exchange()
+            meeting.wait()
+            before, cpu_s = counters.read(order.interface), time.process_time()
+            seconds = [exchange() for _ in range(steps)]
+            cpu_s = time.process_time() - cpu_s
+            meeting.wait()
+            used = replace(counters.read(order.interface) - before, cpu_s=cpu_s)
+            answer(seconds=seconds, used=asdict(used))
+        answer(result=float(into.min()))
+    meeting.end()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fastps.job import environment
 from fastps.torch.optimizer import DistributedOptimizer
 
 _LAYERS, _BATCH, _RATE = 25, 8, 0.1
-_CHUNKS = 8  # of the hierarchical all-reduce
+_CHUNKS, _CHUNK_FLOATS = 8, 1 << 20  # of the hierarchical all-reduce: the most chunks, and the least size of each
 _LIMIT = timedelta(seconds=120)
 
 
@@ -93,7 +93,7 @@ def _hierarchical(order: Order, store: Any) -> Iterator[Side]:
         sums, leaders, copies = [_group_of(nodes), _group_of([[ranks[0] for ranks in nodes]]), _group_of(nodes)]
 
         def all_reduce(gradient: torch.Tensor) -> None:
-            chunks = gradient.chunk(_CHUNKS)
+            chunks = gradient.chunk(max(1, min(_CHUNKS, len(gradient) // _CHUNK_FLOATS)))
             for stage in range(len(chunks) + 2):
                 under_way = []
                 if stage < len(chunks):
@@ -167,7 +167,7 @@ class Layers(torch.nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """See torch.nn.Module."""
         for layer in self.layers:
-            values = _SlowBackward.apply(layer(values), self._layer_s)
+            values = _SlowBackward.apply(layer(values), self._layer_s)  # type: ignore[no-untyped-call]
         return values
 
 

@@ -1,12 +1,18 @@
-"""One turn of a side: the processes that it starts on two nodes, and what they have measured together."""
+"""A side of `fastps bench nodes` as the benchmark sees it: processes on two nodes, which make steps when told.
+
+They live until all turns are over, and between turns they wait. So turns may be short, and sides take turns often.
+"""
 
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from fastps.bench.measure import check
@@ -15,9 +21,28 @@ from fastps.bench.two_nodes.order import Order
 from fastps.system.ports import free_port
 
 NODES, LOCAL = 2, 2
-_LIMIT_S = 600
-_PAIRS = ("sockets", "edge")
-_PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+PAIRS = ("sockets", "edge")  # programs of one process a node
+_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a side runs.
+
+    Attributes:
+        program: its name in `bench/two_nodes`.
+        variables: of the environment.
+        rounds_of: steps come in rounds of so many, which differ. The figure is then their mean, else their median.
+    """
+
+    program: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    rounds_of: int = 1
+
+    @property
+    def local(self) -> int:
+        """The processes on each node."""
+        return 1 if self.program in PAIRS else LOCAL
 
 
 @dataclass(frozen=True)
@@ -25,71 +50,108 @@ class Turn:
     """What a turn measured, for each step.
 
     Attributes:
-        seconds: the median of the steps, or with `Side.is_mean` their mean, on the worker that waits longest.
-        result: a number that is the same on all workers.
-        sent: bytes that both nodes sent, each with what its interface counts; None for a pair.
+        seconds: of a step, on the process that waits longest.
+        sent: bytes that both nodes sent, as their interfaces count.
         packets: the same with the headers of each packet; 0 on a link without a token bucket.
         cpu_s: processor time of the agents, or of the processes of a pair.
     """
 
     seconds: float
-    result: float
-    sent: float | None
+    sent: float
     packets: float
     cpu_s: float
 
 
-@dataclass(frozen=True)
-class Side:
-    """A side of the benchmark.
+class Crew:
+    """The processes of a side. Raises WrongResultError when one of them fails or does not answer in time."""
 
-    Attributes:
-        program: what `bench/two_nodes` runs.
-        variables: of the environment.
-        warm_up: steps before those that are measured.
-        is_mean: whether steps differ, so that their mean is the figure.
-    """
+    def __init__(self, side: Side, nodes: Nodes, parameters: int, backward_s: float = 0.0) -> None:
+        self._side = side
+        self._processes: list[subprocess.Popen[str]] = []
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - close() closes it
+        self.steps = 0
+        port = free_port()
+        for rank in range(NODES * side.local):
+            node = rank // side.local
+            order = Order(side.program, parameters, nodes.interfaces[node], side.local, backward_s)
+            module = "pair" if side.program in PAIRS else "member"
+            command = [sys.executable, "-m", f"fastps.bench.two_nodes.{module}", *order.arguments()]
+            environment = {**os.environ, **_variables(nodes, node, rank, side.local, port), **side.variables}
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+            self._processes.append(subprocess.Popen(nodes.command(node, command), env=environment, text=True, **pipes))
 
-    program: str
-    variables: Mapping[str, str] = field(default_factory=dict)
-    warm_up: int = 2
-    is_mean: bool = False
-
-    def turn(self, nodes: Nodes, parameters: int, steps: int, backward_s: float = 0.0) -> Turn:
-        """Start the processes, and wait for their end. Raises WrongResultError if one fails or finds another result."""
-        port, local = free_port(), 1 if self.program in _PAIRS else LOCAL
-        processes = []
-        try:
-            for rank in range(NODES * local):
-                node = rank // local
-                order = Order(self.program, parameters, steps, self.warm_up, nodes.interfaces[node], local, backward_s)
-                module = "pair" if self.program in _PAIRS else "member"
-                command = [sys.executable, "-m", f"fastps.bench.two_nodes.{module}", *order.arguments()]
-                environment = {**os.environ, **_variables(nodes, node, rank, local, port), **self.variables}
-                processes.append(subprocess.Popen(nodes.command(node, command), env=environment, text=True, **_PIPES))
-            found = [self._told(process) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        results = {each["result"] for each in found}
-        check(len(results) == 1, "the same result on all workers", results)
-        return self._turn(found, steps)
-
-    def _told(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        out, errors = process.communicate(timeout=_LIMIT_S)
-        check(process.returncode == 0, f"a process of {self.program} to end well", errors[-500:])
-        told: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return told
-
-    def _turn(self, found: list[dict[str, Any]], steps: int) -> Turn:
-        middle = statistics.fmean if self.is_mean else statistics.median
-        seconds, result = max(float(middle(each["seconds"])) for each in found), float(found[0]["result"])
-        if self.program in _PAIRS:
-            return Turn(seconds, result, None, 0, sum(each["cpu_s"] for each in found) / steps)
+    def turn(self, steps: int) -> Turn:
+        """Make a step that is not measured, so that caches and connections are warm, and then so many."""
+        count = -(-steps // self._side.rounds_of) * self._side.rounds_of
+        warm_up = 1 if self._side.rounds_of == 1 else 0
+        for process in self._processes:
+            self._tell(process, f"{warm_up} {count}\n")
+        found = self._answers()
+        self.steps += warm_up + count
+        middle = statistics.median if self._side.rounds_of == 1 else statistics.fmean
+        seconds = max(float(middle(each["seconds"])) for each in found)
         used = [each["used"] for each in found if each["used"] is not None]
-        sent, packets, cpu_s = (sum(each[key] for each in used) / steps for key in ("sent", "packets", "agent_cpu_s"))
-        return Turn(seconds, result, sent, packets, cpu_s)
+        return Turn(seconds, *(sum(each[key] for each in used) / count for key in ("sent", "packets", "cpu_s")))
+
+    def result(self) -> float:
+        """End the processes. Returns their result, which is the same on all."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        results = {each["result"] for each in self._answers()}
+        check(len(results) == 1, f"the same result on all workers of {self._side.program}", results)
+        for process in self._processes:
+            process.wait(_LIMIT_S)
+        return float(results.pop())
+
+    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        """One line of each process."""
+        late = threading.Timer(_LIMIT_S, self._kill)
+        late.start()
+        try:
+            found = []
+            for process in self._processes:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    self._fail()
+                found.append(json.loads(line))
+        finally:
+            late.cancel()
+        return found
+
+    def _fail(self) -> None:
+        self._kill()
+        self._errors.seek(0)
+        check(False, f"an answer of each process of {self._side.program} within {_LIMIT_S:g} s", self._errors.read()[-500:])
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes. May be called twice."""
+        self._kill()
+        for process in self._processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+        self._errors.close()
 
 
 def _variables(nodes: Nodes, node: int, rank: int, local: int, port: int) -> dict[str, str]:

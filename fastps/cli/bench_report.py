@@ -19,6 +19,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def _ratio(key: str) -> Callable[[Row], str]:
+    """A column of a key that some rows lack."""
+    return lambda row: "-" if row.get(key) is None else f"{row[key]:.2f}"
+
+
 _TIMES: Columns = {
     "median": lambda row: _seconds(row["seconds_median"]),
     "least": lambda row: _seconds(row["seconds_min"]),
@@ -26,7 +31,7 @@ _TIMES: Columns = {
 }
 _SIZES: Columns = {"workers": lambda row: str(row["workers"]), "parameters": lambda row: f"{row['parameters']:,}"}
 _RATIO: Columns = {"time / fastps": lambda row: f"{row['ratio']:.2f}"}
-_SHARE: Columns = {"limit share": lambda row: "-" if row.get("limit_share") is None else f"{row['limit_share']:.2f}"}
+_SHARE: Columns = {"limit share": _ratio("limit_share")}
 BENCHMARKS: dict[str, tuple[str, Columns]] = {
     "kernels": (
         "kernels on one core or a GPU; bound: the better plain C loop into fresh buffers, on a GPU a copy's bandwidth",
@@ -77,13 +82,17 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
         },
     ),
     "nodes": (
-        "one step of two nodes with two workers each, without compute; bound: none is known",
+        "one step of two nodes with two workers each; bound: plain sockets that carry the floats both ways at once",
         {
             "side": lambda row: row["name"],
             "link": lambda row: row["backend"],
-            **_SIZES,
+            "parameters": lambda row: f"{row['parameters']:,}",
+            "backward": lambda row: _seconds(row["backward_s"]) if row["backward_s"] else "-",
             **_TIMES,
             **_RATIO,
+            "bytes / needed": _ratio("bytes_ratio"),
+            "with headers": _ratio("packet_bytes_ratio"),
+            "CPU s/GB": _ratio("cpu_s_per_gb"),
         },
     ),
     "train": (
@@ -101,7 +110,16 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
 }
 
 
-_WIDE = ("least", "most", "GB/s", "run", "MiB", "steps/s")  # columns that a narrow terminal does without
+_WIDE = (
+    "least",
+    "most",
+    "GB/s",
+    "run",
+    "MiB",
+    "steps/s",
+    "with headers",
+    "CPU s/GB",
+)  # columns that a narrow terminal does without
 _TEXTS = ("kernel", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
 
 

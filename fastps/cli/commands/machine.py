@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
     " hogwild. A peer that cannot run here is named with the reason. Of a step also ablations of fastps itself:"
-    " alone, plain, streaming, attributes, server."
+    " alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp."
 )
 
 GPUS_HELP = (
@@ -262,7 +262,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 @commands.command(
     rich_help_panel=MACHINE,
     epilog="Examples:  fastps bench kernels   |   fastps bench step --workers 2,4 --parameters 25e6"
-    "   |   fastps bench train -n 2",
+    "   |   fastps bench train -n 2   |   fastps bench nodes --parameters 25e3,25e6",
 )
 def bench(
     what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all; nodes, as root.")] = "all",

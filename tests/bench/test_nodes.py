@@ -1,0 +1,117 @@
+"""fastps bench nodes: every side runs on two real nodes, its result is right, and what it counts is there. Nothing is timed."""
+
+import doctest
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastps.bench import namespaces, nodes
+from fastps.bench.measure import BenchOptions, Row, WrongResultError
+from fastps.bench.namespaces import ADDRESSES, Link, missing_reason, two_nodes
+from fastps.bench.two_nodes.turns import Crew, Side
+from tests.support import commands
+
+PARAMETERS = 1_000_000
+COMPARED = {"fastps", "fastps bfloat16", "fastps int8", "fastps local_steps", "bound", "edge"}
+PEERS = {"gloo", "gloo hierarchical", "ddp"}
+
+needs_namespaces = pytest.mark.skipif(bool(missing_reason()), reason=missing_reason())
+
+
+def _bytes_ratios(rows: list[Row]) -> dict[str, float]:
+    return {row["name"]: row["bytes_ratio"] for row in rows if not row["backward_s"]}
+
+
+@needs_namespaces
+def test_fastps_sends_what_a_step_must_carry_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SLOW", {})  # the sides that the slow test adds
+    rows = nodes.measure(BenchOptions(smoke=True, repeats=1, parameters=(PARAMETERS,), against=("limit",)))
+    assert {row["name"] for row in rows} == {"fastps", "bound", "edge"}
+    _check(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+def test_so_do_rounded_floats_and_local_steps() -> None:
+    rows = nodes.measure(BenchOptions(smoke=True, repeats=1, parameters=(PARAMETERS,), against=("limit",)))
+    assert {row["name"] for row in rows} == COMPARED
+    _check(rows)
+
+
+def _check(rows: list[Row]) -> None:
+    assert {row["backend"] for row in rows} == {"1000 Mbit/s, 1 ms"}
+    for name, ratio in _bytes_ratios(rows).items():
+        assert 0.99 < ratio < 1.05, name
+    for row in rows:
+        assert 0 < row["seconds_min"] <= row["seconds_median"] <= row["seconds_max"]
+        assert 1.02 < row["packet_bytes_ratio"] < 1.1  # each packet has its headers
+        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+    costs = {row["name"]: row["cpu_ratio"] for row in rows}
+    assert costs["bound"] == 1.0
+    assert costs["edge"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+def test_every_side_runs_and_is_in_the_report(tmp_path: Path) -> None:
+    outcome = commands.fastps("bench", "nodes", "--smoke", "--json", str(tmp_path / "rows.json"), timeout=500)
+    assert outcome.returncode == 0, outcome.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == COMPARED | PEERS
+    assert {row["name"] for row in rows if row["backward_s"]} == {"fastps", "ddp"}
+    for name in COMPARED | PEERS:
+        assert name in outcome.stdout
+
+
+@needs_namespaces
+def test_a_round_trip_takes_what_was_asked_for() -> None:
+    program = (
+        "import socket, sys, time\n"
+        "own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        "own.bind((sys.argv[1], 4000))\n"
+        "if len(sys.argv) > 2:\n"
+        "    own.settimeout(5)\n"
+        "    for _ in range(20):\n"
+        "        began = time.perf_counter()\n"
+        "        own.sendto(b'1', (sys.argv[2], 4000))\n"
+        "        own.recv(1)\n"
+        "        print(time.perf_counter() - began)\n"
+        "else:\n"
+        "    print('ready', flush=True)\n"
+        "    while True:\n"
+        "        own.sendto(*own.recvfrom(1))\n"
+    )
+    with two_nodes(Link(0, 4.0)) as pair:
+        echo = subprocess.Popen(pair.command(1, [sys.executable, "-c", program, ADDRESSES[1]]), stdout=subprocess.PIPE)
+        try:
+            assert echo.stdout is not None
+            assert echo.stdout.readline() == b"ready\n"
+            asking = pair.command(0, [sys.executable, "-c", program, *ADDRESSES])
+            found = subprocess.run(asking, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+        finally:
+            echo.kill()
+            echo.communicate()
+    assert len(found) == 20
+    assert 0.004 <= min(map(float, found)) < 0.008
+
+
+@needs_namespaces
+def test_a_process_that_fails_is_named_by_its_error() -> None:
+    with two_nodes(Link()) as pair, Crew(Side("fastps", {"FASTPS_LINK_DTYPE": "float7"}), pair, 1000) as crew:
+        with pytest.raises(WrongResultError, match="float7"):
+            crew.turn(1)
+
+
+def test_without_namespaces_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "missing_reason", lambda: "run as root")
+    assert nodes.measure(BenchOptions()) == [{"bench": "nodes", "name": "fastps", "missing": "run as root"}]
+
+
+def test_examples_of_the_docstrings() -> None:
+    for module in (nodes, namespaces):
+        assert doctest.testmod(module).failed == 0
