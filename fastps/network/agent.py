@@ -101,7 +101,7 @@ class AgentServer(Server):
 
     def _look(self, now_ns: int) -> None:
         super()._look(now_ns)
-        self._leaf.upstream.check()
+        self._leaf.check()
         lost = -1 if self._store.layout.faults.continues else self._lost_worker()
         if lost >= 0:
             nodes = self._leaf.nodes
@@ -185,9 +185,10 @@ def serve(order: Order) -> None:
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     upstream = _upstream(given, layout, store)
     failure: str | None = "its agent was interrupted"
+    kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
+    leaf = kind(store, given.nodes, upstream)
     try:
-        kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
-        server = AgentServer(store, kind(store, given.nodes, upstream))
+        server = AgentServer(store, leaf)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {store.job}: expected to be its first agent, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
@@ -198,6 +199,7 @@ def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
         failure = str(error)
         raise
     finally:
+        leaf.end(failure)
         upstream.leave(failure)
 
 
