@@ -15,7 +15,7 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
 from fastps.network.leaf import Outgoing
-from fastps.network.link import LinkLostError, Memory, SilentError, UnreachableError
+from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.parts import cut_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
@@ -168,19 +168,17 @@ class FarHome:
         """Call, and return the error after which another try may succeed."""
         try:
             call()
-        except (UnreachableError, SilentError) as error:
+        except LinkLostError as error:
             return error
         return None
 
     def _open(self) -> None:
-        """Open an edge and agree on the step to go on with. Raises UnreachableError, SilentError, NodeLostError."""
+        """Open an edge and agree on the step to go on with. Raises LinkLostError, and NodeLostError if none can be had."""
         before = self._session.dropped
         try:
             self._edge, answer = self._rendezvous.connect(self._session.hello(), is_first=self._edge is None)
             self._session.welcome(answer)
-        except (UnreachableError, SilentError):
-            raise
-        except (LinkLostError, ProtocolError) as error:
+        except (RefusedError, ProtocolError) as error:
             raise self._lost(str(error)) from error
         if answer.kind == Kind.WELCOME and self._session.version:
             logger.warning(
