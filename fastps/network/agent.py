@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastps.checkpoint.format import load
+from fastps.checkpoint.loading import load
 from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
@@ -101,7 +101,7 @@ class AgentServer(Server):
 
     def _look(self, now_ns: int) -> None:
         super()._look(now_ns)
-        self._leaf.upstream.check()
+        self._leaf.check()
         lost = -1 if self._store.layout.faults.continues else self._lost_worker()
         if lost >= 0:
             nodes = self._leaf.nodes
@@ -129,7 +129,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     homes: list[FarHome | NearHome] = []
     for node, share in enumerate(shares):
         edges = rendezvous.of_home(node, share.layout)
-        homes.append(_near(order, share, edges, leaf) if node == nodes.number else FarHome(leaf, edges))
+        homes.append(_near(order, layout, share, edges, leaf) if node == nodes.number else FarHome(leaf, edges))
     if nodes.is_first:
         rendezvous.publish()
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
@@ -143,10 +143,10 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     return only
 
 
-def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory) -> NearHome:
+def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory) -> NearHome:
     """This node's own home, and the threads that serve the other nodes."""
     nodes = order.nodes
-    home = Home.create(share, nodes, leaf, order.hypers, _start(order, share.layout))
+    home = Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share))
     others = [Serving(home, node, edges.requests(node), leaf.timeout_s) for node in range(nodes.count) if node != nodes.number]
     near = NearHome(home, others)
     for serving in others:
@@ -154,12 +154,12 @@ def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory) ->
     return near
 
 
-def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:
+def _start(order: AgentOrder, layout: Layout, share: Part) -> Callable[[Part], StartState] | None:
     """What each part's arena resumes from; None to begin with the leaf's weights. Raises CheckpointError."""
     if not order.resume:
         return None
     checkpoint = load(order.resume)
-    return lambda part: PartStart(checkpoint, layout, part)
+    return lambda part: PartStart(checkpoint, layout, part.within(share))
 
 
 def serve(order: Order) -> None:
@@ -185,9 +185,10 @@ def serve(order: Order) -> None:
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
     upstream = _upstream(given, layout, store)
     failure: str | None = "its agent was interrupted"
+    kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
+    leaf = kind(store, given.nodes, upstream)
     try:
-        kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
-        server = AgentServer(store, kind(store, given.nodes, upstream))
+        server = AgentServer(store, leaf)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {store.job}: expected to be its first agent, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
@@ -198,6 +199,7 @@ def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
         failure = str(error)
         raise
     finally:
+        leaf.end(failure)
         upstream.leave(failure)
 
 
