@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -66,33 +66,32 @@ def missing_reason() -> str:
 def two_nodes(link: Link) -> Iterator[Nodes]:
     """Make two nodes, and a link between them."""
     tail = secrets.token_hex(3)
-    names = f"fastps-{tail}-0", f"fastps-{tail}-1"
-    made = Nodes(names, (f"fp{tail}a", f"fp{tail}b"))
-    with ExitStack() as running:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
-            if link.round_trip_ms:
-                running.enter_context(_slow_cable(made, link.round_trip_ms))
-            else:
-                first, second = made.interfaces
-                _ip("link", "add", first, "netns", names[0], "type", "veth", "peer", "name", second, "netns", names[1])
-            for name, interface, address in zip(names, made.interfaces, ADDRESSES, strict=True):
+    made = Nodes((f"fastps-{tail}-0", f"fastps-{tail}-1"), (f"fp{tail}a", f"fp{tail}b"))
+    try:
+        for name in made.names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        with _cable(made, link.round_trip_ms):
+            for name, interface, address in zip(made.names, made.interfaces, ADDRESSES, strict=True):
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
                 _ip("-n", name, "link", "set", interface, "up")
                 if link.rate_mbit:
                     shape = f"tbf rate {link.rate_mbit}mbit burst 256kb latency 20ms".split()
                     subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", interface, "root", *shape], check=True)
             yield made
-        finally:
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    finally:
+        for name in made.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @contextmanager
-def _slow_cable(nodes: Nodes, round_trip_ms: float) -> Iterator[None]:
-    """Join the nodes by a process that holds each packet."""
+def _cable(nodes: Nodes, round_trip_ms: float) -> Iterator[None]:
+    """Join the nodes by a veth pair, or by a process that holds each packet."""
+    if not round_trip_ms:
+        (name, other), (first, second) = nodes.names, nodes.interfaces
+        _ip("link", "add", first, "netns", name, "type", "veth", "peer", "name", second, "netns", other)
+        yield
+        return
     delay_ns = round(round_trip_ms * 1e6 / 2)
     command = [sys.executable, "-m", "fastps.bench.two_nodes.cable", *nodes.interfaces, str(delay_ns)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cable:

@@ -116,7 +116,8 @@ def _used(name: str, side: Side, parameters: int, turns: Mapping[str, list[Turn]
     sent, packets = (statistics.median(getattr(turn, key) for turn in turns[name]) for key in ("sent", "packets"))
     needed = needed_bytes(side, parameters)
     # A GB of floats that arrive on the other node, without headers.
-    cpu = [turn.cpu_s / needed * 1e9 for turn in turns[name]] if side.program in (*PAIRS, "fastps") else []
+    is_counted = side.program in (*PAIRS, "fastps") and side.rounds_of == 1  # local steps are not for the link
+    cpu = [turn.cpu_s / needed * 1e9 for turn in turns[name]] if is_counted else []
     found = {
         "bytes_sent": round(sent), "bytes_ratio": sent / needed,
         "packet_bytes_sent": round(packets) or None, "packet_bytes_ratio": packets / needed or None,

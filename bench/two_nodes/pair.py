@@ -31,6 +31,7 @@ Ways = tuple[Callable[[], object], Way, Way]  # a barrier, send, receive
 @contextmanager
 def _sockets(meeting: Meeting, side: int, address: str) -> Iterator[Ways]:
     connection = _listening(meeting.store, address) if side == 0 else _connecting(meeting.store)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the end of a transfer must not wait for an answer
     with connection:
 
         def barrier() -> None:
