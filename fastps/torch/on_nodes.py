@@ -23,6 +23,7 @@ from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
 from fastps.torch.placements import HostPlacement
+from fastps.tracing import recorder
 
 
 class NodePlacement(HostPlacement):
@@ -110,5 +111,7 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        plan = replace(plan_of(self._nodes, name, self._home, hypers, self._resumed), inherited=kept_descriptors())
+        trace = recorder.file_of_next(self._nodes.number)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
+        plan = replace(plan, inherited=kept_descriptors())
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

@@ -35,7 +35,7 @@ from fastps.network.secret import EdgeName, mac
 from fastps.network.sums import Terms, pack
 from fastps.network.zeromq_link import ZeromqLink
 
-FIELDS = struct.Struct("<IHHIqd32sQQIQIH")  # written down again: a peer does not share the other side's code
+FIELDS = struct.Struct("<IHHIqd32sQQIQIqH")  # written down again: a peer does not share the other side's code
 MAGIC, MOST_WORKERS = 0x73704661, 1 << 20
 OPEN_S, ANSWER_S, END_S = 5.0, 10.0, 12.0
 UNTOUCHED = 0xA5
