@@ -47,7 +47,7 @@ def sample(sent_ns: int, heard_ns: int, answered_ns: int, came_ns: int) -> Offse
     The first and the last time are of this clock, the others of the other one.
 
     >>> sample(1_000, 501_010, 501_030, 1_040)
-    Offset(at_ns=1020, offset_ns=500000, error_ns=12, round_trip_ns=20)
+    Offset(at_ns=1020, offset_ns=500000, error_ns=13, round_trip_ns=20)
     """
     length_ns, held_ns = came_ns - sent_ns, answered_ns - heard_ns
     drift_ns = _drift(length_ns)
