@@ -155,6 +155,13 @@ LocalSteps = Annotated[
         metavar="H", help="With --nnodes: each node trains by itself for H versions, then sends what it has moved (DiLoCo)."
     ),
 ]
+LocalFragments = Annotated[
+    int,
+    typer.Option(metavar="P", help="With --local-steps: fragments of the model that are exchanged in turn (Streaming DiLoCo)."),
+]
+LocalOverlap = Annotated[
+    int, typer.Option(metavar="TAU", help="With --local-steps: versions that a node makes while an exchange takes place.")
+]
 LocalMix = Annotated[
     float, typer.Option(metavar="ALPHA", help="With --local-steps: the share of the home's weights that a node takes.")
 ]
@@ -222,7 +229,7 @@ def nodes_of(context: typer.Context) -> "NodeOptions | None":
 
     given = context.params
     names = ("within", "on_node_loss", "node_timeout", "link_dtype", "local_steps", "local_mix", "outer_lr", "outer_momentum")
-    policy = NodePolicy(*(given[name] for name in (*names, "link", "homes")))
+    policy = NodePolicy(*(given[name] for name in (*names, "link", "homes", "local_fragments", "local_overlap")))
     return placed_nodes(context, policy)
 
 

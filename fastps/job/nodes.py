@@ -36,6 +36,8 @@ _OPTIONS = {
     "link": "--link (FASTPS_LINK)",
     "homes": "--homes (FASTPS_HOMES)",
     "local_steps": "--local-steps (FASTPS_LOCAL_STEPS)",
+    "local_fragments": "--local-fragments (FASTPS_LOCAL_FRAGMENTS)",
+    "local_overlap": "--local-overlap (FASTPS_LOCAL_OVERLAP)",
     "local_mix": "--local-mix (FASTPS_LOCAL_MIX)",
     "outer_lr": "--outer-lr (FASTPS_OUTER_LR)",
     "outer_momentum": "--outer-momentum (FASTPS_OUTER_MOMENTUM)",
@@ -44,10 +46,13 @@ _VARIABLES = {name: option.partition("(")[2].rstrip(")") for name, option in _OP
 _RANGES = {
     "timeout_s": (1.0, 3600.0, "1 to 3600 seconds"),
     "local_steps": (0, 1_000_000, "0 to 1,000,000 versions"),
+    "local_fragments": (1, 1000, "1 to 1,000 fragments"),
+    "local_overlap": (0, 1_000_000, "0 to 1,000,000 versions"),
     "local_mix": (1e-6, 1.0, "more than 0 and at most 1"),
     "outer_lr": (1e-6, 1e6, "more than 0"),
     "outer_momentum": (0.0, 0.999999, "0 or more and less than 1"),
 }
+_WHOLE_NUMBERS = ("local_steps", "local_fragments", "local_overlap")
 _LEAF_RULE = Rule(LEAF, fold.RULES["sgd"], ())  # without state: the home has it
 
 
@@ -61,6 +66,8 @@ class NodePolicy:
         timeout_s: a node that sends nothing for this long is lost.
         link_dtype: the type in which floats travel: "float32", or with error feedback "bfloat16", "float16" or "int8".
         local_steps: the versions that a node makes by itself between two exchanges; 0: every push goes to the home.
+        local_fragments: the fragments of the model that are exchanged in turn, each every `local_steps` versions.
+        local_overlap: the versions that a node makes while an exchange takes place.
         local_mix: the share of the home's weights in those with which a node goes on after an exchange.
         outer_lr, outer_momentum: the home's rule with local_steps: SGD with Nesterov momentum (arXiv 2311.08105, section 3.1).
         link: what carries bytes: "gloo", or "zmq", which encrypts them and needs a secret.
@@ -79,6 +86,8 @@ class NodePolicy:
     outer_momentum: float = 0.9
     link: str = "gloo"
     homes: str = "first"
+    local_fragments: int = 1
+    local_overlap: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -92,13 +101,35 @@ class NodePolicy:
                 "--homes spread (FASTPS_HOMES): a lost node takes its share of the weights with it: expected --on-node-loss"
                 " stop beside it, found continue"
             )
+        self._check_fragments()
+
+    def _check_fragments(self) -> None:
+        steps, fragments, overlap = self.local_steps, self.local_fragments, self.local_overlap
+        if not steps and (fragments > 1 or overlap):
+            name = "local_fragments" if fragments > 1 else "local_overlap"
+            raise UsageError(f"{_OPTIONS[name]}: expected {_OPTIONS['local_steps']} beside it, found none")
+        if fragments > 1 and steps % fragments:
+            raise UsageError(
+                f"{_OPTIONS['local_fragments']}: fragments are exchanged at even distances: expected a divisor of the {steps}"
+                f" local steps, found {fragments}"
+            )
+        if steps and overlap > steps // fragments:
+            raise UsageError(
+                f"{_OPTIONS['local_overlap']}: one exchange ends before the next begins: expected at most"
+                f" {steps // fragments} versions, which is local steps / fragments, found {overlap}"
+            )
+        if fragments > 1 and self.homes == "spread":
+            raise UsageError(
+                "--homes spread (FASTPS_HOMES): the homes of all shares exchange at the same time: expected no fragments"
+                f" beside it, found {_OPTIONS['local_fragments']} {fragments}"
+            )
 
     @staticmethod
     def of_environment() -> "NodePolicy":
         """The policy of this process's job. Raises UsageError."""
         found: dict[str, Any] = {name: os.environ[key] for name, key in _VARIABLES.items() if key in os.environ}
         for name in _RANGES.keys() & found.keys():
-            kind = int if name == "local_steps" else float
+            kind = int if name in _WHOLE_NUMBERS else float
             try:
                 found[name] = kind(found[name])
             except ValueError:

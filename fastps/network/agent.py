@@ -78,13 +78,14 @@ class TimedUpstream:
 
     def __init__(self, upstream: Upstream, report: Report, clock: Clock) -> None:
         self._upstream, self._report, self._clock = upstream, report, clock
-        self.finish, self.check, self.leave = upstream.finish, upstream.check, upstream.leave
+        self.coming, self.finish, self.check = upstream.coming, upstream.finish, upstream.check
+        self.abort, self.leave = upstream.abort, upstream.leave
 
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
         """See Upstream."""
         began_ns = self._clock.now_ns()
         try:
-            self._upstream.step(header, sent, before, after)
+            return self._upstream.step(header, sent, before, after)
         finally:
             self._report.wait_ns += self._clock.now_ns() - began_ns
 
@@ -125,7 +126,7 @@ class AgentServer(Server):
 
     def _look(self, now_ns: int) -> None:
         super()._look(now_ns)
-        self._leaf.upstream.check()
+        self._leaf.check()
         lost = -1 if self._store.layout.faults.continues else self._lost_worker()
         if lost >= 0:
             nodes = self._leaf.nodes
@@ -227,9 +228,10 @@ def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
 
 def _serve_node(store: Store, given: AgentOrder, upstream: Upstream) -> None:
     failure: str | None = "its agent was interrupted"
+    kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
+    leaf = kind(store, given.nodes, upstream)
     try:
-        kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
-        server = AgentServer(store, kind(store, given.nodes, upstream))
+        server = AgentServer(store, leaf)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {store.job}: expected to be its first agent, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
@@ -240,6 +242,7 @@ def _serve_node(store: Store, given: AgentOrder, upstream: Upstream) -> None:
         failure = str(error)
         raise
     finally:
+        leaf.end(failure)
         upstream.leave(failure)
 
 

@@ -16,7 +16,7 @@ from itertools import islice, pairwise
 import numpy as np
 
 from fastps.errors import ProtocolError
-from fastps.network.link import Link, LinkLostError, Memory, TimedOutError
+from fastps.network.link import Link, LinkLostError, Memory, RefusedError, TimedOutError
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -94,9 +94,11 @@ class Edge:
         return header
 
     def check(self) -> None:
-        """Raise LinkLostError if the edge is lost, or if the peer has said that it failed."""
-        if self._failure or self._loss:
-            raise LinkLostError(self._failure or self._loss)
+        """Raise LinkLostError if the edge is lost, RefusedError if the peer has said that it failed."""
+        if self._failure:
+            raise RefusedError(self._failure)
+        if self._loss:
+            raise LinkLostError(self._loss)
 
     @property
     def is_silent(self) -> bool:

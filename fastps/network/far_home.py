@@ -15,10 +15,10 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
 from fastps.network.leaf import Outgoing
-from fastps.network.link import LinkLostError, Memory, SilentError, UnreachableError
+from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
-from fastps.network.parts import parts_of
+from fastps.network.parts import cut_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
@@ -40,15 +40,17 @@ class FarHome:
         self._watch = watch
         self._nodes, self._home = rendezvous.nodes, rendezvous.home
         self._floats = rendezvous.layout.buffer_floats
-        self._parts = parts_of(rendezvous.layout)
-        self._session = LeafSession(secrets.randbits(64), len(self._parts))
+        self._cut = cut_of(rendezvous.layout, self._nodes.policy)
+        self._session = LeafSession(secrets.randbits(64), self._cut.in_step)
         self._edge: Edge | None = None
         self._end: NodeLostError | None = None
-        self._staging = _ring(self._floats)
+        # For each turn: memory for its chunks, and what rounds them.
+        spans = self._cut.spans
+        self._staging = [_ring(last - first) for first, last in spans]
         codec = CODECS[self._nodes.policy.link_dtype]
-        self._sent = RoundedSender(codec, self._floats, is_sum=True) if codec is not None else None
+        self._sent = [RoundedSender(codec, last - first, is_sum=True) for first, last in spans if codec is not None]
         self._received = RoundedReceiver(codec) if codec is not None else None
-        self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if len(self._parts) > 1 else None
+        self._receiver = ThreadPoolExecutor(1, "fastps-receiver") if self._cut.in_step > 1 else None
         self._has_left = self._has_finished = False
 
     def begin(self, weights: torch.Tensor) -> None:
@@ -62,18 +64,26 @@ class FarHome:
         self._open_within(OPEN_S, OPEN_S, "it could not be reached")
         self._until_done(once)
 
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+    def coming(self) -> tuple[int, int]:
+        """See Upstream."""
+        return (0, self._floats) if self._session.must_fetch else self._cut.span(self._session.step + 1)
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
         """See Upstream. A node that was lost and has joined again drops the sum, and takes the newest weights."""
+        written = self.coming()
         if not self._session.must_fetch:
             self._session.begin()
 
         def once() -> None:
+            nonlocal written
             if self._session.must_fetch:
+                written = 0, self._floats
                 self._fetch(after)
             else:
                 self._exchange(header, sent, before, after)
 
         self._until_done(once)
+        return written
 
     def finish(self, after: torch.Tensor) -> None:
         """See Upstream."""
@@ -161,20 +171,18 @@ class FarHome:
         """Call, and return the error after which another try may succeed."""
         try:
             call()
-        except (UnreachableError, SilentError) as error:
+        except LinkLostError as error:
             return error
         return None
 
     def _open(self) -> None:
-        """Open an edge and agree on the step to go on with. Raises UnreachableError, SilentError, NodeLostError."""
+        """Open an edge and agree on the step to go on with. Raises LinkLostError, and NodeLostError if none can be had."""
         before = self._session.dropped
         try:
             self._edge, answer = self._rendezvous.connect(self._session.hello(), is_first=self._edge is None)
             self._edge.watch = self._watch
             self._session.welcome(answer)
-        except (UnreachableError, SilentError):
-            raise
-        except (LinkLostError, ProtocolError) as error:
+        except (RefusedError, ProtocolError) as error:
             raise self._lost(str(error)) from error
         if answer.kind == Kind.WELCOME and self._session.version:
             logger.warning(
@@ -211,14 +219,17 @@ class FarHome:
                 taken[0].exception()  # the other thread writes into the leaf's memory until it ends
             # An error that refers to its own future through this frame would keep the transfers, and with them the lost link.
             taken.pop().result()
-        if self._sent is not None:
-            self._sent.settle()
+        if self._sent:
+            self._sent[self._cut.turn(session.step)].settle()
 
     def _send(self, sent: Outgoing, part: int, began_ns: int) -> None:
         """Send the terms of a sum, and its floats from a part on. Its header left at `began_ns`."""
-        terms, chunks = sent.begin(self._staging)
-        messages = map(_memory, chunks) if self._sent is None else self._sent.encoded(chunks)
-        skipped = -(-self._parts[part].first // CHUNK_FLOATS) if part < len(self._parts) else len(self._staging)
+        cut, step = self._cut, self._session.step
+        turn, numbers, begin = cut.turn(step), cut.numbers(step), cut.span(step)[0]
+        terms, chunks = sent.begin(self._staging[turn], begin)
+        messages = self._sent[turn].encoded(chunks) if self._sent else map(_memory, chunks)
+        is_left = part < len(numbers)
+        skipped = -(-(cut.parts[numbers[part]].first - begin) // CHUNK_FLOATS) if is_left else len(self._staging[turn])
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
         self._open_edge.send(memory for each in ([_bytes(pack(terms))], rest) for memory in each)
         self._watch.message(PUSH_SENT, self._session.step, began_ns, self._leaf.clock.now_ns())
@@ -227,27 +238,28 @@ class FarHome:
         """Give the home the weights that the job begins with."""
         self._open_edge.send_header(Header(Kind.FIRST))
         memory = _memory(weights)
-        self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks())
+        self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))
 
     def _fetch(self, after: torch.Tensor) -> None:
         """Take the weights with which a new lane begins."""
         self._open_edge.send_header(Header(Kind.FETCH))
         self._take_weights(0, after)
-        if self._sent is not None:
-            self._sent.begin(torch.zeros(self._floats))
+        for sent, (first, last) in zip(self._sent, self._cut.spans, strict=False):
+            sent.begin(torch.zeros(last - first))
 
     def _begin_to_take(self, after: torch.Tensor) -> Iterator[None]:
-        """Begin to receive the next version's weights."""
+        """Begin to receive the weights that the pending step is granted."""
+        chunks = self._chunks(self._cut.numbers(self._session.step))
         if self._received is not None:
-            return self._open_edge.receiving(self._received.memory(last - first for first, last in self._chunks()))
+            return self._open_edge.receiving(self._received.memory(last - first for first, last in chunks))
         weights = _memory(after)
-        return self._open_edge.receiving(weights[4 * first : 4 * last] for first, last in self._chunks())
+        return self._open_edge.receiving(weights[4 * first : 4 * last] for first, last in chunks)
 
     def _take_next(self, before: torch.Tensor, after: torch.Tensor, arriving: Iterator[None]) -> None:
-        """Take the weights of the next version. Rounded floats are the difference from the version before."""
+        """Take the weights that the pending step is granted. Rounded floats are the difference from the version before."""
         version = self._await_weights(self._session.step)
         came_ns = self._leaf.clock.now_ns()
-        for number, (first, last) in enumerate(self._chunks()):
+        for number, (first, last) in enumerate(self._chunks(self._cut.numbers(self._session.step))):
             next(arriving)
             if self._received is not None:
                 torch.add(before[first:last], self._received.values(number, last - first), out=after[first:last])
@@ -258,12 +270,12 @@ class FarHome:
         """Wait for the home's answer, and receive its weights straight into the leaf's memory."""
         version = self._await_weights(step)
         weights = _memory(after)
-        self._open_edge.receive(weights[4 * first : 4 * last] for first, last in self._chunks())
+        self._open_edge.receive(weights[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))
         self._session.took(version)
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        """The ranges of floats in which weights travel: the chunks of each shard of each part."""
-        for part in self._parts:
+    def _chunks(self, numbers: range) -> Iterator[tuple[int, int]]:
+        """The ranges of floats in which the weights of some parts travel: the chunks of each shard of each part."""
+        for part in self._cut.parts[numbers.start : numbers.stop]:
             for first, last in part.layout.shards:
                 yield from chunk_ranges(part.first + first, part.first + last)
 
@@ -281,6 +293,10 @@ class FarHome:
             raise LinkLostError(answer.reason)
         self._session.check_weights(answer, step)
         return answer.version
+
+    def abort(self, failure: str) -> None:
+        """See Upstream."""
+        self.leave(failure)
 
     def leave(self, failure: str | None) -> None:
         """See Upstream."""

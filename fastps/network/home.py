@@ -21,7 +21,7 @@ from fastps.kernels.shm.arena import LANE_FREE
 from fastps.membership.job_memory import Floats, JobMemory, Views
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header
-from fastps.network.parts import Part, parts_of
+from fastps.network.parts import Cut, Part, cut_of
 from fastps.network.session import HomeSession
 from fastps.network.sums import Terms
 from fastps.store.start import StartState
@@ -61,12 +61,13 @@ class NodeLanes:
         has_left: whether the node has said that it makes no more steps.
     """
 
-    def __init__(self, parts: list[Part], workers: list[Worker], within: str, session: HomeSession) -> None:
-        self.parts = parts
+    def __init__(self, cut: Cut, workers: list[Worker], within: str, session: HomeSession) -> None:
+        self.cut = cut
+        self.parts = cut.parts
         self.session = session
         self._workers = workers
         self._within = within
-        self._pulled = [0] * len(parts)  # the step whose weights each part has pulled
+        self._pulled = [0] * len(cut.parts)  # the step whose weights each part has pulled
         self._changed = threading.Condition()
         self._is_aborted = False
         self.has_left = False
@@ -77,10 +78,12 @@ class NodeLanes:
         for worker in self._workers:
             cast(_Lane, worker).check = check
 
-    @property
-    def slots(self) -> list[Memory]:
-        """The slot of each part's next push. It may be written once the step before is granted."""
-        return [_slot(worker) for worker in self._workers]
+    def slots(self, step: int) -> list[tuple[int, Memory]]:
+        """The number of each part that a step carries, and the slot of its push.
+
+        A slot may be written once the part's step before is granted.
+        """
+        return [(part, _slot(self._workers[part])) for part in self.cut.numbers(step)]
 
     def push(self, part: int, terms: Terms, header: Header) -> None:
         """Push the contents of a part's slot: a sum of `header.weight` gradients.
@@ -98,10 +101,15 @@ class NodeLanes:
 
     def push_nothing(self, step: int) -> None:
         """Make a step without a gradient, in the parts that have not made it."""
-        for part, worker in enumerate(self._workers):
-            if self.session.is_missing(step, part):
+        for part in self.cut.numbers(step):
+            worker = self._workers[part]
+            if self.is_missing(step, part):
                 with self._counted(part):
                     worker.push(worker.store.hypers, null=True)
+
+    def is_missing(self, step: int, part: int) -> bool:
+        """Whether a part that a step carries is not posted yet."""
+        return self.session.is_missing(step, part % self.cut.in_step)
 
     @contextmanager
     def _counted(self, part: int) -> Iterator[None]:
@@ -113,7 +121,7 @@ class NodeLanes:
         finally:
             if worker.posts > before:
                 with self._changed:
-                    self.session.post(part)
+                    self.session.post(part % self.cut.in_step)
                     self._changed.notify_all()
 
     def granted(self, step: int) -> Iterator[tuple[Part, list[Memory]]]:
@@ -121,7 +129,8 @@ class NodeLanes:
 
         The same step may be asked for again. Raises LinkLostError after `abort`.
         """
-        for number, (part, worker) in enumerate(zip(self.parts, self._workers, strict=True)):
+        for number in self.cut.numbers(step):
+            part, worker = self.parts[number], self._workers[number]
             with self._changed:
                 self._changed.wait_for(partial(self._is_posted_or_aborted, step, number))
                 if self._is_aborted:
@@ -134,7 +143,7 @@ class NodeLanes:
             yield part, _weights(worker)
 
     def _is_posted_or_aborted(self, step: int, part: int) -> bool:
-        return self._is_aborted or not self.session.is_missing(step, part)
+        return self._is_aborted or not self.is_missing(step, part)
 
     def last(self) -> Iterator[tuple[Part, list[Memory]]]:
         """Leave each part in turn, wait for the other nodes, and pull the final weights. May be called again."""
@@ -181,7 +190,7 @@ class Home:
         failure: why a job that ends with a lost node ends; empty until then.
     """
 
-    parts: list[Part]
+    cut: Cut
     stores: list[Store]
     nodes: Nodes
     is_closing: threading.Event = field(default_factory=threading.Event)
@@ -198,10 +207,10 @@ class Home:
         share: Part, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
     ) -> "Home":
         """Make a share's arenas, with the leaf's weights of version 0, or with the state that `resume` gives for each part."""
-        home = Home(parts_of(share.layout), [], nodes)
+        home = Home(cut_of(share.layout, nodes.policy), [], nodes)
         first = np.frombuffer(leaf.memory, np.float32, share.floats, leaf.arena.weights_offset(0) + 4 * share.first)
         try:
-            for number, part in enumerate(home.parts):
+            for number, part in enumerate(home.cut.parts):
                 state = resume(part) if resume is not None else None
                 home.stores.append(_store(store_name(leaf.job, number), part, first, leaf, hypers, state))
         except BaseException:
@@ -226,7 +235,7 @@ class Home:
     def attach(self, node: int, incarnation: int = 0) -> NodeLanes:
         """Take a node's lanes for an agent. A lost node's lanes can be taken again if the job goes on. Raises AttachError."""
         workers = [store.attach(node) for store in self.stores]
-        return NodeLanes(self.parts, workers, self.nodes.policy.within, HomeSession(incarnation, len(self.parts)))
+        return NodeLanes(self.cut, workers, self.nodes.policy.within, HomeSession(incarnation, self.cut.in_step))
 
     def give_up(self, node: int, failure: str) -> None:
         """Mark the lanes of a node that never came as failed."""

@@ -37,10 +37,15 @@ class Outgoing(Protocol):
 class Upstream(Protocol):
     """The home as a leaf sees it, in this process or on another node. Every method raises NodeLostError."""
 
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+    def coming(self) -> tuple[int, int]:
+        """The range of floats that the next step carries: all of them, or with `local_fragments` the next fragment."""
+        ...
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
         """Hand a sum to the home, or a step without one, and write the granted weights into `after`.
 
-        `before` has the weights of the step before.
+        `before` has the weights of the step before. Returns the range of floats that is written: the one that the step carries,
+        or all of them for a node that was lost and has joined again.
         """
         ...
 
@@ -50,6 +55,10 @@ class Upstream(Protocol):
 
     def check(self) -> None:
         """Raise NodeLostError if the home is lost or has failed."""
+        ...
+
+    def abort(self, failure: str) -> None:
+        """End a step that another thread makes."""
         ...
 
     def leave(self, failure: str | None) -> None:
@@ -94,6 +103,13 @@ class Leaf:
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
         self.upstream.step(self._header(call.pushes), sent, before, after)
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
+
+    def check(self) -> None:
+        """Raise NodeLostError if the home is lost or has failed."""
+        self.upstream.check()
+
+    def end(self, failure: str | None) -> None:
+        """End what is under way: nothing, because a step is a part of a fold."""
 
     def finish(self, weights: int, state: int) -> None:
         """Write the job's final weights into a weights buffer, and the published step counts into a state buffer."""

@@ -24,12 +24,12 @@ class TimedOutError(LinkLostError):
     """A transfer took too long."""
 
 
+class RefusedError(LinkLostError):
+    """The peer refuses this side, has failed or has ended: another try would end in the same way."""
+
+
 class UnreachableError(LinkLostError):
     """Nothing answers at all: the network may be cut, and may come back."""
-
-
-class SilentError(LinkLostError):
-    """The peer's machine answers, and the peer does not: it may have ended, or be busy."""
 
 
 class Link(Protocol):

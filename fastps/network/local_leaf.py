@@ -1,12 +1,18 @@
-"""The fold of a leaf that trains by itself and meets the other nodes every `local_steps` versions (DiLoCo, arXiv 2311.08105).
+"""The fold of a leaf that trains by itself and meets the other nodes now and then: DiLoCo, and Streaming DiLoCo.
 
-The leaf applies the job's own update rule. The version that completes a round goes to the home: the difference between the
-home's weights that the node took last and its weights now is pushed like a gradient, and the outer rule of the home makes new
-weights of the differences (Algorithm 1, lines 11 to 14). The optimizer's state stays on the node. An exchange is part of the
-fold that completes the round, so no worker reads the weights before it.
+The leaf applies the job's own update rule. Every `local_steps` versions the difference between the home's weights that the node
+took last and its weights now is pushed like a gradient, and the outer rule of the home makes new weights of the differences
+(arXiv 2311.08105, Algorithm 1, lines 11 to 14). The optimizer's state stays on the node. An exchange is part of the fold that
+completes the round, so no worker reads the weights before it.
+
+With `local_fragments` the model is exchanged one fragment at a time, each every `local_steps` versions. With `local_overlap` an
+exchange takes place during the next versions, and the node takes the home's weights so many versions later (arXiv 2501.18512,
+Algorithm 2). Both then mix the home's weights with those of the node.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +47,14 @@ class Difference:
             begin += len(out)
 
 
+@dataclass(frozen=True)
+class _Done:
+    """The versions that the node has made, and the samples in them."""
+
+    versions: int = 0
+    samples: int = 0
+
+
 class LocalLeaf:
     """The fold of a leaf arena whose node makes `local_steps` versions between two exchanges."""
 
@@ -51,22 +65,33 @@ class LocalLeaf:
         self._sums = Sums(store)
         layout = store.layout
         self._segments = [(each.offset, each.length, each.group) for each in layout.parameters]
-        self._taken = self._sums.weights(0).clone()  # the home's weights of the last exchange
+        self._taken = self._sums.weights(0).clone()  # the home's weights of the last exchange of each float
         self._received = torch.empty_like(self._taken)
-        outer = [outer_hyper(nodes.policy)] * layout.groups
+        policy = nodes.policy
+        self._period, self._overlap = policy.local_steps // policy.local_fragments, policy.local_overlap
+        self._sent = torch.empty_like(self._taken) if self._overlap else None  # those that travel while the node goes on
+        self._thread = ThreadPoolExecutor(1, "fastps-exchange") if self._overlap else None
+        self._under_way: list[Future[tuple[int, int]]] = []  # one at most
+        outer = [outer_hyper(policy)] * layout.groups
         self._terms = Terms(outer, np.ones(len(layout.parameters), np.bool_))
-        self._versions = 0  # since the last exchange
-        self._samples, self._losses = 0, 0.0
+        self._done = _Done()
+        self._begun = _Done()  # at the start of the last exchange
+        self._fetched = _Done()  # when all floats were the home's last
+        self._exchanged: dict[int, _Done] = {}  # at the start of a fragment's last exchange since, by its first float
+        self._losses = 0.0
 
     def fold(self, call: FoldCall) -> None:
         """Make one version, and exchange with the home if it completes a round. Raises NodeLostError."""
         self._apply(call)
-        self._versions += 1
-        self._samples += sum(push.samples for push in call.pushes)
+        self._done = _Done(self._done.versions + 1, self._done.samples + sum(push.samples for push in call.pushes))
         if call.pushes:
             self._losses = self._mean_loss(call.pushes)
-        if self._versions == self.nodes.policy.local_steps:
-            self._exchange(self._sums.weights(call.weights_out))
+        weights = self._sums.weights(call.weights_out)
+        age = self._done.versions - self._begun.versions
+        if self._under_way and age == self._overlap:
+            self._take(self._under_way.pop().result(), weights)
+        if age == self._period:
+            self._exchange(weights)
 
     def _apply(self, call: FoldCall) -> None:
         """Apply the job's update rule to the pushes, from buffer to buffer."""
@@ -101,22 +126,62 @@ class LocalLeaf:
         return float(np.mean([self._store.arena.counters(push.lane)["loss"] for push in pushes]))
 
     def _exchange(self, weights: torch.Tensor) -> None:
-        """Push what the node has moved, and take the home's weights, mixed with its own by `local_mix`.
+        """Push what the next fragment has moved, and take the home's weights: now, or `local_overlap` versions later.
 
         Every node counts once in a mean, however many workers it has: it is one replica of the paper.
         """
-        header = Header(Kind.PUSH, weight=1, samples=self._samples, loss=self._losses)
-        difference = Difference(self._taken, weights, self._terms)
-        self.upstream.step(header, difference, self._taken, self._received)
-        self._taken, self._received = self._received, self._taken
-        torch.lerp(weights, self._taken, self.nodes.policy.local_mix, out=weights)
-        self._versions = self._samples = 0
+        first, last = self.upstream.coming()
+        samples = self._done.samples - self._last_exchange(first).samples
+        header = Header(Kind.PUSH, weight=1, samples=samples, loss=self._losses)
+        self._begun = self._done
+        if self._thread is None or self._sent is None:
+            self._take(self._step(header, weights), weights)
+            return
+        self._sent[first:last] = weights[first:last]  # later versions change the buffer
+        self._under_way.append(self._thread.submit(self._step, header, self._sent))
+
+    def _step(self, header: Header, now: torch.Tensor) -> tuple[int, int]:
+        return self.upstream.step(header, Difference(self._taken, now, self._terms), self._taken, self._received)
+
+    def _take(self, span: tuple[int, int], weights: torch.Tensor) -> None:
+        """Take the home's weights that have come, mixed with the node's own by `local_mix`."""
+        first, last = span
+        self._exchanged[first] = self._begun
+        if last - first == len(weights):
+            self._fetched, self._exchanged = self._begun, {}
+        home, own = self._received[first:last], weights[first:last]
+        self._taken[first:last] = home
+        torch.lerp(own, home, self.nodes.policy.local_mix, out=own)
+
+    def _last_exchange(self, first: int) -> "_Done":
+        """What was done at the start of the last exchange of a fragment."""
+        return self._exchanged.get(first, self._fetched)
+
+    def check(self) -> None:
+        """Raise NodeLostError if the home is lost or has failed."""
+        if not self._under_way:  # its own thread notices that
+            self.upstream.check()
+        elif self._under_way[0].done() and self._under_way[0].exception() is not None:
+            self._under_way.pop().result()
+
+    def end(self, failure: str | None) -> None:
+        """End an exchange under way."""
+        if self._under_way:
+            self.upstream.abort(failure or "the node has left")
+            wait(self._under_way, 2 * self.nodes.policy.timeout_s)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     def finish(self, weights: int, state: int) -> None:
         """Push what has moved since the last exchange, and write the job's final weights and this node's state into buffers."""
         committed, states = self._store.committed()
-        if self._versions:
-            self._exchange(self._sums.weights(committed[0]).clone())
+        own = self._sums.weights(committed[0]).clone()
+        if self._under_way:
+            self._take(self._under_way.pop().result(), own)
+        while self._last_exchange(self.upstream.coming()[0]).versions < self._done.versions:
+            self._exchange(own)
+            if self._under_way:
+                self._take(self._under_way.pop().result(), own)
         self.upstream.finish(self._sums.weights(weights))
         self._planes(state)[:] = self._planes(states[0])
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])

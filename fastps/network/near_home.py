@@ -28,21 +28,27 @@ class NearHome:
         self._home.await_first(self.check)
         self._copy_weights(self._lanes.pulled(), weights)
 
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+    def coming(self) -> tuple[int, int]:
         """See Upstream."""
+        return self._lanes.cut.span(self._lanes.session.step + 1)
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
+        """See Upstream."""
+        step = self._lanes.session.step + 1
         try:
             if sent is not None:
-                self._push(header, sent)
+                self._push(step, header, sent)
             else:
-                self._lanes.push_nothing(self._lanes.session.step + 1)
-            self._copy_weights(self._lanes.granted(self._lanes.session.step), after)
+                self._lanes.push_nothing(step)
+            self._copy_weights(self._lanes.granted(step), after)
         except Error as error:
             raise self._home.loss_of(error) from error
+        return self._lanes.cut.span(step)
 
-    def _push(self, header: Header, sent: Outgoing) -> None:
-        slots = [torch.from_numpy(slot.view(np.float32)) for slot in self._lanes.slots]
-        terms, chunks = sent.begin(slots)
-        for part, slot in enumerate(slots):
+    def _push(self, step: int, header: Header, sent: Outgoing) -> None:
+        slots = [(part, torch.from_numpy(slot.view(np.float32))) for part, slot in self._lanes.slots(step)]
+        terms, chunks = sent.begin([slot for _, slot in slots], self._lanes.cut.span(step)[0])
+        for part, slot in slots:
             at = 0
             while at < len(slot):
                 chunk, target = next(chunks), slot[at:]
@@ -76,7 +82,7 @@ class NearHome:
             raise self._home.loss_of(error) from error
 
     def abort(self, failure: str) -> None:
-        """End a step that another thread makes."""
+        """See Upstream."""
         self._home.failure = self._home.failure or failure
 
     def leave(self, failure: str | None) -> None:

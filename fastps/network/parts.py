@@ -7,13 +7,17 @@ a worker must read weights of one version.
 
 With homes="spread" every node has a home, and each home has a share of the model: one range of floats, cut into parts like a
 whole model.
+
+With `local_fragments` every step carries one part, in turn. Each part then decides by itself, under any discipline, because the
+node goes on with weights of several versions anyway.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
-from fastps.job.nodes import Nodes
+from fastps.job.nodes import NodePolicy, Nodes
 from fastps.network.edge import CHUNK_FLOATS
 
 _LEAST_CHUNKS = 3
@@ -41,6 +45,50 @@ class Part:
         return self.last - self.first
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a home's floats are cut into parts, and which of them a step carries: all of them, or one in turn.
+
+    Attributes:
+        turns: after so many steps every part has been carried: 1, or with `local_fragments` the number of parts.
+    """
+
+    parts: list[Part]
+    turns: int = 1
+
+    @property
+    def in_step(self) -> int:
+        """The number of parts that a step carries."""
+        return len(self.parts) // self.turns
+
+    def turn(self, step: int) -> int:
+        """The number of a step's turn, from 0. Steps count from 1."""
+        return (step - 1) % self.turns
+
+    def numbers(self, step: int) -> range:
+        """The numbers of the parts that a step carries."""
+        first = self.turn(step) * self.in_step
+        return range(first, first + self.in_step)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """For each turn the range of floats that it carries."""
+        each = self.in_step
+        return [(self.parts[turn * each].first, self.parts[turn * each + each - 1].last) for turn in range(self.turns)]
+
+    def span(self, step: int) -> tuple[int, int]:
+        """The range of floats that a step carries."""
+        return self.spans[self.turn(step)]
+
+
+def cut_of(layout: Layout, policy: NodePolicy) -> Cut:
+    """Cut a home's layout: into parts that travel one after the other in a step, or into fragments, one for a step."""
+    if policy.local_fragments == 1:
+        return Cut(parts_of(layout))
+    fragments = [_part(layout, first, last) for first, last in _even_ranges(layout.buffer_floats, policy.local_fragments)]
+    return Cut(fragments, len(fragments))
+
+
 def parts_of(layout: Layout) -> list[Part]:
     """Cut a home's layout between chunks. A single part has the layout itself.
 
@@ -64,8 +112,13 @@ def shares_of(layout: Layout, nodes: Nodes) -> list[Part]:
     floats, homes = layout.buffer_floats, nodes.count if nodes.policy.homes == "spread" else 1
     if homes == 1 or floats <= _ALIGNED_FLOATS:
         return [_whole(layout)]
-    length = -(-floats // (homes * _ALIGNED_FLOATS)) * _ALIGNED_FLOATS
-    return [_part(layout, first, last) for first, last in pairwise([*range(0, floats, length), floats])]
+    return [_part(layout, first, last) for first, last in _even_ranges(floats, homes)]
+
+
+def _even_ranges(floats: int, count: int) -> Iterator[tuple[int, int]]:
+    """At most `count` ranges of about equal length, which begin where a parameter may begin."""
+    length = max(1, -(-floats // (count * _ALIGNED_FLOATS))) * _ALIGNED_FLOATS
+    return pairwise([*range(0, max(1, floats), length), floats])
 
 
 def _whole(layout: Layout) -> Part:

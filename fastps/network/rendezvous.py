@@ -23,7 +23,7 @@ from fastps.network.awaiting import OpenPort, await_answer, is_refused
 from fastps.network.checks import hello_fault
 from fastps.network.edge import Edge
 from fastps.network.gloo import GlooLink, reason_of
-from fastps.network.link import Link, LinkLostError, SilentError, UnreachableError
+from fastps.network.link import Link, LinkLostError, RefusedError, UnreachableError
 from fastps.network.messages import HEADER_BYTES, Header, Kind
 from fastps.network.secret import EdgeName, prove
 from fastps.system.clock import Clock
@@ -117,8 +117,8 @@ class Rendezvous:
     def connect(self, hello: Header, *, is_first: bool) -> tuple[Edge, Header]:
         """Open an edge to the home and say HELLO. Returns the edge and the home's answer.
 
-        Raises UnreachableError if the rendezvous does not answer, SilentError if the home does not, and LinkLostError if the
-        rendezvous has ended or the home refuses.
+        Raises UnreachableError if the rendezvous does not answer, RefusedError if it has ended or the home refuses, and another
+        LinkLostError if the home does not answer, or if the edge is lost while it opens.
         """
         timeout_s = open_s(self.nodes, 1 if is_first else 2)
         try:
@@ -134,10 +134,7 @@ class Rendezvous:
             epoch = int(store.add(self.epoch_key(node), 1))
         except (AttachError, RuntimeError) as error:
             raise UnreachableError(reason_of(error)) from error
-        try:
-            edge = self.open(store, node, epoch, 1, _OPEN_SHARE * timeout_s)
-        except LinkLostError as error:
-            raise SilentError(str(error)) from error
+        edge = self.open(store, node, epoch, 1, _OPEN_SHARE * timeout_s)
         try:
             self.prove(edge, node, epoch, timeout_s, is_home=False)
             edge.send_header(replace(hello, kind=Kind.HELLO, layout=self.layout.digest(), weight=self.nodes.local_workers))
@@ -149,11 +146,11 @@ class Rendezvous:
         if answer is None or answer.kind not in (Kind.WELCOME, Kind.RESUME):
             edge.abandon()
             silent = f"node {self.home} did not answer within {timeout_s:g} s"
-            raise LinkLostError(answer.reason) if answer else SilentError(silent)
+            raise RefusedError(answer.reason) if answer else LinkLostError(silent)
         return edge, answer
 
     def prove(self, edge: Edge, node: int, epoch: int, timeout_s: float, *, is_home: bool) -> None:
-        """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError."""
+        """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError, RefusedError."""
         name = EdgeName(self._name, self.home, node, epoch, self.layout.digest())
         prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
 
@@ -284,11 +281,11 @@ def _refused_key(node: int) -> str:
 
 
 def check_answers(host: str, port: int, timeout_s: float) -> None:
-    """Check that something listens. Raises UnreachableError if no answer comes, LinkLostError if nothing listens."""
+    """Check that something listens. Raises UnreachableError if no answer comes, RefusedError if nothing listens."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
-    except (ConnectionRefusedError, ConnectionResetError) as error:
-        raise LinkLostError(f"nothing listens at {host}:{port} any more") from error
+    except ConnectionRefusedError as error:
+        raise RefusedError(f"nothing listens at {host}:{port} any more") from error
     except OSError as error:
         raise UnreachableError(f"{host}:{port} did not answer: {error}") from error
 

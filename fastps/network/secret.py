@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastps.job.secret import Secret
-from fastps.network.link import LinkLostError
+from fastps.network.link import LinkLostError, RefusedError
 from fastps.network.messages import Header, Kind
 
 NONCE_BYTES = 32
@@ -63,7 +63,8 @@ def are_equal(found: str, expected: str) -> bool:
 def prove(edge: Headers, secret: Secret | None, name: EdgeName, *, is_home: bool, timeout_s: float) -> None:
     """Prove to the other side of an edge that this side knows the secret, and let it prove the same.
 
-    Does nothing without a secret. Raises LinkLostError if the other side does not prove it, and tells it why.
+    Does nothing without a secret. Raises RefusedError if the other side does not prove it, and tells it why, and LinkLostError
+    if it does not answer.
     """
     if secret is None:
         return
@@ -106,7 +107,7 @@ def _next(edge: Headers, kind: Kind, name: EdgeName, timeout_s: float) -> Header
     if header is None:
         raise LinkLostError(f"the other side did not prove within {timeout_s:g} s that it knows the job's secret")
     if header.kind == Kind.REFUSED:
-        raise LinkLostError(header.reason)
+        raise RefusedError(header.reason)
     if header.kind == Kind.HELLO:
         _refuse(edge, f"this job has a secret, and a node did not prove that it knows it: {HOW_TO_GIVE}")
     if header.kind != kind:
@@ -119,4 +120,4 @@ def _next(edge: Headers, kind: Kind, name: EdgeName, timeout_s: float) -> Header
 def _refuse(edge: Headers, reason: str) -> None:
     with contextlib.suppress(LinkLostError):
         edge.send_header(Header(Kind.REFUSED, text=reason))
-    raise LinkLostError(reason)
+    raise RefusedError(reason)

@@ -46,11 +46,13 @@ class Serving(threading.Thread):
         self._requests = requests
         self._timeout_s = timeout_s
         layout = home.stores[0].layout
-        self._rule, self._groups, self._parameters = layout.rule, layout.groups, home.parts[-1].parameters.stop
+        self._rule, self._groups, self._parameters = layout.rule, layout.groups, home.cut.parts[-1].parameters.stop
         codec = CODECS[home.nodes.policy.link_dtype]
-        self._sent = RoundedSender(codec, home.parts[-1].last, is_sum=False) if codec is not None else None
+        spans = home.cut.spans
+        # One for each turn.
+        self._sent = [RoundedSender(codec, last - first, is_sum=False) for first, last in spans if codec is not None]
         self._received = RoundedReceiver(codec) if codec is not None else None
-        self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if len(home.parts) > 1 else None
+        self._sender = ThreadPoolExecutor(1, f"fastps-node-{node}-sender") if home.cut.in_step > 1 else None
         self._answer_under_way: Future[None] | None = None
         self._lanes: NodeLanes | None = None
         self._record = NodeRecord()
@@ -242,9 +244,10 @@ class Serving(threading.Thread):
     def _send_first(self, edge: Edge, lanes: NodeLanes) -> None:
         """Send the weights with which a new lane begins, never rounded."""
         self._home.await_first(lambda: self._look(edge))
-        if self._sent is not None:
-            held = [memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories]
-            self._sent.begin(torch.from_numpy(np.concatenate(held)))
+        if self._sent:
+            held = np.concatenate([memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories])
+            for sent, (first, last) in zip(self._sent, lanes.cut.spans, strict=True):
+                sent.begin(torch.from_numpy(held[first:last]))
         self._answer(edge, 0, lanes.pulled(), None)
 
     def _step(self, edge: Edge, lanes: NodeLanes, header: Header) -> None:
@@ -254,18 +257,19 @@ class Serving(threading.Thread):
             raise ProtocolError(f"expected LEAVE or DONE of a node that has left, found {header.kind.name}")
         if header.kind == Kind.PUSH:
             check_push(header)
-        if self._sent is not None:
-            self._sent.settle_before(header.step)
+        sent = self._sent[lanes.cut.turn(header.step)] if self._sent else None
+        if sent is not None:
+            sent.settle_before(header.step)
         began_ns, granted = self._clock.now_ns(), lanes.granted(header.step)
         if header.kind == Kind.PUSH:
             if self._sender is not None:
-                self._answer_under_way = self._sender.submit(self._answer, edge, header.step, granted, self._sent)
+                self._answer_under_way = self._sender.submit(self._answer, edge, header.step, granted, sent)
             self._receive(edge, lanes, header)
         else:
             lanes.push_nothing(header.step)
         self._watch.message(PUSH_POSTED, header.step, began_ns, self._clock.now_ns())
         if self._answer_under_way is None:
-            self._answer(edge, header.step, granted, self._sent)
+            self._answer(edge, header.step, granted, sent)
         else:
             self._answer_under_way.result()
             self._answer_under_way = None
@@ -275,9 +279,8 @@ class Serving(threading.Thread):
         packed = np.zeros(payload_bytes(self._groups, self._parameters), np.uint8)
         thrown_away = np.zeros(CHUNK_BYTES, np.uint8)
         wanted = [
-            (part, chunks_of(slot), lanes.session.is_missing(header.step, part))
-            for part, slot in enumerate(lanes.slots)
-            if part >= header.part
+            (part, chunks_of(slot), lanes.is_missing(header.step, part))
+            for part, slot in lanes.slots(header.step)[header.part :]
         ]
         chunks = [chunk if missing else thrown_away[: len(chunk)] for _, slot, missing in wanted for chunk in slot]
         own = chunks if self._received is None else self._received.memory(len(chunk) // 4 for chunk in chunks)

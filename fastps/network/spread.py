@@ -52,7 +52,11 @@ class SpreadHomes:
         """Write the weights to begin with. Raises NodeLostError."""
         self._all(lambda share, home: home.begin(weights[share.first : share.last]))
 
-    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
+    def coming(self) -> tuple[int, int]:
+        """See Upstream."""
+        return 0, self._shares[-1].last
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
         """See Upstream."""
 
         def one(share: Part, home: FarHome | NearHome) -> None:
@@ -60,6 +64,7 @@ class SpreadHomes:
             home.step(header, OutgoingShare(sent, share) if sent is not None else None, before[floats], after[floats])
 
         self._all(one)
+        return self.coming()
 
     def finish(self, after: torch.Tensor) -> None:
         """See Upstream."""
@@ -85,6 +90,11 @@ class SpreadHomes:
     def check(self) -> None:
         """See Upstream. Several lost edges are opened again at once, because a home waits only a short time for that."""
         self._all(lambda share, home: home.check() if isinstance(home, FarHome) else None)
+
+    def abort(self, failure: str) -> None:
+        """See Upstream."""
+        for home in self._homes:
+            home.abort(failure)
 
     def leave(self, failure: str | None) -> None:
         """See Upstream."""

@@ -1,6 +1,7 @@
 """What a process learns of its job's nodes from the environment, and what is refused between nodes."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,25 @@ def test_a_wrong_value_is_named(environment: pytest.MonkeyPatch, name: str, valu
         environment.setenv(each, text)
     with pytest.raises(UsageError, match=re.escape(message)):
         nodes_of_environment()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"local_fragments": 2},
+            "(FASTPS_LOCAL_FRAGMENTS): expected --local-steps (FASTPS_LOCAL_STEPS) beside",
+        ),
+        ({"local_overlap": 1}, "--local-overlap (FASTPS_LOCAL_OVERLAP): expected --local-steps"),
+        ({"local_steps": 10, "local_fragments": 4}, "expected a divisor of the 10 local steps, found 4"),
+        ({"local_steps": 10, "local_fragments": 5, "local_overlap": 3}, "expected at most 2 versions"),
+        ({"local_steps": 10, "local_fragments": 0}, "of 1 to 1,000 fragments, found 0"),
+        ({"local_steps": 10, "local_fragments": 2, "homes": "spread"}, "expected no fragments beside it"),
+    ],
+)
+def test_fragments_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        NodePolicy(**values)
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:", "a:0", "a:70000", "a:b"])

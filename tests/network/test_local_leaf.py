@@ -1,4 +1,7 @@
-"""Local steps between nodes equal DiLoCo's Algorithm 1 (arXiv 2311.08105), written with torch's own optimizers."""
+"""Local steps between nodes equal the papers' algorithms, written with torch's own optimizers.
+
+They are DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512, Algorithm 2).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +68,75 @@ def diloco(
     return home.detach().numpy()
 
 
+def _spread(flat: torch.Tensor) -> torch.Tensor:
+    """Flat weights as they lie in memory: each parameter begins at a multiple of 16 floats."""
+    shapes = [value.numel() for value in _model().parameters()]
+    padded = [torch.nn.functional.pad(values, (0, -len(values) % 16)) for values in flat.split(shapes)]
+    return torch.cat(padded)
+
+
+def _close_up(memory: torch.Tensor) -> torch.Tensor:
+    shapes = [value.numel() for value in _model().parameters()]
+    rows = memory.split([length + -length % 16 for length in shapes])
+    return torch.cat([row[:length] for row, length in zip(rows, shapes, strict=True)])
+
+
+def _fragments(count: int) -> list[slice]:
+    floats = len(_spread(_flat(_model())))
+    length = -(-floats // (16 * count)) * 16
+    return [slice(first, min(first + length, floats)) for first in range(0, floats, length)]
+
+
+def streaming(
+    make: Optimizers, nodes: int, local_steps: int, fragments: int, overlap: int, mix: float, steps: int = STEPS
+) -> np.ndarray[Any, Any]:
+    """Algorithm 2 for nodes with a worker each; `mix` is 1 - alpha.
+
+    A difference is taken from the home's weights of the fragment's last exchange, so that nothing counts twice. At the end
+    each fragment that has moved since is exchanged at once.
+    """
+    spans, period = _fragments(fragments), local_steps // fragments
+    homes = [torch.nn.Parameter(_spread(_flat(_model()))[span].clone()) for span in spans]
+    outers = [torch.optim.SGD([home], lr=0.7, momentum=0.9, nesterov=True) for home in homes]
+    models = [_model() for _ in range(nodes)]
+    inner = [make(model.parameters()) for model in models]
+    exchanged, turn, under_way = [0] * len(spans), 0, -1
+
+    def send(step: int) -> None:
+        home = homes[turn]
+        home.grad = torch.stack([home.detach() - _spread(_flat(model))[spans[turn]] for model in models]).mean(0)
+        exchanged[turn] = step
+
+    def receive(turn: int) -> None:
+        outers[turn].step()
+        for model in models:
+            memory = _spread(_flat(model))
+            memory[spans[turn]] = torch.lerp(memory[spans[turn]], homes[turn].detach(), mix)
+            _write(model, _close_up(memory))
+
+    for step in range(1, steps + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            optimizer.zero_grad()
+            _backward(model, [rank], step - 1)
+            optimizer.step()
+        if under_way >= 0 and step == exchanged[under_way] + overlap:
+            receive(under_way)
+            under_way = -1
+        if step % period == 0:
+            send(step)
+            under_way, turn = turn, (turn + 1) % len(spans)
+            if overlap == 0:
+                receive(under_way)
+                under_way = -1
+    if under_way >= 0:
+        receive(under_way)
+    while exchanged[turn] < steps:
+        send(steps)
+        receive(turn)
+        turn = (turn + 1) % len(spans)
+    return _close_up(torch.cat([home.detach() for home in homes])).numpy()
+
+
 def _work(make: Optimizers, sync: str = "bsp", steps: int = STEPS) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
         model = _model()
@@ -105,6 +177,53 @@ def test_nodes_train_as_the_paper_says(counts: tuple[int, ...], make: Optimizers
     for weights in outcomes:
         assert np.allclose(weights, expected, rtol=0, atol=1e-5)
         assert np.array_equal(weights, outcomes[0])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "make", "local_steps", "fragments", "overlap", "mix"),
+    [
+        pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap"),
+        pytest.param(3, ADAMW, 4, 2, 0, 1.0, id="2 fragments, no overlap", marks=pytest.mark.slow),
+        pytest.param(2, ADAMW, 4, 2, 2, 0.5, id="an overlap as long as the distance", marks=pytest.mark.slow),
+        pytest.param(2, MOMENTUM, 4, 1, 3, 0.7, id="one fragment with overlap", marks=pytest.mark.slow),
+        pytest.param(2, MOMENTUM, 16, 16, 1, 0.5, id="more fragments than are begun", marks=pytest.mark.slow),
+    ],
+)
+def test_fragments_travel_in_turn_as_the_paper_says(
+    nodes: int, make: Optimizers, local_steps: int, fragments: int, overlap: int, mix: float
+) -> None:
+    outcomes = _train((1,) * nodes, _work(make), **_streams(local_steps, fragments, overlap, mix))
+    expected = streaming(make, nodes, local_steps, fragments, overlap, mix)
+    for weights in outcomes:
+        assert np.allclose(weights, expected, rtol=0, atol=1e-5)
+        assert np.array_equal(weights, outcomes[0])
+
+
+def _streams(local_steps: int, fragments: int, overlap: int, mix: float) -> dict[str, str]:
+    values = {
+        "FASTPS_LOCAL_STEPS": local_steps,
+        "FASTPS_LOCAL_FRAGMENTS": fragments,
+        "FASTPS_LOCAL_OVERLAP": overlap,
+        "FASTPS_LOCAL_MIX": mix,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["asp", "ssp:2", "dssp:1,3", "backup:1", "hardsync:2", "softsync:1"])
+def test_fragments_travel_under_other_disciplines(sync: str) -> None:
+    outcomes = _train((1, 2), _work(MOMENTUM, sync, 30), FASTPS_LINK_DTYPE="bfloat16", **_streams(4, 2, 1, 0.5))
+    for weights in outcomes:
+        assert np.isfinite(weights).all()
+        assert np.array_equal(weights, outcomes[0])
+
+
+@pytest.mark.slow
+def test_rounded_fragments_train_nearly_the_same() -> None:
+    outcomes = _train((1, 1), _work(MOMENTUM), FASTPS_LINK_DTYPE="int8", **_streams(4, 2, 1, 0.5))
+    expected = streaming(MOMENTUM, 2, 4, 2, 1, 0.5)
+    assert 0 < np.abs(outcomes[0] - expected).max() < 2e-2
+    assert np.array_equal(outcomes[0], outcomes[1])
 
 
 @pytest.mark.slow

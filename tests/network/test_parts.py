@@ -1,6 +1,7 @@
 """How a home is cut: the parts cover all floats, and there are several only where their decisions cannot differ."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import Layout, place
+from fastps.job.nodes import NodePolicy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD
 from fastps.network.edge import CHUNK_FLOATS
-from fastps.network.parts import parts_of
+from fastps.network.parts import cut_of, parts_of
 
 
 def _layout(lengths: list[int], sync: str = "bsp") -> Layout:
@@ -37,6 +39,27 @@ def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> 
             assert part.first + parameter.offset == max(part.first, whole.offset)
             counted[index] += parameter.length
     assert counted == lengths
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=8), st.integers(2, 20), st.integers(1, 50))
+def test_fragments_cover_every_float_once_and_take_turns(lengths: list[int], fragments: int, step: int) -> None:
+    layout = _layout(lengths, "asp")
+    cut = cut_of(layout, NodePolicy(local_steps=fragments, local_fragments=fragments))
+    assert 1 <= cut.turns == len(cut.parts) <= fragments
+    assert cut.spans[0][0] == 0
+    assert cut.spans[-1][1] == layout.buffer_floats
+    assert all(one[1] == next_[0] for one, next_ in pairwise(cut.spans))
+    assert cut.in_step == 1
+    assert cut.span(step) == cut.span(step + cut.turns) == cut.spans[(step - 1) % cut.turns]
+    assert cut.parts[cut.numbers(step)[0]].first == cut.span(step)[0]
+
+
+def test_without_fragments_a_step_carries_all_parts() -> None:
+    layout = _layout([25_000_000])
+    cut = cut_of(layout, NodePolicy())
+    assert cut.parts == parts_of(layout)
+    assert (cut.turns, cut.in_step, cut.span(7)) == (1, len(cut.parts), (0, layout.buffer_floats))
+    assert cut.numbers(7) == range(len(cut.parts))
 
 
 def test_a_large_parameter_is_cut_and_a_small_model_is_not() -> None:

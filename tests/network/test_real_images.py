@@ -83,5 +83,10 @@ def test_exchanges_every_32_steps_end_within_a_point_of_bsp() -> None:
     """Two nodes with two workers each."""
     every = _train((2, 2), _work("bsp", 400, 0.02))
     rare = _train((2, 2), _work("bsp", 400, 0.02), FASTPS_LOCAL_STEPS="32")
-    print(every, rare)
+    streamed = _train(
+        (2, 2), _work("bsp", 400, 0.02),
+        FASTPS_LOCAL_STEPS="32", FASTPS_LOCAL_FRAGMENTS="4", FASTPS_LOCAL_OVERLAP="2", FASTPS_LOCAL_MIX="0.5",
+    )  # fmt: skip
+    print(every, rare, streamed)
     assert rare[0][0] >= every[0][0] - 0.01
+    assert streamed[0][0] >= every[0][0] - 0.01

@@ -133,9 +133,15 @@ def test_number_of_workers_without_a_rank_is_refused(monkeypatch: pytest.MonkeyP
         _wrap(_model())
 
 
+def _meet(folder: Path, rank: int) -> None:
+    """Make a process group of two. A rank that ended before the other is connected would fail it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.distributed.barrier()
+
+
 def test_process_group_numbers_a_worker_that_no_variable_does(tmp_path: Path) -> None:
     def work(rank: int) -> tuple[int, int]:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        _meet(tmp_path, rank)
         try:
             return fastps.rank(), fastps.world_size()
         finally:
@@ -290,7 +296,7 @@ def test_launched_script_finds_its_rank_without_torchruns_variables(tmp_path: Pa
 
 def _in_ddp(wraps_first: bool, rank: int, folder: Path) -> tuple[str, str]:
     os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"ddp-{os.getppid()}-{wraps_first}")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    _meet(folder, rank)
     model = _model()
     averaging = torch.nn.parallel.DistributedDataParallel(model) if not wraps_first else None
     try:
@@ -322,7 +328,7 @@ def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> 
 
     def work(rank: int) -> tuple[str, str]:
         os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"sharded-{os.getppid()}-{kind}")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        _meet(tmp_path, rank)
         model: torch.nn.Module = _model()
         if kind == "fully_shard":
             fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
@@ -344,7 +350,7 @@ def test_model_that_is_sharded_is_refused_by_name(kind: str, tmp_path: Path) -> 
 def test_process_group_that_averages_nothing_is_no_obstacle(tmp_path: Path) -> None:
     def work(rank: int) -> int:
         os.environ.update(FASTPS_RANK=str(rank), FASTPS_WORKERS="2", FASTPS_JOB=f"group-{os.getppid()}")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        _meet(tmp_path, rank)
         with _wrap(model := _model()) as optimizer:
             _train(model, optimizer, 3)
         torch.distributed.destroy_process_group()

@@ -21,7 +21,9 @@ from fastps.cli.options import (
     Json,
     LinkDtype,
     LinkKind,
+    LocalFragments,
     LocalMix,
+    LocalOverlap,
     LocalSteps,
     MaxWorkers,
     NodeRank,
@@ -175,6 +177,8 @@ def run(
     node_timeout: NodeTimeout = 3.0,
     link_dtype: LinkDtype = "float32",
     local_steps: LocalSteps = 0,
+    local_fragments: LocalFragments = 1,
+    local_overlap: LocalOverlap = 0,
     local_mix: LocalMix = 1.0,
     outer_lr: OuterLr = 0.7,
     outer_momentum: OuterMomentum = 0.9,
@@ -214,9 +218,8 @@ def run(
         policy.values(workers if nodes is None else nodes.count)  # raises PolicyError for more than there are
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
-    command = _command_of(arguments, module)
     spec = policy.spec if policy is not None else None
-    options = job_options_of(context, seed)
+    command, options = _command_of(arguments, module), job_options_of(context, seed)
     launcher = Launcher(
         command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
     )

@@ -1,0 +1,90 @@
+"""Agents open edges at the rendezvous: an edge that is lost meanwhile may be asked for again, a refusal is final."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from fastps.job.layout import Layout, place
+from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import SGD
+from fastps.network.edge import Edge
+from fastps.network.link import LinkLostError, RefusedError, UnreachableError
+from fastps.network.messages import Header, Kind
+from fastps.network.rendezvous import Rendezvous
+from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.ports import free_port
+
+HELLO = Header(Kind.HELLO, incarnation=7)
+
+
+def _layout(length: int = 4) -> Layout:
+    return Layout(place([("w", (length,), (1,), 0)], 1), 1, SGD(lr=0.1).rule, parse_policy("bsp"), 2)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store  # ends the server
+
+
+def _side(port: int, node: int, length: int = 4) -> Rendezvous:
+    nodes = Nodes(2, node, 0, 1, "127.0.0.1", port, NodePolicy(timeout_s=2.0))
+    return Rendezvous(nodes, "job", _layout(length), 10.0, SYSTEM_CLOCK)
+
+
+def _answer(port: int, give: Callable[[Edge], Any], length: int = 4) -> None:
+    edge, _ = _side(port, 0, length).requests(1).next(10.0, lambda: False)
+    give(edge)
+    edge.abandon()
+
+
+def _connected(port: int, give: Callable[[Edge], Any], length: int = 4) -> Header:
+    """What a node hears that asks for an edge, from a home that does `give` with it."""
+    with ThreadPoolExecutor(1) as pool:
+        home = pool.submit(_answer, port, give, length)
+        try:
+            edge, answer = _side(port, 1).connect(HELLO, is_first=False)
+            edge.abandon()
+            return answer
+        finally:
+            home.exception()
+
+
+def test_home_answers(port: int) -> None:
+    assert _connected(port, lambda edge: edge.send_header(Header(Kind.WELCOME, lane=3))).lane == 3
+
+
+@pytest.mark.parametrize("kind", [Kind.REFUSED, Kind.FAILED])
+def test_refusal_is_final(port: int, kind: Kind) -> None:
+    with pytest.raises(RefusedError, match="no room here"):
+        _connected(port, lambda edge: edge.send_header(Header(kind, text="no room here")))
+
+
+def test_home_with_another_layout_refuses(port: int) -> None:
+    with pytest.raises(RefusedError, match="layout"):
+        _connected(port, lambda edge: None, length=5)
+
+
+def test_edge_that_is_lost_while_it_opens_may_be_asked_for_again(port: int) -> None:
+    with pytest.raises(LinkLostError) as caught:
+        _connected(port, lambda edge: None)
+    assert not isinstance(caught.value, RefusedError)
+    assert _connected(port, lambda edge: edge.send_header(Header(Kind.WELCOME))).kind == Kind.WELCOME
+
+
+def test_home_that_does_not_come_may_come_later(port: int) -> None:
+    with pytest.raises(LinkLostError) as caught:
+        _side(port, 1).connect(HELLO, is_first=False)
+    assert not isinstance(caught.value, RefusedError | UnreachableError)
+
+
+def test_rendezvous_that_has_ended_is_final(port: int) -> None:
+    node = _side(port, 1)
+    node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=2.0))
+    with pytest.raises(RefusedError, match="nothing listens"):
+        node.connect(HELLO, is_first=False)
