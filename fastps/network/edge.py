@@ -10,7 +10,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice, pairwise
 
 import numpy as np
@@ -72,10 +71,10 @@ class Edge:
     def _send_header(self, header: Header) -> None:
         try:
             with self._sending:
-                stamped = replace(header, sent_ns=self._clock.now_ns())
+                now_ns = self._clock.now_ns()
                 if header.kind == Kind.BEAT:
-                    self.watch.sends(stamped.sent_ns)
-                memory = np.frombuffer(stamped.pack(), np.uint8).copy()  # torch wants memory that it may write
+                    self.watch.sends(now_ns)
+                memory = np.frombuffer(header.pack(now_ns), np.uint8).copy()  # torch wants memory that it may write
                 self._control.wait(self._control.send(memory), self._timeout_s)
                 self.watch.headers_sent += len(memory)
         except LinkLostError as error:

@@ -94,12 +94,13 @@ class Header:
         line = "".join(each if each.isprintable() else " " for each in self.text).strip()
         return line or "the other side gave no reason"
 
-    def pack(self) -> bytes:
-        """The message in HEADER_BYTES bytes."""
+    def pack(self, sent_ns: int | None = None) -> bytes:
+        """The message in HEADER_BYTES bytes. `sent_ns` replaces that of the header."""
+        stamp_ns = self.sent_ns if sent_ns is None else sent_ns
         tail = (self.beat if self.kind == Kind.BEAT else self.text.encode())[:_TEXT_BYTES]
         fixed = _FORMAT.pack(
             _MAGIC, WIRE_VERSION, self.kind, self.weight, self.samples, self.loss, self.layout,
-            self.incarnation, self.step, self.part, self.version, self.lane, self.sent_ns, len(tail),
+            self.incarnation, self.step, self.part, self.version, self.lane, stamp_ns, len(tail),
         )  # fmt: skip
         return (fixed + tail).ljust(HEADER_BYTES, b"\0")
 

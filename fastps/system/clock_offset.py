@@ -112,11 +112,11 @@ def offsets_at(samples: Sequence[Offset], times: Times) -> tuple[Times, Times]:
     moved = times.astype(np.int64) - base_ns
     rises = [float(each.offset_ns - first_ns) for each in ordered]
     offsets = first_ns + np.rint(np.interp(moved.astype(np.float64), at.astype(np.float64), rises)).astype(np.int64)
-    right = np.clip(np.searchsorted(at, moved, side="right"), 0, len(at) - 1)
-    left = np.maximum(right - 1, 0)
+    place = np.searchsorted(at, moved, side="right")
+    left, right = np.maximum(place - 1, 0), np.minimum(place, len(at) - 1)
     outside = np.maximum(0, np.maximum(at[0] - moved, moved - at[-1]))
     apart = (at[right] - at[left]) / 2
-    errors = np.maximum(own[left], own[right]) + np.ceil(DRIFT * np.maximum(outside, 0) + DRIFT * apart).astype(np.int64) + 1
+    errors = np.maximum(own[left], own[right]) + np.ceil(DRIFT * (outside + apart)).astype(np.int64) + 1
     return offsets, errors
 
 

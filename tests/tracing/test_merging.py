@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +37,7 @@ from fastps.tracing.file import (
 )
 from fastps.tracing.merging import before_it_was_sent, flows, merge_nodes, nodes_of
 from fastps.tracing.perfetto import events
-from tests.support import commands
+from tests.support import commands, nodes
 from tests.tracing.test_trace import recorded
 
 STEPS = 20
@@ -276,6 +278,41 @@ def test_every_push_of_a_real_job_leaves_before_it_is_posted(offset_s: int, home
     early = [int(merged.messages["begin_ns"][flow.sent] - merged.messages["begin_ns"][flow.taken]) for flow in found]
     assert max(early) <= second.error_ns
     assert -np.median(early) + second.error_ns > 0, "a message takes some time"
+
+
+def test_the_records_of_a_killed_agent_stay(tmp_path: Path) -> None:
+    """Its node ends with an error, and the launcher merges what the agent and the workers have written."""
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(SCRIPT.replace("SIZE", "5000").replace("SYNC", "asp").replace("200", "100000"))
+    command = [sys.executable, "-m", "fastps", "run", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", "-n", "1"]
+    environment = {name: value for name, value in os.environ.items() if name not in commands.OF_A_JOB}
+    running = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "--trace", "run.trace", str(script)],
+            cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not any(_written(file) for file in tmp_path.glob("run.node1.trace.*/agent.clock")):
+            assert time.monotonic() < deadline, "the nodes have not come so far"
+            time.sleep(0.1)
+        os.kill(nodes.agents()[1], signal.SIGKILL)
+        errors = [process.communicate(timeout=30)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all("node 1" in error or "agent" in error for error in errors), errors
+    merged = merge_nodes([(file, read(file)) for file in sorted(tmp_path.glob("run.node?.trace"))])
+    assert [node.node for node in nodes_of(merged)] == [0, 1]
+    assert check(merged) == [] and len(flows(merged)) > 10
+
+
+def _written(clock: Path) -> bool:
+    """Whether an agent's table of offsets has a record."""
+    data = clock.read_bytes()
+    return len(data) > 0 and bool(np.frombuffer(data, CLOCK_DTYPE, 1)["written"][0])
 
 
 def test_the_command_merges(tmp_path: Path) -> None:
