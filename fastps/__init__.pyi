@@ -1,7 +1,7 @@
 """The public names of fastps, for type checkers and editors; the disciplines are the names that their module exports."""
 
 from fastps.checkpoint.format import Checkpoint as Checkpoint
-from fastps.checkpoint.format import load as load
+from fastps.checkpoint.loading import load as load
 from fastps.checkpoint.snapshot import save as save
 from fastps.errors import ArenaError as ArenaError
 from fastps.errors import AttachError as AttachError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fastps.checkpoint.format import load
+from fastps.checkpoint.loading import load
 from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
@@ -154,8 +154,10 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     homes: list[FarHome | NearHome] = []
     for node, share in enumerate(shares):
         edges = rendezvous.of_home(node, share.layout)
-        is_near = node == nodes.number
-        homes.append(_near(order, share, edges, leaf, report) if is_near else FarHome(leaf, edges, report.of_home(node)))
+        if node == nodes.number:
+            homes.append(_near(order, layout, share, edges, leaf, report))
+        else:
+            homes.append(FarHome(leaf, edges, report.of_home(node)))
     if nodes.is_first:
         rendezvous.publish()
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
@@ -169,10 +171,10 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     return only
 
 
-def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
+def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
     """This node's own home, and the threads that serve the other nodes."""
     nodes = order.nodes
-    home = Home.create(share, nodes, leaf, order.hypers, _start(order, share.layout))
+    home = Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share))
     if nodes.is_first:
         report.home = home.stores[0].arena
     others = [
@@ -186,12 +188,12 @@ def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory, re
     return near
 
 
-def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:
+def _start(order: AgentOrder, layout: Layout, share: Part) -> Callable[[Part], StartState] | None:
     """What each part's arena resumes from; None to begin with the leaf's weights. Raises CheckpointError."""
     if not order.resume:
         return None
     checkpoint = load(order.resume)
-    return lambda part: PartStart(checkpoint, layout, part)
+    return lambda part: PartStart(checkpoint, layout, part.within(share))
 
 
 def serve(order: Order) -> None:
