@@ -41,6 +41,7 @@ _NAMES_OF = {
     "fastps.job.specs": ("parse_policies", "parse_policy"),
     "fastps.job.update_rules": ("Adagrad", "Adam", "RMSProp", "SGD"),
     "fastps.job.user_rules": ("UserRule", "rule"),
+    "fastps.membership.node_board": ("NodeStatistics",),
     "fastps.processes.spawn": ("spawn",),
     "fastps.store.observer": ("Look", "Observer", "ShardStatistics", "WorkerStatistics", "observe"),
     "fastps.store.store": ("Store",),

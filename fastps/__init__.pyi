@@ -29,6 +29,7 @@ from fastps.job.update_rules import Adam as Adam
 from fastps.job.update_rules import RMSProp as RMSProp
 from fastps.job.user_rules import UserRule as UserRule
 from fastps.job.user_rules import rule as rule
+from fastps.membership.node_board import NodeStatistics as NodeStatistics
 from fastps.processes.spawn import spawn as spawn
 from fastps.store.observer import Look as Look
 from fastps.store.observer import Observer as Observer

@@ -26,6 +26,7 @@ from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
 from fastps.torch.placements import HostPlacement
+from fastps.tracing import recorder
 
 
 class NodePlacement(HostPlacement):
@@ -125,5 +126,7 @@ class NodePlacement(HostPlacement):
         )
         if self.saves_share and self._nodes.local_rank == 0:
             self._run = agree_on_run(self._nodes, name, timeout_s(to.timeout_s))
-        plan = replace(plan_of(self._nodes, name, self._home, hypers, self._resumed), inherited=kept_descriptors())
+        trace = recorder.file_of_next(self._nodes.number)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
+        plan = replace(plan, inherited=kept_descriptors())
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)
