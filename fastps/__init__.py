@@ -48,6 +48,7 @@ _NAMES_OF = {
     "fastps.store.worker": ("Worker",),
     "fastps.torch.checkpoint": ("optimizer_state_dict",),
     "fastps.torch.optimizer": ("DistributedOptimizer",),
+    "fastps.torch.reader": ("Reader", "reader"),
     "fastps.torch.rule_optimizer": ("RuleOptimizer",),
     "fastps.torch.sampler": ("BatchSampler",),
     "fastps.torch.schedules": ("GlobalStepLR", "exponential_decay"),

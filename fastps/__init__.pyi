@@ -40,6 +40,8 @@ from fastps.store.store import Store as Store
 from fastps.store.worker import Worker as Worker
 from fastps.torch.checkpoint import optimizer_state_dict as optimizer_state_dict
 from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from fastps.torch.reader import Reader as Reader
+from fastps.torch.reader import reader as reader
 from fastps.torch.rule_optimizer import RuleOptimizer as RuleOptimizer
 from fastps.torch.sampler import BatchSampler as BatchSampler
 from fastps.torch.schedules import GlobalStepLR as GlobalStepLR

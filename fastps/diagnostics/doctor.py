@@ -206,7 +206,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
     if 4 * layout.buffer_floats >= _ADDRESSABLE_BYTES:
         raise UsageError(refusal)
     try:
-        header, total = plan(layout)
+        header, total, needed = plan(layout)
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
@@ -228,8 +228,8 @@ def _measured(layout: Layout, optimizer: str) -> Need:
         weights_buffers=arena.buffers,
         weights_bytes=state_begin - weights_begin,
         rule_state_bytes=extra_begin - slots - state_begin,
-        control_bytes=weights_begin + arena.total_bytes - extra_begin,
-        total_bytes=arena.total_bytes,
+        control_bytes=weights_begin + needed - extra_begin,
+        total_bytes=needed,
     )
 
 

@@ -7,12 +7,13 @@ parameter.
 import hashlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, UsageError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.policy import Policy
 from fastps.job.update_rules import Rule
@@ -43,6 +44,25 @@ class Parameter:
 LEAF = "leaf"
 """The name of the rule of a leaf arena, whose fold is made on another arena."""
 
+DEFAULT_READERS = 8
+"""The most processes at a time that only read a job's weights, unless the job asks for another number."""
+
+
+def chosen_readers(given: int | None = None) -> int:
+    """The most readers of a job: the argument, else FASTPS_MAX_READERS, else 8. Raises UsageError for no whole number.
+
+    >>> chosen_readers(2)
+    2
+    """
+    text = os.environ.get("FASTPS_MAX_READERS") or str(DEFAULT_READERS)
+    if given is None and not text.isdecimal():
+        raise UsageError(f"expected FASTPS_MAX_READERS to be a whole number, found {text!r}")
+    found = int(text) if given is None else given
+    if found < 0:
+        raise UsageError(f"expected max_readers of 0 (none) or more, found {found}")
+    return found
+
+
 GradientType = Literal["float32", "float16", "bfloat16"]
 GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
 
@@ -55,6 +75,7 @@ class Layout:
         gradient_type: the precision in which gradients are pushed. They are always summed and applied in single precision.
         owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
         server: which processes combine: the waiting "workers", or a server "process".
+        max_readers: the most readers at a time. The creator decides alone, so the layouts of others may differ in it.
     """
 
     parameters: tuple[Parameter, ...]
@@ -67,6 +88,7 @@ class Layout:
     gradient_type: GradientType = "float32"
     owner_lanes: tuple[int, ...] = ()
     server: str = "workers"
+    max_readers: int = DEFAULT_READERS
 
     @property
     def lanes(self) -> int:
@@ -108,6 +130,11 @@ class Layout:
         The three are the published buffer, a free one, and one that stays pinned while a checkpoint is copied.
         """
         return self.lanes * (2 if self.policy.overlap else 1) + 3
+
+    @property
+    def readers(self) -> int:
+        """Places of readers: `max_readers`, or fewer where an arena has no numbers left for a buffer each; 0 on devices."""
+        return 0 if self.owner_lanes else max(0, min(self.max_readers, arena.MAX_BUFFERS - self.buffers))
 
     @property
     def shards(self) -> list[tuple[int, int]]:
@@ -160,6 +187,27 @@ class Layout:
     def digest(self) -> bytes:
         """SHA-256 of the text: 32 bytes."""
         return hashlib.sha256(self.text().encode()).digest()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a process that only reads a job must know of its layout."""
+
+    parameters: tuple[Parameter, ...]
+    workers: int
+
+    @staticmethod
+    def of(text: str) -> "Description":
+        """The description in a layout's text. Raises ValueError for another text."""
+        try:
+            found = json.loads(text)
+            parameters = tuple(
+                Parameter(row["name"], tuple(row["shape"]), tuple(row["stride"]), row["group"], row["offset"], row["shard"])
+                for row in found["parameters"]
+            )
+            return Description(parameters, int(found["workers"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 
 
 def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:

@@ -6,11 +6,14 @@ from fastps.job.layout import GRADIENT_NUMBERS, Layout
 from fastps.kernels.shm import plan as arena_plan
 
 
-def plan(layout: Layout) -> tuple[bytes, int]:
-    """The header of a layout's arena, and the arena's size in bytes. Raises UsageError for a layout without parameters."""
+def plan(layout: Layout) -> tuple[bytes, int, int]:
+    """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
+
+    The rest is the readers' buffers, which get pages when a reader comes. Raises UsageError for a layout without parameters.
+    """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
-    return arena_plan.plan(
+    header, size = arena_plan.plan(
         lanes=layout.lanes,
         slots=layout.slots,
         ring_size=limits.RING_SIZE,
@@ -26,4 +29,6 @@ def plan(layout: Layout) -> tuple[bytes, int]:
         checks_finite=layout.faults.nonfinite != "allow",
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
         servers=int(layout.has_server),
+        readers=layout.readers,
     )
+    return header, size, arena_plan.reader_weights_offset(header)

@@ -3,8 +3,11 @@
 fastps keeps no list and no file of jobs: a job runs exactly as long as a process listens at one of its names.
 """
 
+import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from fastps.errors import AttachError, LayoutError
 from fastps.job.layout import Layout, first_difference
@@ -16,6 +19,8 @@ _TABLE = Path("/proc/net/unix")
 _LISTENS = 0x10000  # __SO_ACCEPTCON, in the column of flags
 _PREFIX = b"@fastps/"  # the table shows the zero byte of an abstract name as @
 _ASK_TIMEOUT_S = 0.2
+_ANSWER_TIMEOUT_S = 1.0
+Found = TypeVar("Found")
 
 
 def listening() -> dict[str, set[rendezvous.Place]]:
@@ -97,29 +102,60 @@ def find(job: str, layout: Layout | None, timeout_s: float, clock: Clock) -> ren
     Raises LayoutError if the layouts differ, and AttachError if no place answers within the timeout, or if the listener belongs
     to another user or another version of fastps.
     """
-    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
-    places: list[rendezvous.Place] = ["host", *range(layout.lanes if layout else MAX_LANES)]
     text = layout.text() if layout else ""
     digest = layout.digest() if layout else bytes(32)
+
+    def ask(place: rendezvous.Place) -> rendezvous.Offer:
+        try:
+            return _connect(job, place, digest, text, observer=layout is None)
+        except rendezvous.LayoutDiffers as difference:
+            raise LayoutError(
+                f"this worker's model differs from the job's: {first_difference(text, difference.theirs)}; all workers"
+                " must build the same model, optimizer and discipline"
+            ) from None
+
+    return _first(job, layout.lanes if layout else MAX_LANES, ask, timeout_s, clock)
+
+
+def find_described(job: str, timeout_s: float, clock: Clock) -> tuple[rendezvous.Offer, str]:
+    """Connect to each place of `job` until one answers, and ask for the job's layout: the offer, and the layout's text.
+
+    Raises AttachError, as `find` does.
+    """
+
+    def ask(place: rendezvous.Place) -> tuple[rendezvous.Offer, str]:
+        try:
+            offer = _connect(job, place, bytes(32), "")  # the hash of no layout: the listener answers with its own
+        except rendezvous.LayoutDiffers as difference:
+            text = difference.theirs
+        else:
+            os.close(offer.memfd)
+            os.close(offer.pidfd)
+            raise rendezvous.Silent("expected the job's layout, found none")
+        try:
+            return _connect(job, place, hashlib.sha256(text.encode()).digest(), text), text
+        except rendezvous.LayoutDiffers:
+            raise rendezvous.Absent("another job has taken the name") from None
+
+    return _first(job, MAX_LANES, ask, timeout_s, clock)
+
+
+def _connect(job: str, place: rendezvous.Place, digest: bytes, text: str, *, observer: bool = False) -> rendezvous.Offer:
+    return rendezvous.connect(
+        job, place, abi=ABI, layout_hash=digest, layout=text.encode(), observer=observer, timeout_s=_ANSWER_TIMEOUT_S
+    )
+
+
+def _first(job: str, lanes: int, ask: Callable[[rendezvous.Place], Found], timeout_s: float, clock: Clock) -> Found:
+    """What `ask` gets of the first place that answers. Raises AttachError."""
+    deadline_ns = clock.now_ns() + int(timeout_s * 1e9)
+    places: list[rendezvous.Place] = ["host", *range(lanes)]
     while True:
         for place_of in places:
             try:
-                return rendezvous.connect(
-                    job,
-                    place_of,
-                    abi=ABI,
-                    layout_hash=digest,
-                    layout=text.encode(),
-                    observer=layout is None,
-                    timeout_s=1.0,
-                )
+                return ask(place_of)
             except (rendezvous.Absent, rendezvous.Silent):
                 continue
-            except rendezvous.LayoutDiffers as difference:
-                raise LayoutError(
-                    f"this worker's model differs from the job's: {first_difference(text, difference.theirs)}; all workers"
-                    " must build the same model, optimizer and discipline"
-                ) from None
             except (rendezvous.AbiDiffers, rendezvous.OtherUser) as error:
                 raise AttachError(f"job {job}: {error}") from error
         if clock.now_ns() >= deadline_ns:

@@ -21,7 +21,33 @@ Floats = npt.NDArray[np.float32]
 Views = list[Floats]
 
 
-class JobMemory:
+class WeightsMemory:
+    """The weights of a job's arena, mapped into this process.
+
+    Attributes:
+        parameters: the place of each parameter in a weights buffer.
+        memory: the mapping.
+        arena: typed access to the header and the lanes.
+    """
+
+    def __init__(self, memory: SharedMapping, parameters: tuple[Parameter, ...]) -> None:
+        self.parameters = parameters
+        self.memory = memory
+        self.arena = arena.Arena(memory)
+
+    def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
+        """A flat view of one parameter's floats in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
+        return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
+
+    def weight_views(self, buffers: int | Sequence[int]) -> Views:
+        """A flat view of each parameter in one weights buffer, or in one buffer per shard."""
+        return [
+            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
+            for parameter in self.parameters
+        ]
+
+
+class JobMemory(WeightsMemory):
     """The arena of one job, mapped into this process.
 
     Attributes:
@@ -29,8 +55,6 @@ class JobMemory:
         job: the job's name.
         timeout_s: the timeout of all waits, in seconds.
         hypers: hyper-parameters of each parameter group.
-        memory: the mapping.
-        arena: typed access to the header and the lanes.
     """
 
     def __init__(
@@ -48,8 +72,7 @@ class JobMemory:
         self.timeout_s = timeout_s
         self.clock = clock
         self.hypers = hypers
-        self.memory = memory
-        self.arena = arena.Arena(memory)
+        super().__init__(memory, layout.parameters)
         self._descriptor = self.descriptor = descriptor
         self._pidfd = os.pidfd_open(os.getpid())
         self._process_id = os.getpid()
@@ -81,17 +104,6 @@ class JobMemory:
         return next((text for listener in self._listeners if (text := listener.foreign_layout()) is not None), None)
 
     # -- views -------------------------------------------------------------------------------------
-
-    def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
-        """A flat view of one parameter's floats in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
-        return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
-
-    def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """A flat view of each parameter in one weights buffer, or in one buffer per shard."""
-        return [
-            self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
-            for parameter in self.layout.parameters
-        ]
 
     def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
         """A flat view of each parameter's gradient in a slot of a lane, in the layout's dtype; bfloat16 is viewed as uint16."""

@@ -80,7 +80,7 @@ class Offer:
     process_id: int
 
 
-_live: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+_live: "weakref.WeakSet[Listener | ReaderName]" = weakref.WeakSet()
 
 
 class Listener(rendezvous.Listener):
@@ -100,6 +100,28 @@ class Listener(rendezvous.Listener):
         super().__init__(name, memfd, pidfd, abi, layout_hash, layout, place, os.geteuid())
 
 
+class ReaderName:
+    """The socket name of one place for readers of a job, for as long as it is open. The kernel frees it when its process ends.
+
+    No process can connect to it. Raises OSError if another process has the name.
+    """
+
+    def __init__(self, job: str, reader: int) -> None:
+        _live.add(self)  # before the name is taken, so that no fork can miss it
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(_name(job, f"reader{reader}"))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        """Free the name. May be called twice."""
+        self._socket.close()
+
+    forget_after_fork = close  # the child's copy, which would keep the name of a dead parent taken
+
+
 def _after_fork_in_child() -> None:
     """Close the inherited sockets: the child has no listener thread, and would keep the names of a dead parent taken."""
     for listener in list(_live):
@@ -117,7 +139,11 @@ def place_name(job: str, place: Place) -> bytes:
     """
     if place not in ("host", "server", "board") and (not isinstance(place, int) or place < 0):
         raise ValueError(f"expected a lane's number, 'host', 'server' or 'board' as the place, found {place!r}")
-    name = b"\0fastps/" + os.fsencode(job) + b"/" + str(place).encode()
+    return _name(job, str(place))
+
+
+def _name(job: str, place: str) -> bytes:
+    name = b"\0fastps/" + os.fsencode(job) + b"/" + place.encode()
     if not job or len(name) > rendezvous.NAME_BYTES:
         limit = rendezvous.NAME_BYTES - (len(name) - len(os.fsencode(job)))
         raise ValueError(f"expected a job's name of 1 to {limit} bytes, found {job!r}; give the job a shorter name")

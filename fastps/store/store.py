@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from fastps.errors import ArenaError, AttachError, UnsupportedError, UsageError
 from fastps.job import limits
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, place
+from fastps.job.layout import GradientType, Layout, chosen_readers, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
@@ -76,6 +77,7 @@ class Store(JobMemory):
         on_worker_loss: str | None = None,
         nonfinite: str | None = None,
         max_workers: int | None = None,
+        max_readers: int | None = None,
         server: str | None = None,
         resume: StartState | None = None,
         gradient_type: GradientType = "float32",
@@ -87,6 +89,7 @@ class Store(JobMemory):
 
         For `on_worker_loss`, `nonfinite` and `max_workers` see FaultPolicy. `server` selects the processes that combine: the
         waiting "workers" (the default, unless FASTPS_SERVER is set), or a server "process", which this call starts.
+        `max_readers`: the most processes at a time that `fastps.reader` lets read; default: FASTPS_MAX_READERS, else 8.
 
         With `gradient_type` "float16" workers push half as many bytes; gradients are summed in single precision.
         Raises PolicyError; UnsupportedError for a dtype other than float32, or a gradient type that NumPy lacks; ArenaError if
@@ -112,6 +115,7 @@ class Store(JobMemory):
         layout = Layout(
             placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=chosen_server(server)
         )
+        layout = replace(layout, max_readers=chosen_readers(max_readers))
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -143,10 +147,10 @@ class Store(JobMemory):
         values = layout.policy.values(layout.workers)
         if resume is not None:
             resume.check_layout(layout)
-        header, size = plan(layout)
+        header, size, needed = plan(layout)
         floats = sum(parameter.length for parameter in layout.parameters)
         store: Store | None = None
-        descriptor = shared_memory.create(size, f"{floats:,} parameters and {layout.lanes} workers")
+        descriptor = shared_memory.create(size, f"{floats:,} parameters and {layout.lanes} workers", needed)
         try:
             memory = shared_memory.map_shared(descriptor)
             format_memory(

@@ -249,7 +249,7 @@ class Worker(LaneView):
             raise UsageError(
                 f"worker {self.rank} has pulled {self._pulls_in_a_row} times since its last push: under {self._policy.spec} the"
                 " others wait for every attached worker, so expected a push after each pull; a process that only looks at the"
-                " weights has to stay out of the job (fastps.observe for counters, checkpoints for weights)"
+                " weights has to stay out of the job (fastps.observe for counters, fastps.reader for weights)"
             )
 
     def _make_transfer(self) -> int:

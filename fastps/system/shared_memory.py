@@ -18,29 +18,47 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def create(size: int, what: str) -> int:
-    """Create a memfd of `size` bytes with every page allocated, sealed against resizing. Return its descriptor.
+def create(size: int, what: str, needed: int | None = None) -> int:
+    """Create a memfd of `size` bytes, sealed against resizing, and allocate the first `needed` bytes. Return its descriptor.
+
+    By default all bytes are needed; `allocate` allocates others later.
 
     Allocating every page now turns a lack of memory into an error here, instead of SIGBUS at a later access. `what` describes
     the contents in the error. Raises ArenaError.
     """
+    needed = size if needed is None else needed
     free, limit = available_bytes()
-    if size > free:
+    if needed > free:
         raise ArenaError(
-            f"the arena needs {_shown(size)} for {what}, found {_shown(free)} free ({limit}): use fewer workers or a smaller"
+            f"the arena needs {_shown(needed)} for {what}, found {_shown(free)} free ({limit}): use fewer workers or a smaller"
             " model, or raise the limit"
         )
     descriptor = os.memfd_create("fastps-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
         numa.spread(descriptor, size)
-        os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, needed)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(descriptor)
         reason = "no memory is left" if error.errno in (errno.ENOSPC, errno.ENOMEM) else str(error)
-        raise ArenaError(f"the arena needs {_shown(size)} for {what}, but {reason}; {_shown(free)} were free") from error
+        raise ArenaError(f"the arena needs {_shown(needed)} for {what}, but {reason}; {_shown(free)} were free") from error
     return descriptor
+
+
+def allocate(descriptor: int, offset: int, length: int, what: str) -> None:
+    """Allocate the pages of a part that was left out by `create`. Pages that are there stay. Raises ArenaError."""
+    missing = min(length, os.fstat(descriptor).st_size - 512 * os.fstat(descriptor).st_blocks)
+    free, limit = available_bytes()
+    if missing > free:
+        raise ArenaError(
+            f"{what} needs {_shown(missing)} of the arena, found {_shown(free)} free ({limit}): end other programs, or raise"
+            " the limit"
+        )
+    try:
+        os.posix_fallocate(descriptor, offset, length)
+    except OSError as error:
+        raise ArenaError(f"{what} needs {_shown(length)} of the arena, but {error}; {_shown(free)} were free") from error
 
 
 def map_shared(descriptor: int, *, writable: bool = True) -> SharedMapping:

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import ArenaError, Error, ParameterChangedError, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
-from fastps.job.layout import GradientType, Layout, Parameter, place
+from fastps.job.layout import GradientType, Layout, Parameter, chosen_readers, place
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper
@@ -82,6 +83,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.
         model: gives errors the parameters' names, and `average_buffers` the buffers (BatchNorm).
         on_worker_loss, nonfinite, max_workers: how the job handles faults (fault_policy.FaultPolicy); default: the environment.
+        max_readers: the most processes at a time that `fastps.reader` lets read; default: FASTPS_MAX_READERS, else 8.
         server: the processes that fold: "workers" (those that wait), or "process" (a server process that worker 0 starts);
             default: FASTPS_SERVER, else "workers". docs/architecture/decisions/013-optional-server.md compares them.
         checkpoint, every: write a checkpoint into this directory after every so many updates, while the workers go on;
@@ -117,6 +119,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         on_worker_loss: str | None = None,
         nonfinite: str | None = None,
         max_workers: int | None = None,
+        max_readers: int | None = None,
         server: str | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
@@ -149,7 +152,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        self._server = chosen_server(server)
+        self._server, self._max_readers = chosen_server(server), chosen_readers(max_readers)
         layout = self._layout(model, policy, faults, pushed)
         self._check_model(layout)
         wanted = Checkpointing.wanted(checkpoint, every)
@@ -242,11 +245,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
         parameters = place(rows_of(self.param_groups, model), policy.shards)
-        extra_bytes = self._buffers.nbytes + room_bytes(policy)
-        rest = extra_bytes, faults, pushed
-        return self._placement.layout(
-            Layout(parameters, len(self.param_groups), self._rule, policy, self._identity.workers, *rest, server=self._server)
-        )
+        groups, workers, extra_bytes = len(self.param_groups), self._identity.workers, self._buffers.nbytes + room_bytes(policy)
+        layout = Layout(parameters, groups, self._rule, policy, workers, extra_bytes, faults, pushed)
+        return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
 
     def _place(self, push_dtype: torch.dtype) -> HostPlacement:
         """The placement of this model's memory."""

@@ -68,7 +68,8 @@ class StagedPlacement(HostPlacement):
         """Page-lock the arena, so the GPU copies to and from it asynchronously. Raises ArenaError."""
         if self._tensors[0].device.type != "cuda":
             return
-        memory = np.frombuffer(worker.store.memory, np.uint8)
+        # Without the readers' buffers: locking would allocate those that no reader has asked for.
+        memory = np.frombuffer(worker.store.memory, np.uint8, worker.store.arena.reader_weights_range(0)[0])
         status = _runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, _HOST_REGISTER_PORTABLE)
         if int(status):
             raise ArenaError(

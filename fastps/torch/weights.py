@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastps.membership.job_memory import JobMemory
+from fastps.membership.job_memory import WeightsMemory
 from fastps.torch.tensor_loops import tensor_loops
 
 
@@ -19,14 +19,14 @@ class Weights:
     """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter."""
 
     def __init__(
-        self, tensors: list[torch.Tensor], store: JobMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
+        self, tensors: list[torch.Tensor], store: WeightsMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
         self.tensors = tensors
         self._store = store
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
         self._prepared: dict[tuple[int, int], Any] = {}  # the same tensors in the form that the loops take
-        parameters = store.layout.parameters
+        parameters = store.parameters
         self._of_shard = [
             [index for index, parameter in enumerate(parameters) if parameter.shard == shard]
             for shard in range(store.arena.shards)
@@ -84,7 +84,7 @@ class Weights:
         self._shard_loops.clear()
 
 
-def shaped_tensors(store: JobMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
+def shaped_tensors(store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
     """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
     `dtype` names the tensors' type, because NumPy has no bfloat16. The memory stays mapped as long as one of them lives.
@@ -92,7 +92,7 @@ def shaped_tensors(store: JobMemory, views: Sequence[npt.NDArray[Any]], dtype: s
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
     return [
         torch.utils.dlpack.from_dlpack(store.memory.tensor(view.ctypes.data - begin, parameter.shape, parameter.stride, dtype))
-        for view, parameter in zip(views, store.layout.parameters, strict=True)
+        for view, parameter in zip(views, store.parameters, strict=True)
     ]
 
 

@@ -9,6 +9,7 @@
  *   [PENDING]  lock's flag    pusher   -> combiner       the pusher's [TAIL] to a combiner that may already have read it
  *   [COMMIT]   commit         combiner -> everyone       weights, rule state, record and scheduler state of one version
  *   [PIN]      lane.pin       reader   -> combiner       which buffer is being read; paired with [COMMIT], see below
+ *   [READERS]  readers.ready  reader   -> combiner       how many readers' pins count, and how many buffers more there are
  *   [GRANT]    lane.granted   combiner -> worker         the permission, after the commit that earned it
  *   [EVENT]    lane.event     combiner -> sleeper        the futex word; paired with lane.sleeping, see below
  *   [STATE]    lane.state     member   -> everyone       that a worker attached, left or failed, and its message
@@ -17,10 +18,11 @@
  *   [CHUNK]    work.done      helper   -> combiner       a chunk's results; one that is missing is folded again
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
- * Two places need more than acquire and release, because each side writes one word and then reads the other's:
+ * Three places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
+ *   ready and commit: a reader raises ready, pins and then reads commit; the combiner flips commit and later reads ready.
  *   sleeping and event: the sleeper sets sleeping and then re-reads event; the combiner adds to event and then reads sleeping.
- * All four operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
+ * All these operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
  * fence anywhere: ThreadSanitizer cannot model one.
  *
  * A build with FASTPS_HOOKS=1 runs a failpoint before each access, which a test uses to count, to die at the n-th store, or to
@@ -126,6 +128,18 @@ static inline uint64_t fps_pin_load(const uint64_t *pin) {
     fps_failpoint_load();
     if (fps_mutant(FPS_MUTANT_FORGET_PINS)) return 0;
     return __atomic_load_n(pin, __ATOMIC_SEQ_CST);
+}
+
+/* [READERS] Publishes to combiners: the pins of so many readers count, and so many buffers more have pages. A reader raises the
+ * number before its first pin, in the one order of [COMMIT] and [PIN]: a combiner that still loads the old number has flipped
+ * before that reader loads commit. */
+static inline int fps_readers_raise(uint64_t *ready, uint64_t seen, uint64_t next) {
+    fps_failpoint_store();
+    return __atomic_compare_exchange_n(ready, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+static inline uint64_t fps_readers_load(const uint64_t *ready) {
+    fps_failpoint_load();
+    return __atomic_load_n(ready, __ATOMIC_SEQ_CST);
 }
 
 /* One reader at a time copies a whole version; as with pins, what follows must re-read commit. 0 where another reads. */

@@ -20,6 +20,8 @@ cdef extern from "base/atomics.h" nogil:
     uint64_t fps_commit_load(const uint64_t *commit)
     void fps_pin_exchange(uint64_t *pin, uint64_t value)
     uint64_t fps_pin_load(const uint64_t *pin)
+    int fps_readers_raise(uint64_t *ready, uint64_t seen, uint64_t next)
+    uint64_t fps_readers_load(const uint64_t *ready)
     int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
     uint64_t fps_reader_load(const uint64_t *reader)
 

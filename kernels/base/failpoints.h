@@ -23,7 +23,8 @@
     MUTANT(FORGET_HEADS, "forget-heads", "recovery of a lock does not write the words that follow from its last commit") \
     MUTANT(BREAK_AT_ONCE, "break-at-once", "recovery of a lock does not wait for the helpers of its fold")               \
     MUTANT(FORGET_GENERATION, "forget-generation", "a dead worker's mark hits the lane's present owner")                  \
-    MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")
+    MUTANT(STATE_IN_PLACE, "state-in-place", "the rule's state is written where it is read")                             \
+    MUTANT(FORGET_READERS, "forget-readers", "a fold may write a buffer that a reader pins")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,

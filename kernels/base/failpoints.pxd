@@ -22,6 +22,7 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_BREAK_AT_ONCE
         FPS_MUTANT_FORGET_GENERATION
         FPS_MUTANT_STATE_IN_PLACE
+        FPS_MUTANT_FORGET_READERS
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.

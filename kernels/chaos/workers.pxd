@@ -14,6 +14,7 @@ cdef struct life_t:
     int64_t looked_ns
     int64_t pushes
     int64_t buffers[MAX_WATCHED_SHARDS]
+    int64_t read_buffers[MAX_WATCHED_SHARDS]   # of its reader
 
 cdef class Workers:
     cdef Machine machine
@@ -22,6 +23,8 @@ cdef class Workers:
     cdef list lanes
     cdef PyObject *_all_lanes[MAX_WORKERS][MOST_LIVES]     # the same, by lane and generation
     cdef PyObject *_lanes[MAX_WORKERS]            # of the present owners
+    cdef list readers
+    cdef PyObject *_readers[MAX_WORKERS]          # the same; NULL where nothing is read
     cdef life_t lives[MAX_WORKERS]
     cdef int32_t n_workers
     cdef int32_t n_shards
@@ -39,6 +42,8 @@ cdef class Workers:
     cdef void _join(self, int32_t index) noexcept nogil
     cdef void _compute(self, int32_t index) noexcept nogil
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil
+    cdef void _read(self, int32_t index) noexcept nogil
+    cdef void _check_reader(self, int32_t index) noexcept nogil
     cdef void _check_reads(self, int32_t index) noexcept nogil
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil

@@ -14,6 +14,7 @@ from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, InvariantC
 from fastps.kernels.chaos.machine cimport Machine
 from fastps.kernels.protocol.combiner cimport Combiner
 from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_FENCED
+from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
@@ -57,17 +58,21 @@ cdef class Workers:
     """The processes of one job on `machine`. `lanes`: for each lane of `arena` one WorkerLane for each process that may have
     it.
 
+    `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null.
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
-                  list lanes not None, *, int steps, int spins, bint at_once, bint is_partial, uint32_t null_share):
+                  list lanes not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
+                  uint32_t null_share):
         cdef int index, generation
-        self.machine, self.arena, self.checker, self.lanes = machine, arena, checker, lanes
+        self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
         self.null_share = null_share
+        for index, reader in enumerate(readers):
+            self._readers[index] = <PyObject *> reader
         for index, owners in enumerate(lanes):
             for generation, lane in enumerate(owners):
                 self._all_lanes[index][generation] = <PyObject *> lane
@@ -112,6 +117,9 @@ cdef class Workers:
             self._join(index)
         (<WorkerLane> self._lanes[index]).steps = fps_grant_acquire(&self.arena.lane_shard(index, 0).granted) - 1
         self._pull(index, True)
+        if self._readers[index] != NULL:
+            (<ReaderPins> self._readers[index])._begin()
+            self._read(index)
         while me.pushes < self.n_steps:
             self._compute(index)
             kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
@@ -138,6 +146,10 @@ cdef class Workers:
         for _look in range(<int32_t> (self.machine.draw() % 4)):
             self.machine.at_access()
             self._check_reads(index)
+            if self._readers[index] != NULL:
+                self._check_reader(index)
+                if self.machine.draw() % 3 == 0:
+                    self._read(index)
 
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
@@ -153,6 +165,25 @@ cdef class Workers:
                 self.checker.fail(b"versions: worker %ld pulled %ld after %ld", index, fps_commit_version(commit), before)
             me.buffers[shard] = fps_commit_buffer(commit)
         self._check_reads(index)
+
+    cdef void _read(self, int32_t index) noexcept nogil:
+        """Pin the newest version of each shard as a reader."""
+        cdef uint64_t commit
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            commit = (<ReaderPins> self._readers[index])._pull(shard)
+            self.lives[index].read_buffers[shard] = fps_commit_buffer(commit)
+        self._check_reader(index)
+
+    cdef void _check_reader(self, int32_t index) noexcept nogil:
+        """What a reader has pinned stays as it was published."""
+        cdef uint64_t version
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            version = (<ReaderPins> self._readers[index]).versions[shard]
+            if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].read_buffers[shard])):
+                self.checker.fail(b"torn read: reader %ld reads version %ld of shard %ld, and it has changed", index, version,
+                                  shard)
 
     cdef void _check_reads(self, int32_t index) noexcept nogil:
         """What is pinned is whole, and stays as it was published."""

@@ -31,4 +31,5 @@ class World:
         busy_factor: int,
         skew_ns: float,
         policy: Mapping[str, Any],
+        reads: bool = False,
     ) -> dict[str, Any]: ...

@@ -51,6 +51,7 @@ cdef class Commit:
     cdef scheduler_t *_inactive(self) noexcept nogil
     cdef scheduler_t *_prepare(self) noexcept nogil
     cdef int64_t _free_buffer(self) noexcept nogil
+    cdef uint32_t _ready_readers(self) noexcept nogil
     cdef uint32_t _free_state(self) noexcept nogil
     cdef int _end_fold(self, int outcome) noexcept nogil
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil

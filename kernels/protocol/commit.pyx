@@ -19,6 +19,7 @@ from fastps.kernels.base.atomics cimport (
     fps_head_release,
     fps_pin_load,
     fps_reader_load,
+    fps_readers_load,
     fps_sleeping_load,
     fps_state_acquire,
 )
@@ -27,6 +28,7 @@ from fastps.kernels.base.failpoints cimport (
     FPS_MUTANT_ACKNOWLEDGE_FIRST,
     FPS_MUTANT_FLIP_FIRST,
     FPS_MUTANT_FORGET_HEADS,
+    FPS_MUTANT_FORGET_READERS,
     fps_mutant,
 )
 from fastps.kernels.protocol.batch cimport Batch
@@ -199,7 +201,7 @@ cdef class Commit:
         buffers in the cache.
         """
         cdef uint64_t pinned[2]
-        cdef uint32_t index
+        cdef uint32_t index, readers = self._ready_readers()
         pinned[0] = pinned[1] = 0
         _mark(pinned, fps_reader_weights(fps_reader_load(&self.shard_header.reader)))
         for index in range(self.arena.header.n_lanes):
@@ -209,12 +211,24 @@ cdef class Commit:
             # A reader moves a pin from `next` to `pin` by writing `pin` first: `next` must be read first, or it is in neither.
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).next))
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).pin))
-        for index in range(self.arena.header.n_buffers):
+        for index in range(readers):
+            _mark(pinned, fps_pin_load(&self.arena.reader_shard(index, self.shard).pin))
+        for index in range(self.arena.header.n_buffers + readers):
             if index == fps_commit_buffer(self.seen):
                 continue
             if not (pinned[index // 64] >> (index % 64)) & 1:
                 return index
         return -1
+
+    cdef uint32_t _ready_readers(self) noexcept nogil:
+        """Readers whose pins count. Each brings a buffer more, so a reader that pins one for ever takes none from the workers.
+
+        Read after the flip, as the pins are. The pin of a reader that died counts until another reader has its place.
+        """
+        cdef uint64_t most = self.arena.header.n_readers
+        if most == 0 or fps_mutant(FPS_MUTANT_FORGET_READERS):
+            return 0
+        return <uint32_t> min(fps_readers_load(&self.arena.readers_words().ready), most)
 
     cdef uint32_t _free_state(self) noexcept nogil:
         """The lowest state buffer that is neither active nor being copied; there is always one."""

@@ -5,6 +5,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 
+cdef uint64_t pin_published(const uint64_t *published, uint64_t *pin) noexcept nogil
+
+
 cdef class Reader:
     cdef readonly Arena arena
     cdef readonly uint32_t index
@@ -14,5 +17,4 @@ cdef class Reader:
     cdef int _check_shard(self, uint32_t shard) except -1
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil
-    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil
     cdef uint64_t _newest(self) noexcept nogil

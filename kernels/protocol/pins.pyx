@@ -11,6 +11,16 @@ from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
 
 
+cdef uint64_t pin_published(const uint64_t *published, uint64_t *pin) noexcept nogil:
+    """Pin what is published; returns the commit word. A combiner that flips after the second load sees the pin."""
+    cdef uint64_t commit
+    while True:
+        commit = fps_commit_load(published)
+        fps_pin_exchange(pin, fps_commit_buffer(commit) + 1)
+        if fps_commit_load(published) == commit or fps_mutant(FPS_MUTANT_FORGET_RECHECK):
+            return commit
+
+
 cdef class Reader:
     """The pins of lane `index` of `arena`."""
 
@@ -51,21 +61,13 @@ cdef class Reader:
 
     cdef int64_t _buffer_of(self, uint64_t commit) noexcept nogil:
         cdef uint64_t buffer = fps_commit_buffer(commit)
-        return <int64_t> buffer if buffer < self.arena.header.n_buffers else -1
+        return <int64_t> buffer if self.arena.has_buffer(buffer) else -1
 
     cdef uint64_t _pull(self, uint32_t shard) noexcept nogil:
-        cdef uint64_t commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).pin)
+        cdef const uint64_t *published = &self.arena.shard_header(shard).commit
+        cdef uint64_t commit = pin_published(published, &self.arena.lane_shard(self.index, shard).pin)
         self.versions[shard] = fps_commit_version(commit)
         return commit
-
-    cdef uint64_t _pin(self, const uint64_t *published, uint64_t *pin) noexcept nogil:
-        """Pin what is published; returns the commit word. A combiner that flips after the second load sees the pin."""
-        cdef uint64_t commit
-        while True:
-            commit = fps_commit_load(published)
-            fps_pin_exchange(pin, fps_commit_buffer(commit) + 1)
-            if fps_commit_load(published) == commit or fps_mutant(FPS_MUTANT_FORGET_RECHECK):
-                return commit
 
     def prefetch(self, uint32_t shard=0):
         """Pin a shard's published weights as the next ones; returns (buffer, version), the buffer as `pull` does.
@@ -75,7 +77,7 @@ cdef class Reader:
         cdef uint64_t commit
         self._check_shard(shard)
         with nogil:
-            commit = self._pin(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
+            commit = pin_published(&self.arena.shard_header(shard).commit, &self.arena.lane_shard(self.index, shard).next)
         return self._buffer_of(commit), fps_commit_version(commit)
 
     def take_prefetched(self, int64_t buffer, uint64_t version, uint32_t shard=0):

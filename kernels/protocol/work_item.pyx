@@ -88,7 +88,7 @@ cdef class WorkItem:
         cdef uint32_t n_pushes = words.n_pushes, state_in = words.state_in, state_out = words.state_out
         cdef uint32_t weights_in = words.weights_in, weights_out = words.weights_out
         self.chunk_floats = words.chunk_floats
-        if n_pushes > FPS_MAX_PUSHES or max(weights_in, weights_out) >= self.arena.header.n_buffers:
+        if n_pushes > FPS_MAX_PUSHES or not self.arena.has_buffer(max(weights_in, weights_out)):
             return False
         if max(state_in, state_out) >= FPS_STATE_BUFFERS or state_in == state_out or weights_in == weights_out:
             return False

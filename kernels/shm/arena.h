@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 9
+#define FPS_ABI 10
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -103,6 +103,18 @@ typedef struct {
     uint8_t pad_rejected[40];
 } fps_lane_shard;
 _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
+
+/* How many readers had a place at the same time so far: processes of the job's user that only read weights. */
+typedef struct {
+    uint64_t ready; /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
+    uint8_t pad_ready[56];
+} fps_readers;
+/* A reader's word in one shard. The process that has the reader's socket name owns it. */
+typedef struct {
+    uint64_t pin; /* [PIN] buffer being read + 1, or 0 */
+    uint8_t pad_pin[56];
+} fps_reader_shard;
+_Static_assert(sizeof(fps_readers) == FPS_LINE && sizeof(fps_reader_shard) == FPS_LINE, "each reader writes lines of its own");
 
 /* What became of one push in one shard, for a job that is recorded. The combiner writes it before the commit that publishes it; a
  * combiner that recovers a dead one's lock decides and writes it again. So it holds for every push that the lane's head in the
@@ -226,6 +238,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, n_shards)                                                                                             \
     WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
     WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
+    WORD(uint32_t, n_readers) /* the most processes that only read weights, each with a buffer more */                   \
     WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
     WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
     WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
@@ -238,6 +251,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, lanes_offset)                                                                                         \
     WORD(uint64_t, lane_bytes)                                                                                           \
     WORD(uint64_t, lane_shards_offset)                                                                                   \
+    WORD(uint64_t, reader_words_offset) /* fps_readers, then fps_reader_shard[n_readers][n_shards] */                    \
     WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                             \
     WORD(uint64_t, scheduler_offset)                                                                                     \
     WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
@@ -253,6 +267,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, slot_gradient_offset)                                                                                 \
     WORD(uint64_t, extra_offset)                                                                                         \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
+    WORD(uint64_t, reader_weights_offset) /* n_readers weights buffers; without pages until a reader has the place */    \
     WORD(uint64_t, total_bytes)
 
 typedef struct {

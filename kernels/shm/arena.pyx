@@ -115,8 +115,9 @@ cdef class Arena(ArenaView):
 
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
         """(weights buffer, state buffer) of a commit, checked, because readers use these numbers as indices."""
-        if fps_commit_buffer(commit) >= self.header.n_buffers or state_buffer >= FPS_STATE_BUFFERS:
-            raise ValueError(f"expected weights buffer 0 to {self.header.n_buffers - 1} and state buffer 0 to "
+        if not self.has_buffer(fps_commit_buffer(commit)) or state_buffer >= FPS_STATE_BUFFERS:
+            last = self.header.n_buffers + self.header.n_readers - 1
+            raise ValueError(f"expected weights buffer 0 to {last} and state buffer 0 to "
                              f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
                              "damaged")
         return fps_commit_buffer(commit), state_buffer

@@ -154,6 +154,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t n_shards
         uint32_t checks_finite
         uint32_t gradient_type
+        uint32_t n_readers
         uint32_t n_servers
         double ema_decay
         uint64_t buffer_floats
@@ -166,6 +167,7 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t lanes_offset
         uint64_t lane_bytes
         uint64_t lane_shards_offset
+        uint64_t reader_words_offset
         uint64_t push_outcomes_offset
         uint64_t scheduler_offset
         uint64_t scheduler_bytes
@@ -181,7 +183,14 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t slot_gradient_offset
         uint64_t extra_offset
         uint64_t extra_bytes
+        uint64_t reader_weights_offset
         uint64_t total_bytes
+
+    ctypedef struct fps_readers:
+        uint64_t ready
+
+    ctypedef struct fps_reader_shard:
+        uint64_t pin
 
     ctypedef struct fps_push_outcome:
         uint64_t position

@@ -15,4 +15,6 @@ def plan(
     checks_finite: bool = False,
     gradient_type: int = ...,
     servers: int = 0,
+    readers: int = 0,
 ) -> tuple[bytes, int]: ...
+def reader_weights_offset(header_bytes: bytes) -> int: ...

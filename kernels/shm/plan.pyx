@@ -22,6 +22,8 @@ from fastps.kernels.shm.arena_h cimport (
     fps_lane,
     fps_lane_shard,
     fps_push_outcome,
+    fps_reader_shard,
+    fps_readers,
     fps_shard_header,
     fps_statistics,
     fps_work,
@@ -34,13 +36,15 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 
 cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t buffers, uint32_t shards,
-                         double ema_decay, uint32_t gradient_type, uint32_t servers) except -1:
+                         double ema_decay, uint32_t gradient_type, uint32_t servers, uint32_t readers) except -1:
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if servers > 1:
         raise ValueError(f"expected one server or none, found {servers}")
     if not 2 <= buffers <= FPS_MAX_BUFFERS:
         raise ValueError(f"expected 2 to {FPS_MAX_BUFFERS} weight buffers, found {buffers}")
+    if readers > FPS_MAX_BUFFERS - buffers:
+        raise ValueError(f"expected 0 to {FPS_MAX_BUFFERS - buffers} readers beside {buffers} weight buffers, found {readers}")
     if ring_size < 2 or ring_size & (ring_size - 1):
         raise ValueError(f"expected the ring's size to be a power of two, at least 2, found {ring_size}")
     if slots < 1 or slots >= ring_size:
@@ -56,11 +60,12 @@ cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uin
 
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers) except -1:
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers,
+               uint32_t readers) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
-    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, servers)
+    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, servers, readers)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -78,6 +83,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.ema_decay = ema_decay
     header.gradient_type = gradient_type
     header.n_servers = servers
+    header.n_readers = readers
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
@@ -87,7 +93,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.lane_shards_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
     header.push_outcomes_offset = header.lane_shards_offset + shards * sizeof(fps_lane_shard)
     header.lane_bytes = header.push_outcomes_offset + shards * ring_size * sizeof(fps_push_outcome)
-    offset = header.statistics_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
+    offset = header.reader_words_offset = offset + _aligned((lanes + servers) * header.lane_bytes, PAGE)
+    offset = header.statistics_offset = offset + _aligned(
+        sizeof(fps_readers) + <uint64_t> readers * shards * sizeof(fps_reader_shard), PAGE)
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
@@ -103,7 +111,8 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.slot_bytes = _aligned(header.slot_gradient_offset + header.buffer_floats * gradient_bytes, PAGE)
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
-    header.total_bytes = offset + (lanes + servers) * header.extra_bytes
+    offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes
+    header.total_bytes = offset + readers * header.weights_bytes
     return _check_size(header)
 
 
@@ -113,7 +122,8 @@ cdef int _check_size(const fps_header *header) except -1:
     cdef double all_lanes = <double> header.n_lanes + header.n_servers
     cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
     cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
-    cdef double buffers = header.n_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    cdef double all_buffers = <double> header.n_buffers + header.n_readers
+    cdef double buffers = all_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
     if lanes + rings + buffers + tables > 2.0 ** 56:
         raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
     return 0
@@ -121,10 +131,10 @@ cdef int _check_size(const fps_header *header) except -1:
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
-         int gradient_type=FPS_FLOAT32, int servers=0):
+         int gradient_type=FPS_FLOAT32, int servers=0, int readers=0):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
-    `servers`: 1 for a lane more, behind the workers', for a server process.
+    `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
@@ -132,8 +142,15 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type, servers)
+          shards, ema_decay, checks_finite, gradient_type, servers, readers)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
+
+
+def reader_weights_offset(bytes header_bytes not None):
+    """Where the buffers of readers begin, in bytes: they are the last part of an arena."""
+    if len(header_bytes) != sizeof(fps_header):
+        raise ValueError(f"expected a header of {sizeof(fps_header)} bytes, found {len(header_bytes)}")
+    return (<const fps_header *> <const char *> header_bytes).reader_weights_offset
 
 
 cdef int check_header(const fps_header *found, int64_t size) except -1:
@@ -141,7 +158,7 @@ cdef int check_header(const fps_header *found, int64_t size) except -1:
     cdef fps_header own
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
           found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type, found.n_servers)
+          found.checks_finite, found.gradient_type, found.n_servers, found.n_readers)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0

@@ -9,6 +9,8 @@ from fastps.kernels.shm.arena_h cimport (
     fps_lane,
     fps_lane_shard,
     fps_push_outcome,
+    fps_reader_shard,
+    fps_readers,
     fps_shard_header,
     fps_statistics,
     fps_work,
@@ -30,6 +32,9 @@ cdef class ArenaView:
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
     cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil
     cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
+    cdef fps_readers *readers_words(self) noexcept nogil
+    cdef fps_reader_shard *reader_shard(self, uint32_t reader, uint32_t shard) noexcept nogil
+    cdef bint has_buffer(self, uint64_t buffer) noexcept nogil
     cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
     cdef fps_work *work(self, uint32_t shard) noexcept nogil

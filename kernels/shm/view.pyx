@@ -13,6 +13,8 @@ from fastps.kernels.shm.arena_h cimport (
     fps_lane,
     fps_lane_shard,
     fps_push_outcome,
+    fps_reader_shard,
+    fps_readers,
     fps_shard_header,
     fps_statistics,
     fps_work,
@@ -84,6 +86,12 @@ cdef class ArenaView:
         return (<fps_push_outcome *> (<char *> self.lane(lane) + self.header.push_outcomes_offset)
                 + shard * self.header.ring_size + (position & (self.header.ring_size - 1)))
 
+    cdef fps_readers *readers_words(self) noexcept nogil:
+        return <fps_readers *> (self.base + self.header.reader_words_offset)
+
+    cdef fps_reader_shard *reader_shard(self, uint32_t reader, uint32_t shard) noexcept nogil:
+        return <fps_reader_shard *> (self.readers_words() + 1) + <uint64_t> reader * self.header.n_shards + shard
+
     cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil:
         return <fps_shard_header *> (self.base + self.header.shard_headers_offset) + shard
 
@@ -101,8 +109,14 @@ cdef class ArenaView:
         return (self.base + self.header.slots_offset
                 + (<uint64_t> lane * self.header.n_slots + slot) * self.header.slot_bytes)
 
+    cdef bint has_buffer(self, uint64_t buffer) noexcept nogil:
+        return buffer < <uint64_t> self.header.n_buffers + self.header.n_readers
+
     cdef float *weights(self, uint64_t buffer) noexcept nogil:
-        return <float *> (self.base + self.header.weights_offset + buffer * self.header.weights_bytes)
+        if buffer < self.header.n_buffers:
+            return <float *> (self.base + self.header.weights_offset + buffer * self.header.weights_bytes)
+        buffer -= self.header.n_buffers
+        return <float *> (self.base + self.header.reader_weights_offset + buffer * self.header.weights_bytes)
 
     cdef char *state(self, uint64_t buffer) noexcept nogil:
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
@@ -112,6 +126,10 @@ cdef class ArenaView:
     def weights_offset(self, int buffer):
         """Byte offset of a weights buffer."""
         return <char *> self.weights(buffer) - self.base
+
+    def reader_weights_range(self, int readers):
+        """(offset, length) in bytes of the weights buffers of the first `readers` readers: whole pages, the arena's last."""
+        return self.header.reader_weights_offset, readers * self.header.weights_bytes
 
     def slots_range(self, int lane):
         """(offset, length) in bytes of a lane's slots: whole pages."""
@@ -154,8 +172,13 @@ cdef class ArenaView:
 
     @property
     def buffers(self):
-        """Weight buffers."""
+        """Weight buffers, without those of readers."""
         return self.header.n_buffers
+
+    @property
+    def readers(self):
+        """The most processes that only read weights at a time; each has a buffer more, numbered behind the others."""
+        return self.header.n_readers
 
     @property
     def slots(self):

@@ -24,6 +24,7 @@ FOUND_WITHIN = {
     "forget-generation": 100,
     "state-in-place": 10,
 }
+FOUND_BY_READERS = {"forget-readers": 50}  # seeds whose processes are readers, too
 RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
 
 
@@ -52,6 +53,33 @@ def test_pushes_that_are_folded_as_one_sum_are_folded_once_whatever_happens() ->
     assert played > 150 and flips > 1_000
 
 
+def _violations_with_readers(seeds: int) -> list[str]:
+    """Run seeds whose processes also read published weights as readers, each in the place of its lane's number."""
+    world, found = World(), []
+    for seed in range(seeds):
+        plan = chaos_worlds.plan_of(seed)
+        outcome = world.run(seed, **plan.measures, reads=True)
+        if outcome["violation"] is not None:
+            found.append(f"seed {seed}, {plan.spec}: {outcome['violation']}")
+    return found
+
+
+def test_what_a_reader_has_pinned_never_changes_and_costs_no_worker_its_buffer() -> None:
+    """Processes are stopped and killed while they read, and others take their places."""
+    assert _violations_with_readers(1_000) == []
+
+
+@pytest.mark.parametrize("mutant", FOUND_BY_READERS)
+def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
+    hooks.switch_on(mutant)
+    try:
+        found = _violations_with_readers(FOUND_BY_READERS[mutant])
+    finally:
+        hooks.switch_on(None)
+    assert any("torn read: reader" in violation for violation in found), found
+    assert chaos.simulate(0, 20, mutant=mutant).violations == []
+
+
 def test_a_seed_plays_the_same_history_again() -> None:
     world, plans = World(), [chaos_worlds.plan_of(seed) for seed in range(40)]
     first = [world.run(plan.seed, **plan.measures) for plan in plans]
@@ -68,7 +96,7 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
 
 
 def test_all_mutants_are_looked_for() -> None:
-    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *RARELY_FOUND_WITHIN}
+    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *RARELY_FOUND_WITHIN}
 
 
 @pytest.mark.parametrize("mutant", FOUND_WITHIN)

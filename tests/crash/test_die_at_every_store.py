@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 
 import fastps  # noqa: E402
 from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
+from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
 from fastps.kernels.shm.format import format_memory  # noqa: E402
@@ -76,10 +77,11 @@ CASES = [
 class Job:
     """Three lanes in memory shared with a forked victim, each with the steps that it will push."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, readers: int = 0) -> None:
         header, size = plan(
             lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * SHARD_FLOATS,
             rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
+            readers=readers,
         )  # fmt: skip
         self.case = case
         self.memory = mmap.mmap(-1, size)
@@ -251,3 +253,50 @@ def test_a_death_at_some_stores_loses_nothing_and_doubles_nothing(case: Case) ->
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_death_at_every_store_loses_nothing_and_doubles_nothing(case: Case) -> None:
     _check_deaths(case, every=1)
+
+
+# -- a process that only reads -------------------------------------------------------------------------------------------
+
+
+def _read(job: Job) -> int:
+    """The life of a reader: returns its stores."""
+    before = hooks.stores()
+    pins, buffers = ReaderPins(job.arena, 0), [0] * SHARDS
+    pins.begin()
+    for _ in range(3):
+        assert pins.pull_all(buffers) == -1
+    for shard, buffer in enumerate(buffers):
+        version, weights, _ = job.arena.committed(shard)
+        assert (pins.shard_version(shard), buffer) == (version, weights)
+    pins.unpin()
+    return hooks.stores() - before
+
+
+def _read_and_die(job: Job, store: int) -> None:
+    child = os.fork()
+    if child == 0:
+        hooks.die_at(store)
+        _read(job)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"at store {store}"
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
+def test_a_readers_death_at_every_store_changes_nothing_for_the_workers(case: Case) -> None:
+    """Five buffers are as few as three workers need, and the dead reader's pins stay until another has its place."""
+    plain = Job(case)
+    plain.begin()
+    plain.live()
+    plain.survive()
+    expected = plain.push_log(), plain.bits()
+    stores = _read(Job(case, readers=1))
+    assert stores == SHARDS * 5 + 1
+    for store in range(1, stores + 1):
+        job = Job(case, readers=1)
+        _read_and_die(job, store)
+        job.begin()
+        job.live()
+        _read_and_die(job, min(store, stores - 1))  # the number of readers need not be raised again
+        job.survive()
+        assert (job.push_log(), job.bits()) == expected, f"died at store {store}"
+        _read(job)

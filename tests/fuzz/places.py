@@ -58,6 +58,9 @@ def places_of(header: Header) -> Places:
             for shard in shards
         ],
         "fates": [(lane + header.push_outcomes_offset, _OUTCOME_BYTES * header.ring_size) for lane in lanes],
+        "readers": [
+            (header.reader_words_offset, SIZES["readers"] + header.n_readers * header.n_shards * SIZES["reader_shard"])
+        ],
         "statistics": [(header.statistics_offset + header.statistics_bytes * shard, 8 * 800) for shard in shards],
         "scheduler": [
             (header.scheduler_offset + header.scheduler_bytes * copy, _STATE_BYTES) for copy in range(2 * header.n_shards)
@@ -74,7 +77,10 @@ def gaps_of(header: Header) -> list[tuple[int, int]]:
         header.shard_headers_offset: _HEADER_BYTES,
         header.work_offset: header.shard_headers_offset + header.n_shards * _SHARD_HEADER_BYTES,
         header.lanes_offset: header.segments_offset + _SEGMENT_BYTES * header.n_parameters,
-        header.statistics_offset: header.lanes_offset + header.n_lanes * header.lane_bytes,
+        header.reader_words_offset: header.lanes_offset + header.n_lanes * header.lane_bytes,
+        header.statistics_offset: header.reader_words_offset
+        + SIZES["readers"]
+        + header.n_readers * header.n_shards * SIZES["reader_shard"],
         header.scheduler_offset: header.statistics_offset + header.n_shards * header.statistics_bytes,
     }
     for shard in range(header.n_shards):

@@ -1,0 +1,115 @@
+"""fastps.reader: a torch model that shows the newest weights of a running job, in a process that is no worker of the job."""
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fastps.errors import LayoutError, UnsupportedError
+from fastps.store.reader import WeightsReader
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.torch import foreign
+from fastps.torch.update_rules import check_parameter
+from fastps.torch.weights import Weights, shaped_tensors
+
+_UNNAMED = "param_groups[0]["  # the names of parameters in a job whose optimizer was given no model
+
+
+class Reader(WeightsReader):
+    """The newest weights of a running job. `fastps.reader` opens it; only one thread may use it.
+
+    Attributes:
+        job: the job's name.
+        buffers: the weights buffer of each shard that this reader has pinned.
+    """
+
+    def __init__(self, job: str, timeout_s: float, clock: Clock) -> None:
+        super().__init__(job, timeout_s, clock)
+        self._models: WeakKeyDictionary[torch.nn.Module, Weights] = WeakKeyDictionary()
+
+    def update(self, model: torch.nn.Module | None = None) -> int:
+        """Take the newest weights, point `model`'s parameters at them without a copy, and return their version.
+
+        All parameters of a shard have one version, which stays until the next `update`; every model that this reader was given
+        before moves, too. Parameters are found by name. Those that the job does not train, and buffers (BatchNorm), stay as
+        they are. The memory is read-only: a process that writes into these parameters ends by SIGSEGV. After `close` they are
+        copies of their own.
+
+        Raises LayoutError if the job's parameters are not in the model, UnsupportedError for a parameter that is not float32
+        on the CPU, UsageError in a forked child or after close, ProtocolError if the arena is damaged.
+        """
+        self._check_usable()
+        if model is not None and model not in self._models:
+            self._models[model] = self._weights_of(model)
+        self.pull()
+        for weights in self._models.values():
+            weights.show(self.buffers)
+        return self.version
+
+    def _weights_of(self, model: torch.nn.Module) -> Weights:
+        tensors = self._tensors_of(model)
+        names = [parameter.name for parameter in self._memory.parameters]
+        foreign.check_memory(tensors, names)
+        for name, tensor, parameter in zip(names, tensors, self._memory.parameters, strict=True):
+            if tuple(tensor.shape) != parameter.shape:
+                raise LayoutError(
+                    f"parameter {name!r}: expected shape {parameter.shape} as in job {self.job}, found {tuple(tensor.shape)};"
+                    " build the job's model"
+                )
+            check_parameter(name, tensor)
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"parameter {name!r}: expected a tensor on the CPU, found one on {tensor.device}; update a model on the CPU"
+                    " and load its state dict into the other"
+                )
+        return Weights(tensors, self._memory, partial(shaped_tensors, self._memory))
+
+    def _tensors_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The model's parameter for each of the job's: by name, or by place if the job's have no names."""
+        named: dict[str, Any] = dict(model.named_parameters())
+        wanted = [parameter.name for parameter in self._memory.parameters]
+        if all(name.startswith(_UNNAMED) for name in wanted):
+            if len(named) != len(wanted):
+                raise LayoutError(
+                    f"job {self.job} trains {len(wanted)} parameters without names: expected a model with as many, found"
+                    f" {len(named)}; wrap the job's optimizer with model=, so that parameters have names"
+                )
+            return list(named.values())
+        missing = [name for name in wanted if name not in named]
+        if missing:
+            raise LayoutError(
+                f"job {self.job} trains {missing[0]!r}: expected a model with that parameter, found"
+                f" {', '.join(list(named)[:4]) or 'none'}{', ...' if len(named) > 4 else ''}; build the job's model, and wrap"
+                " its optimizer with model="
+            )
+        return [named[name] for name in wanted]
+
+    def _leave_memory(self) -> None:
+        for weights in self._models.values():
+            weights.show_copies()
+            weights.leave()
+        self._models.clear()
+
+
+def reader(job: str, timeout_s: float = 0.1, clock: Clock = SYSTEM_CLOCK) -> Reader:
+    """Open a reader of the running job `job` of this user: a model that shows the job's newest weights, without a copy.
+
+    The calling process is no worker: no discipline counts it, and no fold waits for it, however slow it is, and if it is
+    stopped or killed. It costs the job a weights buffer. A job has at most `max_readers` readers at a time.
+
+    Raises AttachError if no process answers for the job within `timeout_s` seconds, if the job belongs to another user or
+    another version of fastps, or has no place left; ArenaError if there is no memory for the buffer; UnsupportedError if GPUs
+    hold the weights.
+
+    >>> import fastps
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model, job="reader-example")
+    >>> other = torch.nn.Linear(2, 1, bias=False)
+    >>> with fastps.reader("reader-example") as reader:
+    ...     model(torch.ones(1, 2)).sum().backward(); optimizer.step()
+    ...     reader.wait(1), reader.update(other), torch.equal(other.weight, model.weight)
+    (True, 1, True)
+    >>> optimizer.close()
+    """
+    return Reader(job, timeout_s, clock)

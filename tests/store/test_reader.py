@@ -1,0 +1,344 @@
+"""Readers with real processes: one version a shard, no delay for the workers, deaths, and what a reader is refused.
+
+Every push adds one to every weight, so all weights of a shard equal its version.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import fastps
+from fastps.store.reader import WeightsReader
+from fastps.system.clock import SYSTEM_CLOCK
+from tests.support import processes
+
+FLOATS = 20_000
+SHARDS = 3
+
+
+def _store(**options: Any) -> fastps.Store:
+    weights = {name: np.zeros(FLOATS, np.float32) for name in "abc"}
+    return fastps.Store.create(weights, fastps.SGD(lr=1.0), **options)
+
+
+def _open(job: str) -> WeightsReader:
+    return WeightsReader(job, 5.0, SYSTEM_CLOCK)
+
+
+def _steps(worker: fastps.Worker, steps: int) -> None:
+    for _ in range(steps):
+        for gradient in worker.gradients.values():
+            gradient[:] = -1.0
+        worker.step()
+
+
+def _train(store: fastps.Store, rank: int, steps: int) -> int:
+    with store.attach(rank) as worker:
+        _steps(worker, steps)
+    return steps
+
+
+def _check(reader: WeightsReader) -> None:
+    """Every weight of a shard is the shard's version, which the first parameter that lies in it tells."""
+    shard_of = {parameter.name: parameter.shard for parameter in reader._memory.parameters}
+    for name, values in reader.weights.items():
+        expected = reader.versions[shard_of[name]]
+        assert values.min() == values.max() == expected, f"{name} of version {expected}: {values.min()} to {values.max()}"
+
+
+def _read(job: str, last: int) -> int:
+    """Update without a pause until version `last`; return the number of versions seen."""
+    seen: set[int] = set()
+    with _open(job) as reader:
+        while reader.version < last:
+            over = reader.version in seen and reader.over
+            reader.pull()
+            _check(reader)
+            assert reader.version == last or not over
+            seen.add(reader.version)
+    return len(seen)
+
+
+def _ready(work: Callable[[int], Any]) -> tuple[processes.Child, int]:
+    """Start a child, and wait until it writes a byte to the descriptor that `work` gets."""
+    mine, theirs = os.pipe()
+    child = processes.start(lambda: work(theirs))
+    os.close(theirs)
+    assert os.read(mine, 1) == b"r"
+    os.close(mine)
+    return child, child.process_id
+
+
+def _read_and_hold(job: str) -> tuple[processes.Child, int]:
+    """A child that reads one version and holds it until it is killed."""
+
+    def work(ready: int) -> None:
+        with _open(job) as reader:
+            _check(reader)
+            os.write(ready, b"r")
+            while True:
+                time.sleep(1)
+                _check(reader)
+
+    return _ready(work)
+
+
+@pytest.fixture
+def killed() -> Iterator[list[int]]:
+    """Processes to kill at the end, stopped or not."""
+    found: list[int] = []
+    yield found
+    for process_id in found:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+
+
+# -- what is read --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["workers", "process"])
+@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
+def test_eight_readers_without_a_pause_see_one_version_a_shard(sync: str, server: str) -> None:
+    workers, steps = 2, 150
+    with _store(sync=sync, workers=workers, server=server) as store:
+        readers = [processes.start(lambda: _read(store.job, workers * steps)) for _ in range(8)]
+        children = [processes.start(lambda rank=rank: _train(store, rank, steps)) for rank in range(workers)]
+        processes.finish([*children, *readers], 60)
+        assert [child.outcome for child in children] == [steps] * workers
+        assert all(child.exit_code == 0 and child.outcome >= 1 for child in readers), [child.outcome for child in readers]
+        assert sum(child.outcome for child in readers) > 8, "no reader saw two versions"
+        assert store.version == workers * steps
+
+
+def test_a_version_stays_until_the_next_update() -> None:
+    with _store() as store, store.attach(0) as worker, _open(store.job) as reader:
+        first = reader.weights["a"]
+        _steps(worker, 3 * (store.arena.buffers + store.arena.readers))
+        assert reader.version == 0
+        assert reader.newest == store.version
+        assert not first.any()
+        reader.pull()
+        assert reader.version == store.version
+        _check(reader)
+
+
+def test_a_job_has_the_readers_buffer_only_when_a_reader_comes() -> None:
+    with _store() as store, store.attach(0) as worker:
+
+        def allocated() -> int:
+            return 512 * os.fstat(store.descriptor).st_blocks
+
+        before, buffer_bytes = allocated(), store.arena.reader_weights_range(1)[1]
+        assert before == store.arena.reader_weights_range(0)[0] == store.arena.total_bytes - 8 * buffer_bytes
+        with _open(store.job), _open(store.job):
+            assert allocated() == before + 2 * buffer_bytes
+        with _open(store.job):
+            _steps(worker, 20)
+            assert allocated() == before + 2 * buffer_bytes
+
+
+def test_weights_cannot_be_written() -> None:
+    with _store() as store, _open(store.job) as reader:
+        with pytest.raises(ValueError, match="read-only"):
+            reader.weights["a"][0] = 1.0
+
+
+# -- nobody waits for a reader -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp:1", "asp", f"psp:1,1,shards={SHARDS}"])
+def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed: list[int]) -> None:
+    with _store(sync=sync, workers=2) as store, store.attach(0) as worker:
+        other = processes.start(lambda: _train(store, 1, 60))
+        worker.wait_for_start()
+        for _ in range(8):
+            _, process_id = _read_and_hold(store.job)
+            killed.append(process_id)
+            os.kill(process_id, signal.SIGSTOP)
+            _steps(worker, 3)
+        began = time.monotonic()
+        _steps(worker, 36)
+        took_s = time.monotonic() - began
+        processes.finish([other], 30)
+        assert other.outcome == 60
+        assert took_s < 5, "36 steps take some ms"
+        with pytest.raises(fastps.AttachError, match="a free place of 8 for readers, found none"):
+            _open(store.job)
+        for process_id in killed:
+            os.kill(process_id, signal.SIGCONT)
+        time.sleep(1.2)  # each looks at its version again
+        for process_id in killed:
+            assert psutil.Process(process_id).is_running()
+            assert psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE, "a reader saw two versions"
+
+
+def test_the_place_of_a_killed_reader_is_free(killed: list[int]) -> None:
+    with _store(max_readers=1) as store, store.attach(0) as worker:
+        for _ in range(5):
+            child, process_id = _read_and_hold(store.job)
+            _steps(worker, 2)
+            with pytest.raises(fastps.AttachError, match="a free place of 1 for readers, found none; close a reader"):
+                _open(store.job)
+            os.kill(process_id, signal.SIGKILL)
+            processes.finish([child], 10)
+            _steps(worker, 2 * store.arena.buffers)
+        with _open(store.job) as reader:
+            _check(reader)
+            assert reader.version == store.version
+
+
+def test_a_readers_child_does_not_keep_its_place(killed: list[int]) -> None:
+    with _store(max_readers=1) as store, store.attach(0):
+        reader = _open(store.job)
+
+        def sleep(ready: int) -> None:
+            os.write(ready, b"r")
+            time.sleep(60)
+
+        _, process_id = _ready(sleep)
+        killed.append(process_id)
+        reader.close()
+        with _open(store.job):
+            pass
+
+
+def test_a_forked_child_is_told_to_open_its_own() -> None:
+    with _store() as store, store.attach(0), _open(store.job) as reader:
+        child = processes.start(lambda: reader.pull())
+        processes.finish([child], 10)
+        assert child.outcome[0] == "UsageError"
+        assert "was made in the parent of this process" in child.outcome[1]
+        reader.pull()
+
+
+# -- waiting, and the end of a job ---------------------------------------------------------------------------------------
+
+
+def test_wait_returns_at_the_version_and_at_the_end_of_the_job() -> None:
+    with _store(workers=1) as store:
+        with _open(store.job) as reader:
+            child = processes.start(lambda: _train(store, 0, 40))
+            assert reader.wait(25)
+            reader.pull()
+            assert reader.version >= 25
+            assert not reader.wait(1000, timeout_s=30)
+            assert reader.over
+            reader.pull()
+            assert reader.version == 40
+            _check(reader)
+            processes.finish([child], 10)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, None])
+def test_the_weights_outlive_the_job(end: int | None) -> None:
+    """All processes of the job end while the reader has its memory."""
+    code = (
+        "import numpy as np, sys, fastps\n"
+        "store = fastps.Store.create({'w': np.zeros(1000, np.float32)}, fastps.SGD(lr=1.0), job=sys.argv[1])\n"
+        "worker = store.attach(0)\n"
+        "[worker.step({'w': -np.ones(1000)}) for _ in range(5)]\n"
+        "print('ready', flush=True); sys.stdin.read(1); worker.close(); store.close()"
+    )
+    job = f"outlived-{os.getpid()}"
+    command = [sys.executable, "-c", code, job]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with _open(job) as reader:
+            assert not reader.over
+            if end is None:
+                process.communicate(b"x", timeout=20)
+            else:
+                process.send_signal(end)
+                process.wait(20)
+            assert not reader.wait(6, timeout_s=30)
+            reader.pull()
+            assert reader.weights["w"].tolist() == [5.0] * 1000
+    with pytest.raises(fastps.AttachError, match="found nobody"):
+        WeightsReader(job, 0.1, SYSTEM_CLOCK)
+
+
+def test_a_wait_without_a_new_version_ends_with_the_timeout() -> None:
+    with _store() as store, store.attach(0), _open(store.job) as reader:
+        with pytest.raises(
+            fastps.TimeoutExceededError, match=r"expected version 1, found version 0 and no newer one for 0.2 s"
+        ):
+            reader.wait(timeout_s=0.2)
+
+
+def test_a_closed_reader_says_so() -> None:
+    with _store() as store, store.attach(0):
+        reader = _open(store.job)
+        reader.close()
+        reader.close()
+        for call in (reader.pull, reader.wait, lambda: reader.weights):
+            with pytest.raises(fastps.UsageError, match="is closed: open another"):
+                call()
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_without_places_refuses_readers() -> None:
+    with _store(max_readers=0) as store, store.attach(0):
+        with pytest.raises(fastps.AttachError, match="a free place of 0 for readers, found none"):
+            _open(store.job)
+
+
+def test_the_environment_says_how_many_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_MAX_READERS", "3")
+    with _store() as store:
+        assert store.arena.readers == 3
+    with _store(max_readers=1) as store:
+        assert store.arena.readers == 1
+    monkeypatch.setenv("FASTPS_MAX_READERS", "many")
+    with pytest.raises(fastps.UsageError, match="expected FASTPS_MAX_READERS to be a whole number, found 'many'"):
+        _store()
+    with pytest.raises(fastps.UsageError, match=r"expected max_readers of 0 \(none\) or more, found -1"):
+        _store(max_readers=-1)
+
+
+def test_many_workers_leave_fewer_buffers_for_readers() -> None:
+    with fastps.Store.create({"w": np.zeros(4, np.float32)}, fastps.SGD(lr=1.0), workers=120) as store:
+        assert (store.arena.buffers, store.arena.readers) == (123, 4)
+
+
+def test_a_reader_without_memory_for_its_buffer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _store() as store, store.attach(0) as worker:
+        memory = psutil.virtual_memory()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+        with pytest.raises(fastps.ArenaError, match=r"reader 0 of job .* needs .* of the arena, found 0.0 MiB free"):
+            _open(store.job)
+        monkeypatch.undo()
+        _steps(worker, 3)
+        with _open(store.job) as reader:
+            _check(reader)
+
+
+def test_another_users_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    with _store() as store, store.attach(0):
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(fastps.AttachError, match=f"answers for another user: expected user {user + 1}, found {user}"):
+            _open(store.job)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_real_other_user_gets_nothing() -> None:
+    def work() -> None:
+        os.setuid(65534)
+        _open(store.job)
+
+    with _store() as store, store.attach(0):
+        child = processes.start(work)
+        processes.finish([child], 20)
+        assert child.outcome[0] == "AttachError"
+        assert "answers for another user" in child.outcome[1]

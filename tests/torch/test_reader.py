@@ -1,0 +1,185 @@
+"""fastps.reader: a model shows a running job's newest weights; what it refuses, and what a write into them does."""
+
+import copy
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+
+
+def _model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(16, 2))
+
+
+def _wrapped(model: torch.nn.Module, /, **options: Any) -> fastps.DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return fastps.DistributedOptimizer(inner, **{"model": model, "job": f"reader-{os.getpid()}", **options})
+
+
+def _step(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 3, 4, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def _same(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_model_shows_each_version_and_keeps_it(
+    loops: str, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+    model, other = _model().to(memory_format=memory_format), _model(1)
+    buffers = copy.deepcopy(dict(other.named_buffers()))
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        for step in range(20):
+            assert reader.wait(step)
+            assert reader.update(other) == reader.version == step
+            assert _same(model, other)
+            shown = [parameter.detach().clone() for parameter in other.parameters()]
+            _step(model, optimizer)
+            assert not _same(model, other)
+            assert all(torch.equal(a, b) for a, b in zip(shown, other.parameters(), strict=True))
+        addresses = [parameter.data_ptr() for parameter in other.parameters()]
+        assert reader.update() == 20
+        assert addresses != [parameter.data_ptr() for parameter in other.parameters()], "no parameter was copied into"
+        other.eval()(torch.randn(1, 3, 4, 4))
+    assert _same(model, other)
+    assert all(torch.equal(buffers[name], value) for name, value in other.named_buffers())
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)  # a copy of its own since the reader is closed
+    other.load_state_dict(model.state_dict())
+
+
+def test_two_models_of_a_reader_move_together() -> None:
+    model, one, two = _model(), _model(1), _model(2)
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        reader.update(one)
+        _step(model, optimizer)
+        reader.update(two)
+        assert _same(model, one)
+        assert _same(model, two)
+        del two
+        _step(model, optimizer)
+        reader.update()
+        assert _same(model, one)
+
+
+def test_parameters_are_found_by_name_and_others_stay() -> None:
+    """The job trains a part of the model, in another order."""
+    model, other = _model(), _model(1)
+    bias = other.get_parameter("0.bias").detach().clone()
+    trained = [model.get_parameter(name) for name in ("3.weight", "0.weight")]
+    optimizer = fastps.DistributedOptimizer(torch.optim.SGD(trained, lr=0.01), model=model, job=f"reader-{os.getpid()}")
+    with optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        _step(model, optimizer)
+        reader.update(other)
+        for name in ("3.weight", "0.weight"):
+            assert torch.equal(other.get_parameter(name), model.get_parameter(name))
+        assert torch.equal(other.get_parameter("0.bias"), bias)
+
+
+def test_a_job_without_names_is_matched_by_place() -> None:
+    model, other = _model(), _model(1)
+    with _wrapped(model, model=None) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        reader.update(other)
+        assert _same(model, other)
+        with pytest.raises(fastps.LayoutError, match="6 parameters without names: expected a model with as many, found 2"):
+            reader.update(torch.nn.Linear(1, 1))
+
+
+def test_models_that_do_not_fit_are_refused_by_name_and_left_as_they_are() -> None:
+    model = _model()
+    with _wrapped(model) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        with pytest.raises(fastps.LayoutError, match=r"trains '0.weight': expected a model with that parameter, found weight"):
+            reader.update(torch.nn.Linear(16, 2))
+        wider = _model()
+        wider[3] = torch.nn.Linear(16, 3)  # type: ignore[index]
+        before = wider.get_parameter("0.weight").data_ptr()
+        expected = r"parameter '3.weight': expected shape \(2, 16\) as in job .*, found \(3, 16\); build the job's model"
+        with pytest.raises(fastps.LayoutError, match=expected):
+            reader.update(wider)
+        assert wider.get_parameter("0.weight").data_ptr() == before
+        with pytest.raises(fastps.UnsupportedError, match=r"expected float32, found torch\.float64"):
+            reader.update(_model().double())
+        with pytest.raises(fastps.UnsupportedError, match="share_memory"):
+            reader.update(_model().share_memory())
+        reader.update()
+        reader.update(_model())
+
+
+def test_a_write_into_the_weights_ends_the_reader_and_leaves_the_job_as_it_was() -> None:
+    model = _model()
+    with _wrapped(model) as optimizer:
+        before = copy.deepcopy(model)
+
+        def write() -> None:
+            faulthandler.disable()
+            other = _model(1)
+            fastps.reader(optimizer.worker.store.job).update(other)
+            with torch.no_grad():
+                next(other.parameters()).add_(1.0)
+
+        child = processes.start(write)
+        processes.finish([child], 20)
+        assert child.exit_code == -signal.SIGSEGV
+        assert _same(model, before)
+        with fastps.reader(optimizer.worker.store.job) as reader:
+            assert reader._pins.index == 0, "the dead reader's place is free"
+
+
+def test_a_reader_is_no_worker() -> None:
+    """Under ssp:1 an idle worker would stop the others; an idle reader does not."""
+    model = _model()
+    with _wrapped(model, sync="ssp:1", timeout_s=10) as optimizer, fastps.reader(optimizer.worker.store.job) as reader:
+        reader.update(_model(1))
+        for _ in range(50):
+            _step(model, optimizer)
+        assert len(optimizer.statistics()) == 1
+        assert reader.newest == 50
+
+
+def test_the_evaluator_of_the_how_to_page_runs_beside_a_job() -> None:
+    """The job is a process of its own, as is usual."""
+    code = (
+        "import sys, time, torch, fastps\n"
+        "torch.manual_seed(0); model = torch.nn.Linear(8, 2)\n"
+        "with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model, job=sys.argv[1]) as opt:\n"
+        "    print('ready', flush=True)\n"
+        "    for _ in range(60):\n"
+        "        opt.zero_grad(); model(torch.ones(4, 8)).square().sum().backward(); opt.step(); time.sleep(0.01)\n"
+    )
+    job = f"evaluated-{os.getpid()}"
+    losses: dict[int, float] = {}
+    with subprocess.Popen([sys.executable, "-c", code, job], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        model = torch.nn.Linear(8, 2)
+        with fastps.reader(job) as reader:
+            while reader.wait(reader.version + 10):
+                version = reader.update(model)
+                losses[version] = model(torch.ones(4, 8)).square().sum().item()
+            losses[reader.update(model)] = model(torch.ones(4, 8)).square().sum().item()
+    assert process.returncode == 0
+    assert max(losses) == 60
+    assert len(losses) >= 4
+    found = [loss for _, loss in sorted(losses.items())]
+    assert found == sorted(found, reverse=True)
