@@ -274,3 +274,19 @@ def test_what_needs_the_jobs_state_is_refused_by_name() -> None:
         return found
 
     assert _train((1, 1), refusals) == [["UnsupportedError"] * 3] * 2
+
+
+def test_a_reader_shows_the_weights_of_its_own_node() -> None:
+    def work(rank: int) -> Any:
+        model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.25)
+        with fastps.DistributedOptimizer(inner, model=model, timeout_s=20) as optimizer:
+            job = optimizer.worker.store.job
+            with fastps.reader(job) as reader:
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 4)).sum().backward()
+                    optimizer.step()
+                return job.rpartition(".")[2], reader.update(other), torch.equal(other.weight, model.weight)
+
+    assert _train((1, 1), work) == [("node0", 3, True), ("node1", 3, True)]
