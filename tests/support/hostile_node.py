@@ -365,7 +365,8 @@ class HostileNode:
         own = self._draw.randbytes(32)
         edge.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=own.hex()))
         found = edge.hear(Kind.CHALLENGE)
-        assert found is not None
+        if found is None:  # this process was slower than node 0 waits; a member's proof shows that node 0 answers
+            return
         other = bytes.fromhex(found.text)
         assert self.job.secret is not None
         wrong = self._draw.choice(
@@ -387,7 +388,8 @@ class HostileNode:
         """Send everything back that comes."""
         edge.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=bytes(32).hex()))
         found = edge.hear(Kind.CHALLENGE)
-        assert found is not None
+        if found is None:  # this process was slower than node 0 waits; a member's proof shows that node 0 answers
+            return
         edge.send(found if self._draw.random() < 0.5 else replace(found, kind=Kind.PROOF))
 
     # -- members -----------------------------------------------------------------------------------
