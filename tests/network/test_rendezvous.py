@@ -26,20 +26,22 @@ def _layout(length: int = 4) -> Layout:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store  # ends the server
 
 
-def _side(port: int, node: int, length: int = 4) -> Rendezvous:
-    nodes = Nodes(2, node, 0, 1, "127.0.0.1", port, NodePolicy(timeout_s=10.0))
+def _side(port: int, node: int, length: int = 4, timeout_s: float = 60.0) -> Rendezvous:
+    """One agent's side. An edge may take half of the timeout to open: torch's store may wait for a name server."""
+    nodes = Nodes(2, node, 0, 1, "127.0.0.1", port, NodePolicy(timeout_s=timeout_s))
     return Rendezvous(nodes, "job", _layout(length), 10.0, SYSTEM_CLOCK)
 
 
-def _requests(port: int, length: int = 4) -> Requests:
+def _requests(port: int, length: int = 4, timeout_s: float = 60.0) -> Requests:
     """The requests of node 1 that come from now on."""
-    home = _side(port, 0, length)
+    home = _side(port, 0, length, timeout_s)
     found = home.requests(1)
     found.epoch = int(home.store(5.0).add(home.epoch_key(1), 0))
     return found
@@ -87,7 +89,7 @@ def test_edge_that_is_lost_while_it_opens_may_be_asked_for_again(port: int) -> N
 
 def test_node_that_says_nothing_is_not_refused(port: int) -> None:
     with ThreadPoolExecutor(1) as pool:
-        home = pool.submit(_answer, _requests(port), lambda edge: None)
+        home = pool.submit(_answer, _requests(port, timeout_s=20.0), lambda edge: None)
         node = _side(port, 1)
         store = node.store(5.0)
         epoch = int(store.add(node.epoch_key(1), 2))  # a later request waits for a shorter time
@@ -103,12 +105,12 @@ def test_node_that_says_nothing_is_not_refused(port: int) -> None:
 
 def test_home_that_does_not_come_may_come_later(port: int) -> None:
     with pytest.raises(LinkLostError) as caught:
-        _side(port, 1).connect(HELLO, is_first=False)
+        _side(port, 1, timeout_s=20.0).connect(HELLO, is_first=False)
     assert not isinstance(caught.value, RefusedError | UnreachableError)
 
 
 def test_rendezvous_that_has_ended_is_final(port: int) -> None:
     node = _side(port, 1)
-    node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=10.0))
+    node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=8.0))
     with pytest.raises(RefusedError, match="nothing listens"):
         node.connect(HELLO, is_first=False)
