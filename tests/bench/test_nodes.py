@@ -26,7 +26,8 @@ def _bytes_ratios(rows: list[Row]) -> dict[str, float]:
     return {row["name"]: row["bytes_ratio"] for row in rows if not row["backward_s"]}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @needs_namespaces
 def test_fastps_sends_what_a_step_must_carry_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SLOW", {})  # the sides that the slow test adds
