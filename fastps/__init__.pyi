@@ -1,7 +1,7 @@
 """The public names of fastps, for type checkers and editors; the disciplines are the names that their module exports."""
 
 from fastps.checkpoint.format import Checkpoint as Checkpoint
-from fastps.checkpoint.format import load as load
+from fastps.checkpoint.loading import load as load
 from fastps.checkpoint.snapshot import save as save
 from fastps.errors import ArenaError as ArenaError
 from fastps.errors import AttachError as AttachError
@@ -29,6 +29,7 @@ from fastps.job.update_rules import Adam as Adam
 from fastps.job.update_rules import RMSProp as RMSProp
 from fastps.job.user_rules import UserRule as UserRule
 from fastps.job.user_rules import rule as rule
+from fastps.membership.node_board import NodeStatistics as NodeStatistics
 from fastps.processes.spawn import spawn as spawn
 from fastps.store.observer import Look as Look
 from fastps.store.observer import Observer as Observer

@@ -88,7 +88,6 @@ MODULES = {
     "fastps/network/near_home": "tests/network/test_agent.py",
     "fastps/network/far_home": "tests/network/test_agent.py",
     "fastps/network/serving": "tests/network/test_agent.py",
-    "fastps/network/rendezvous": "tests/network/test_agent.py",
     "fastps/network/store_host": "tests/network/test_meeting.py",
     "fastps/network/launch_rendezvous": "tests/processes/test_nodes.py",
     "fastps/torch/on_nodes": "tests/network/test_agent.py",

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastps.advice.replay import for_policy, policy_of, simulation_of, steady_part
+from fastps.errors import UsageError
 from fastps.job.disciplines import DISCIPLINES
 from fastps.job.policy import Policy
 from fastps.job.specs import parse_policy
 from fastps.simulation.simulate import Simulation, simulate
 from fastps.tracing.file import Trace
+from fastps.tracing.merging import nodes_of
 
 Row = dict[str, Any]
 ABOUT_AS_FAST = 0.05  # share of the fastest one's speed within which staleness decides
@@ -40,8 +42,10 @@ def advise(
     """Return a row for each discipline, the fastest first, one of them recommended. `tick(done, of)` is called after each.
 
     `useful_steps_per_s` counts folded pushes only, and a tuned batch as the number of default batches it contains. Raises
-    UsageError for a trace that is too short, PolicyError for specs that do not fit.
+    UsageError for a trace that is too short or of several nodes, PolicyError for specs that do not fit.
     """
+    if len(nodes_of(trace)) > 1:
+        raise UsageError("a trace of several nodes has several arenas, and one is played: expected the trace of one node")
     simulation = simulation_of(trace, cores)
     policies = [parse_policy(spec) for spec in specs or candidates(trace.workers, simulation.batch)]
     chosen = {policy.spec: policy for policy in ([] if specs else [policy_of(trace)]) + policies}

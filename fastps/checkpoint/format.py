@@ -7,9 +7,8 @@ are. Nothing is pickled.
 """
 
 import json
-import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +146,12 @@ def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointErr
 
 def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[np.float32]:
     """A view with the parameter's shape and strides over a flat view of its memory."""
-    return np.lib.stride_tricks.as_strided(view, parameter.shape, [4 * step for step in parameter.stride])
+    return strided(view, parameter.shape, parameter.stride)
+
+
+def strided(view: npt.NDArray[np.float32], shape: Sequence[int], stride: Sequence[int]) -> npt.NDArray[np.float32]:
+    """A view with this shape and these strides, in floats, over a flat view."""
+    return np.lib.stride_tricks.as_strided(view, shape, [4 * step for step in stride])
 
 
 def whole(directory: Path) -> list[Path]:
@@ -164,17 +168,11 @@ def number_of(folder: Path) -> int:
 # -- reading ------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of checkpoints.
+def read(folder: Path) -> Checkpoint:
+    """Read one checkpoint's folder.
 
     Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
     """
-    folder = Path(path)
-    if not (folder / JSON_FILE).is_file():
-        found = whole(folder) if folder.is_dir() else []
-        if not found:
-            raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
-        folder = found[-1]
     description = _read_description(folder)
     if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")

@@ -26,7 +26,8 @@ DEFAULT_EVERY = 1000
 class Checkpointing:
     """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
-    `version` gives the version that counts, where it is not that of the worker's arena.
+    `version` gives the version that counts, where it is not that of the worker's arena. With `exact` every version that is due
+    is written, and the worker waits for the checkpoint before it: several nodes each write a share of the same versions.
 
     Attributes:
         written: the number of checkpoints that this worker has written.
@@ -41,6 +42,8 @@ class Checkpointing:
         pin: Callable[[], Pinned],
         buffers: Callable[[], Mapping[str, Array]],
         version: Callable[[], int] | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         if every < 1:
             raise UsageError(f"expected a checkpoint every 1 update or more, found every={every}")
@@ -50,6 +53,7 @@ class Checkpointing:
         self._pin = pin
         self._buffers = buffers
         self._version = version or (lambda: worker.version)
+        self._exact = exact
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
         self.written = 0
@@ -74,6 +78,8 @@ class Checkpointing:
         if self._worker.rank != self._worker.store.arena.lane_states().find(LANE_LIVE):
             self._next = (version // self._every + 1) * self._every
             return
+        if self._exact:
+            self._join()
         if self._thread is not None and self._thread.is_alive():
             logger.debug("version %d: a checkpoint is due, and the one before is still being written", version)
             return

@@ -36,6 +36,7 @@ from fastps.store.worker import Worker
 from fastps.version import __version__
 
 KEPT = 2  # newest checkpoints to keep; older ones are removed when a new one is complete
+_KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
 Found = TypeVar("Found")
 _UNFINISHED = ".unfinished-"
 
@@ -74,6 +75,10 @@ class Pinned(Protocol):
     """A version that is pinned while it is written."""
 
     @property
+    def share(self) -> str:
+        """The folder of a share in the directory of checkpoints; "" for the whole model."""
+
+    @property
     def description(self) -> dict[str, Any]:
         """The contents of the JSON file."""
 
@@ -91,6 +96,8 @@ class PinnedVersion:
     VersionInUseError is raised. Under disciplines that keep all workers at the same step, all shards have the same version;
     under others each shard has its own, as in a pull.
     """
+
+    share = ""
 
     def __init__(
         self, worker: CopyingLane, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
@@ -220,6 +227,8 @@ def save(
 
 def write(pinned: Pinned, buffers: Mapping[str, Array], directory: Path, keep: int = KEPT) -> Path:
     """Write a pinned version as the newest checkpoint of a directory, and unpin it. Raises CheckpointError."""
+    if pinned.share:
+        directory, keep = directory / pinned.share, max(keep, _KEPT_SHARES)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory) as descriptor:

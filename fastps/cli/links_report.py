@@ -37,7 +37,7 @@ def links_table(links: "Sequence[MeasuredLink]") -> Rows:
 def parameters_of(text: str) -> int:
     """The parameters that a text gives: a number such as 25e6, or a checkpoint. Raises UsageError, CheckpointError."""
     if Path(text).exists():
-        from fastps.checkpoint.format import load
+        from fastps.checkpoint.loading import load
 
         return sum(array.size for array in load(text).weights().values())
     try:

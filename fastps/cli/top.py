@@ -1,9 +1,10 @@
-"""`fastps top`: a live view of a running job's workers and shards, from the job's own counters.
+"""`fastps top`: a live view of a running job's nodes, workers and shards, from the job's own counters.
 
 A read-only observer provides the counters; ending the view does not affect the job.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 
@@ -14,12 +15,15 @@ from fastps.cli.report import Row
 from fastps.cli.tables import Column, Rows, show
 from fastps.errors import AttachError, Error, UsageError
 from fastps.membership import discovery
+from fastps.membership.node_board import NodeStatistics
 from fastps.store.observer import Look, Observer, ShardStatistics, WorkerStatistics, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_WIDTH = 16
 _MOST_SHARD_LINES = 8
+_SILENT_NS = 2_000_000_000  # beats come twice a second
+_ARENA = re.compile(r"(.+)\.node\d+((?:\.\d+)?)(?:\.home\d+)?")  # of a job of several nodes
 
 
 class NoJobError(Error):
@@ -29,9 +33,16 @@ class NoJobError(Error):
 def choose_job(job: str | None, clock: Clock = SYSTEM_CLOCK) -> str:
     """The job of this name, or without one the only job of this user.
 
+    In a job of several nodes this is the arena of the first of its nodes on this machine.
     Raises NoJobError when there is none, UsageError when there are several.
     """
-    running = discovery.running_jobs(clock)
+    found = discovery.running_jobs(clock)
+    if job is not None and job in found:
+        return job
+    arenas = first_arenas(found)
+    if job is not None and job in arenas:
+        return arenas[job]
+    running = sorted(arenas.values())
     if job is None:
         if not running:
             raise NoJobError("expected a running job of this user, found none: start one, such as with fastps train")
@@ -40,10 +51,21 @@ def choose_job(job: str | None, clock: Clock = SYSTEM_CLOCK) -> str:
                 f"expected one running job, found {', '.join(running)}: name one of them, as in fastps top {running[0]}"
             )
         return running[0]
-    if job not in running:
-        others = f"found {', '.join(running)}" if running else "found none"
-        raise NoJobError(f"expected a running job {job} of this user, {others}")
-    return job
+    others = f"found {', '.join(running)}" if running else "found none"
+    raise NoJobError(f"expected a running job {job} of this user, {others}")
+
+
+def first_arenas(names: Sequence[str]) -> dict[str, str]:
+    """The arena to look at for each job: not those of homes, and of the nodes on this machine the first.
+
+    >>> first_arenas(["a", "b.node0", "b.node0.home0", "b.node1", "c.node1.2"])
+    {'a': 'a', 'b': 'b.node0', 'c.2': 'c.node1.2'}
+    """
+    found: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        arena = _ARENA.fullmatch(name)
+        found.setdefault(arena[1] + arena[2] if arena is not None else name, name)
+    return dict(sorted(found.items()))
 
 
 def look_once(
@@ -85,7 +107,7 @@ def _shown(job: str, before: Look | None, now: Look, console: Console, wide: boo
 
 
 def rows_of(before: Look | None, now: Look) -> list[Row]:
-    """One row a worker and one a shard, told apart by "kind"; rates are None where there is no look before."""
+    """One row a node, a worker and a shard, told apart by "kind"; rates are None where there is no look before."""
     seconds = (now.seen_ns - before.seen_ns) / 1e9 if before else 0.0
     old_workers: Sequence[WorkerStatistics | None] = before.workers if before else [None] * len(now.workers)
     old_shards: Sequence[ShardStatistics | None] = before.shards if before else [None] * len(now.shards)
@@ -117,11 +139,52 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
         }
         for old, shard in zip(old_shards, now.shards, strict=True)
     ]
-    return [*workers, *shards]
+    return [*node_rows(before, now), *workers, *shards]
+
+
+def node_rows(before: Look | None, now: Look) -> list[Row]:
+    """One row a node, in a job of several. Its rates are of the time between its figures, which come twice a second."""
+    old = {row.node: row for row in before.nodes} if before else {}
+    return [_node_row(old.get(row.node), row, now.seen_ns) for row in now.nodes]
+
+
+def _node_row(old: NodeStatistics | None, row: NodeStatistics, now_ns: int) -> Row:
+    seconds = (row.heard_ns - old.heard_ns) / 1e9 if old is not None and old.heard_ns else 0.0
+
+    def rate(count: int, count_before: int) -> float | None:
+        return max(0, count - count_before) / seconds if seconds > 0 else None
+
+    before = old or row
+    silent_ns = now_ns - row.heard_ns if row.heard_ns else 0
+    is_silent = row.state == "live" and silent_ns > _SILENT_NS
+    return {
+        "kind": "node",
+        "node": row.node,
+        "host": row.host,
+        "state": "silent" if is_silent else row.state,
+        "workers": row.workers,
+        "steps": row.steps,
+        "steps_per_s": rate(row.steps, before.steps),
+        "pushes": row.pushes if row.pushes >= 0 else None,
+        "lag": row.lag if row.lag >= 0 else None,
+        "wait_share": min(1.0, share / 1e9) if (share := rate(row.wait_ns, before.wait_ns)) is not None else None,
+        "sent_bytes": row.sent_bytes,
+        "received_bytes": row.received_bytes,
+        "sent_bytes_s": rate(row.sent_bytes, before.sent_bytes),
+        "received_bytes_s": rate(row.received_bytes, before.received_bytes),
+        "staleness_mean": row.staleness_mean,
+        "staleness_max": row.staleness_max,
+        "folded": row.folded,
+        "dropped": row.dropped,
+        "round_trip_ns": row.round_trip_ns if row.round_trip_ns >= 0 else None,
+        "clock_offset_ns": row.clock_offset_ns if row.clock_error_ns >= 0 else None,
+        "clock_error_ns": row.clock_error_ns if row.clock_error_ns >= 0 else None,
+        "heard_ns_ago": max(0, silent_ns) if row.heard_ns else None,
+    }
 
 
 def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
-    """Make the tables: one row per worker, and one per shard, or one for all shards if they are many."""
+    """Make the tables: a row per node, if there are several, per worker and per shard; one for all shards if they are many."""
     mark = "" if look.settled else " (versions were published meanwhile)"
     headings = ("worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped")
     columns = [Column(name, wide=name in ("max", "folded", "dropped"), left=name == "state") for name in headings]
@@ -141,7 +204,52 @@ def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
         for row in rows
         if row["kind"] == "worker"
     ]
-    return [Rows(f"job {job}{mark}", columns, cells), _shard_table([row for row in rows if row["kind"] == "shard"])]
+    nodes = [row for row in rows if row["kind"] == "node"]
+    workers = Rows(f"job {job}{mark}", columns, cells)
+    shards = _shard_table([row for row in rows if row["kind"] == "shard"])
+    return [*([_node_table(nodes)] if nodes else []), workers, shards]
+
+
+def _node_table(nodes: Sequence[Row]) -> Rows:
+    wide = ("host", "workers", "waiting", "staleness", "dropped")
+    headings = (
+        "node", "host", "state", "workers", "steps", "steps/s", "lag", "waiting", "out MB/s", "in MB/s", "staleness", "dropped",
+        "round trip ms", "clock ms",
+    )  # fmt: skip
+    columns = [Column(name, wide=name in wide, left=name in ("host", "state")) for name in headings]
+    cells = [
+        [
+            str(row["node"]),
+            row["host"],
+            row["state"],
+            str(row["workers"]),
+            str(row["steps"]),
+            _rate(row["steps_per_s"]),
+            "-" if row["lag"] is None else str(row["lag"]),
+            "-" if row["wait_share"] is None else f"{row['wait_share']:.0%}",
+            _rate(row["sent_bytes_s"], 1e6),
+            _rate(row["received_bytes_s"], 1e6),
+            f"{row['staleness_mean']:.2f}",
+            str(row["dropped"]),
+            "-" if row["round_trip_ns"] is None else f"{row['round_trip_ns'] / 1e6:.2f}",
+            clock_cell(row["clock_offset_ns"], row["clock_error_ns"]),
+        ]
+        for row in nodes
+    ]
+    return Rows("nodes", columns, cells)
+
+
+def clock_cell(offset_ns: int | None, error_ns: int | None) -> str:
+    """A clock's offset to node 0's, and the bound of its error, in ms.
+
+    >>> clock_cell(1_250_000, 30_000)
+    '+1.25 ± 0.03'
+    >>> clock_cell(None, None)
+    '-'
+    """
+    if offset_ns is None or error_ns is None:
+        return "-"
+    return f"{offset_ns / 1e6:+.2f} ± {math.ceil(error_ns / 1e4) / 100:.2f}"
 
 
 def _shard_table(shards: Sequence[Row]) -> Rows:
@@ -208,5 +316,5 @@ def _attach(job: str, clock: Clock) -> Observer:
         raise
 
 
-def _rate(per_s: float | None) -> str:
-    return "-" if per_s is None else f"{per_s:.1f}"
+def _rate(per_s: float | None, unit: float = 1.0) -> str:
+    return "-" if per_s is None else f"{per_s / unit:.1f}"

@@ -9,6 +9,7 @@ from rich.progress import Progress
 
 from fastps.cli.tables import Column, Rows
 from fastps.tracing.check import Violation
+from fastps.tracing.merging import NodeOfTrace
 
 Row = dict[str, Any]
 MOST_SHOWN = 20
@@ -42,6 +43,19 @@ def summary_line(row: Row) -> str:
     if row["unfinished"]:
         text += f"; cut short: workers {', '.join(map(str, row['unfinished']))}"
     return text
+
+
+def node_lines(nodes: Sequence[NodeOfTrace]) -> list[str]:
+    """Return a line for each node of a trace of several: its workers, and how its clock was moved."""
+    if len(nodes) < 2:
+        return []
+    lines = []
+    for node in nodes:
+        workers = ", ".join(str(node.first_worker + number) for number in range(node.workers))
+        moved = f"its times moved by {node.offset_ns / 1e6:+.3f} ms, with an error of at most {node.error_ns / 1e6:.3f} ms"
+        clock = "whose clock all times are on" if node.node == 0 else moved
+        lines.append(f"node {node.node} ({node.host}, workers {workers}): {clock}")
+    return lines
 
 
 def check_lines(violations: Sequence[Violation], log: Row) -> list[str]:

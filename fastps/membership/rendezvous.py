@@ -20,11 +20,12 @@ from typing import Literal
 from fastps.kernels.shm import rendezvous
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 
-Place = int | Literal["host", "server"]
-"""The listener to connect to: the worker of a lane, the process that created the arena, or the job's server process."""
+Place = int | Literal["host", "server", "board"]
+"""The listener to connect to: the worker of a lane, the process that created the arena, the job's server process, or the
+board of a job of several nodes, whose memory is no arena."""
 
 HOST_PLACE = -1
-"""The place in an offer from the creator of the arena or the server."""
+"""The place in an offer from a process that has no lane."""
 
 _RETRY_NS = 1_000_000
 _CREDENTIALS = struct.Struct("=iII")  # struct ucred: process, user, group
@@ -114,8 +115,8 @@ def place_name(job: str, place: Place) -> bytes:
     >>> place_name("mnist", 3)
     b'\\x00fastps/mnist/3'
     """
-    if place not in ("host", "server") and (not isinstance(place, int) or place < 0):
-        raise ValueError(f"expected a lane's number, 'host' or 'server' as the place, found {place!r}")
+    if place not in ("host", "server", "board") and (not isinstance(place, int) or place < 0):
+        raise ValueError(f"expected a lane's number, 'host', 'server' or 'board' as the place, found {place!r}")
     name = b"\0fastps/" + os.fsencode(job) + b"/" + str(place).encode()
     if not job or len(name) > rendezvous.NAME_BYTES:
         limit = rendezvous.NAME_BYTES - (len(name) - len(os.fsencode(job)))

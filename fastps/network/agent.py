@@ -7,13 +7,15 @@ weights. It ends when the node's workers have left; with home arenas it ends whe
 
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from fastps.checkpoint.format import load
+from fastps.checkpoint.loading import load
 from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
@@ -23,9 +25,11 @@ from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
 from fastps.network.home import Home
 from fastps.network.home_checkpoint import PartStart
-from fastps.network.leaf import Leaf, Upstream
+from fastps.network.leaf import Leaf, Outgoing, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.local_leaf import LocalLeaf
+from fastps.network.messages import Header
+from fastps.network.monitoring.report import Report
 from fastps.network.near_home import NearHome
 from fastps.network.parts import Part, shares_of
 from fastps.network.rendezvous import Rendezvous
@@ -37,7 +41,8 @@ from fastps.store.server_process import AgentPlan, Order, picklable
 from fastps.store.start import StartState
 from fastps.store.store import Store
 from fastps.system import shared_memory
-from fastps.system.clock import SYSTEM_CLOCK
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.tracing.node_part import NodePart, node_note
 
 logger = logging.getLogger("fastps.network")
 _POLL_NS = 1_000_000
@@ -48,7 +53,7 @@ class AgentOrder:
     """The agent's part of an Order: the nodes, the job's name at the rendezvous, the home's layout, and first hyper-parameters.
 
     `rule` is a user rule, pickled by value; empty for a built-in rule. `resume` is the folder of the checkpoint from which the
-    home begins; empty to begin with the leaf's weights.
+    home begins; empty to begin with the leaf's weights. `trace` is the file of this node's trace; None without one.
     """
 
     nodes: Nodes
@@ -57,12 +62,32 @@ class AgentOrder:
     rule: bytes
     hypers: list[Hyper]
     resume: str = ""
+    trace: Path | None = None
 
 
-def plan_of(nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "") -> AgentPlan:
+def plan_of(
+    nodes: Nodes, name: str, layout: Layout, hypers: list[Hyper], resume: str = "", trace: Path | None = None
+) -> AgentPlan:
     """The plan by which a leaf's store starts its agent. `layout` is the home's."""
     plain, rule = picklable(layout)
-    return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume))
+    return AgentPlan(__name__, AgentOrder(nodes, name, plain, rule, list(hypers), resume, trace))
+
+
+class TimedUpstream:
+    """An upstream whose steps a report counts the time of."""
+
+    def __init__(self, upstream: Upstream, report: Report, clock: Clock) -> None:
+        self._upstream, self._report, self._clock = upstream, report, clock
+        self.coming, self.finish, self.check = upstream.coming, upstream.finish, upstream.check
+        self.abort, self.leave = upstream.abort, upstream.leave
+
+    def step(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> tuple[int, int]:
+        """See Upstream."""
+        began_ns = self._clock.now_ns()
+        try:
+            return self._upstream.step(header, sent, before, after)
+        finally:
+            self._report.wait_ns += self._clock.now_ns() - began_ns
 
 
 class AgentServer(Server):
@@ -119,7 +144,7 @@ class AgentServer(Server):
         return next(gone, -1)
 
 
-def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
+def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report) -> Upstream:
     """Find the other nodes. Returns once this node has the first weights."""
     nodes = order.nodes
     rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
@@ -129,7 +154,10 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     homes: list[FarHome | NearHome] = []
     for node, share in enumerate(shares):
         edges = rendezvous.of_home(node, share.layout)
-        homes.append(_near(order, share, edges, leaf) if node == nodes.number else FarHome(leaf, edges))
+        if node == nodes.number:
+            homes.append(_near(order, layout, share, edges, leaf, report))
+        else:
+            homes.append(FarHome(leaf, edges, report.of_home(node)))
     if nodes.is_first:
         rendezvous.publish()
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
@@ -143,23 +171,29 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory) -> Upstream:
     return only
 
 
-def _near(order: AgentOrder, share: Part, edges: Rendezvous, leaf: JobMemory) -> NearHome:
+def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
     """This node's own home, and the threads that serve the other nodes."""
     nodes = order.nodes
-    home = Home.create(share, nodes, leaf, order.hypers, _start(order, share.layout))
-    others = [Serving(home, node, edges.requests(node), leaf.timeout_s) for node in range(nodes.count) if node != nodes.number]
+    home = Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share))
+    if nodes.is_first:
+        report.home = home.stores[0].arena
+    others = [
+        Serving(home, node, edges.requests(node), leaf.timeout_s, report.of_leaf(node))
+        for node in range(nodes.count)
+        if node != nodes.number
+    ]
     near = NearHome(home, others)
     for serving in others:
         serving.start()
     return near
 
 
-def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:
+def _start(order: AgentOrder, layout: Layout, share: Part) -> Callable[[Part], StartState] | None:
     """What each part's arena resumes from; None to begin with the leaf's weights. Raises CheckpointError."""
     if not order.resume:
         return None
     checkpoint = load(order.resume)
-    return lambda part: PartStart(checkpoint, layout, part)
+    return lambda part: PartStart(checkpoint, layout, part.within(share))
 
 
 def serve(order: Order) -> None:
@@ -183,7 +217,18 @@ def serve(order: Order) -> None:
 
 
 def _run(store: Store, given: AgentOrder, layout: Layout) -> None:
-    upstream = _upstream(given, layout, store)
+    trace = NodePart(given.trace, store, node_note(given.nodes, platform.node())) if given.trace is not None else None
+    report = Report(store, given.nodes, trace)
+    report.start()
+    try:
+        _serve_node(store, given, TimedUpstream(_upstream(given, layout, store, report), report, store.clock))
+    finally:
+        report.close()
+        if trace is not None:
+            trace.close()
+
+
+def _serve_node(store: Store, given: AgentOrder, upstream: Upstream) -> None:
     failure: str | None = "its agent was interrupted"
     kind = LocalLeaf if given.nodes.policy.local_steps else Leaf
     leaf = kind(store, given.nodes, upstream)

@@ -17,6 +17,8 @@ import numpy as np
 from fastps.errors import ProtocolError
 from fastps.network.link import Link, LinkLostError, Memory, RefusedError, TimedOutError
 from fastps.network.messages import HEADER_BYTES, Header, Kind
+from fastps.network.monitoring.watch import EdgeWatch
+from fastps.system.clock import SYSTEM_CLOCK, Clock
 
 BEAT_S = 0.5
 CHUNK_BYTES = 1 << 20
@@ -31,16 +33,20 @@ class Edge:
 
     Args:
         timeout_s: a peer that sends nothing for this long is lost.
+        clock: gives the stamps of headers.
 
     Attributes:
         is_over: says whether the peer's process has ended; None where that cannot be told.
+        watch: observes what travels. Its owner may put the watch over an earlier edge to the same peer here.
     """
 
     is_over: Callable[[], bool] | None = None
 
-    def __init__(self, control: Link, data: Link, timeout_s: float) -> None:
+    def __init__(self, control: Link, data: Link, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._control, self._data = control, data
         self._timeout_s = timeout_s
+        self._clock = clock
+        self.watch = EdgeWatch()
         self._inbox: queue.SimpleQueue[Header | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._ends = threading.Event()
@@ -63,10 +69,14 @@ class Edge:
         self._send_header(header)
 
     def _send_header(self, header: Header) -> None:
-        memory = np.frombuffer(header.pack(), np.uint8).copy()  # torch wants memory that it may write
         try:
             with self._sending:
+                now_ns = self._clock.now_ns()
+                if header.kind == Kind.BEAT:
+                    self.watch.sends(now_ns)
+                memory = np.frombuffer(header.pack(now_ns), np.uint8).copy()  # torch wants memory that it may write
                 self._control.wait(self._control.send(memory), self._timeout_s)
+                self.watch.headers_sent += len(memory)
         except LinkLostError as error:
             self._lose(str(error))
             raise
@@ -109,8 +119,11 @@ class Edge:
         try:
             while not self._ends.is_set():
                 self._control.wait(self._control.receive(memory), self._timeout_s)
+                now_ns = self._clock.now_ns()
+                self.watch.headers_received += len(memory)
                 header = Header.unpack(memory.tobytes())
                 if header.kind == Kind.BEAT:
+                    self.watch.hears(header.beat, header.sent_ns, now_ns)
                     continue
                 if header.kind == Kind.FAILED:
                     self._failure = header.reason
@@ -130,7 +143,7 @@ class Edge:
     def _beat(self) -> None:
         while not self._ends.wait(BEAT_S):
             try:
-                self._send_header(Header(Kind.BEAT))
+                self._send_header(Header(Kind.BEAT, beat=self.watch.beat()))
             except LinkLostError:
                 return
 
@@ -148,6 +161,7 @@ class Edge:
         under_way: deque[object] = deque()
         for chunk in chunks:
             under_way.append(self._data.send(chunk))
+            self.watch.floats_sent += len(chunk)
             if len(under_way) >= SENDS_UNDER_WAY:
                 self._wait(under_way.popleft())
         for transfer in under_way:
@@ -161,14 +175,20 @@ class Edge:
     def receiving(self, chunks: Iterable[Memory]) -> Iterator[None]:
         """Begin to receive as `receive` does. The result yields whenever the next chunk has arrived."""
         rest = iter(chunks)
-        under_way: deque[object] = deque(map(self._data.receive, islice(rest, RECEIVES_UNDER_WAY)))
+        under_way = deque(map(self._receive, islice(rest, RECEIVES_UNDER_WAY)))
         return self._arriving(under_way, rest)
 
-    def _arriving(self, under_way: deque[object], rest: Iterator[Memory]) -> Iterator[None]:
+    def _receive(self, chunk: Memory) -> tuple[object, int]:
+        return self._data.receive(chunk), len(chunk)
+
+    def _arriving(self, under_way: deque[tuple[object, int]], rest: Iterator[Memory]) -> Iterator[None]:
         while under_way:
-            self._wait(under_way.popleft())
+            transfer, size = under_way.popleft()
+            self._wait(transfer)
+            self.watch.floats_received += size
+            del transfer  # a transfer that is held keeps a lost link open
             yield
-            under_way.extend(map(self._data.receive, islice(rest, 1)))
+            under_way.extend(map(self._receive, islice(rest, 1)))
 
     def _wait(self, transfer: object) -> None:
         try:

@@ -17,12 +17,14 @@ from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_range
 from fastps.network.leaf import Outgoing
 from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
+from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.parts import cut_of
 from fastps.network.rendezvous import OPEN_S, Rendezvous
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import LeafSession
 from fastps.network.sums import pack
 from fastps.system.deadline import Deadline
+from fastps.tracing.file import PUSH_SENT, WEIGHTS_TAKEN
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 0.5
@@ -31,10 +33,11 @@ _ASKING_S = 1.5  # the home may need this long to answer, after its last transfe
 
 
 class FarHome:
-    """The home on another node, across an edge."""
+    """The home on another node, across an edge. `watch` observes all edges to it."""
 
-    def __init__(self, leaf: JobMemory, rendezvous: Rendezvous) -> None:
+    def __init__(self, leaf: JobMemory, rendezvous: Rendezvous, watch: EdgeWatch) -> None:
         self._leaf, self._rendezvous = leaf, rendezvous
+        self._watch = watch
         self._nodes, self._home = rendezvous.nodes, rendezvous.home
         self._floats = rendezvous.layout.buffer_floats
         self._cut = cut_of(rendezvous.layout, self._nodes.policy)
@@ -177,6 +180,7 @@ class FarHome:
         before = self._session.dropped
         try:
             self._edge, answer = self._rendezvous.connect(self._session.hello(), is_first=self._edge is None)
+            self._edge.watch = self._watch
             self._session.welcome(answer)
         except (RefusedError, ProtocolError) as error:
             raise self._lost(str(error)) from error
@@ -196,19 +200,21 @@ class FarHome:
         """Send what the home does not have of the pending step, and take the weights that it grants."""
         session = self._session
         first = session.part
+        began_ns = self._leaf.clock.now_ns()
         self._open_edge.send_header(replace(header, step=session.step, part=first))
         # The peer begins to send once it knows of a receive, and would hear of one that begins later only behind what this side
         # sends: at 1 Gbit/s, 80 ms later.
         arriving = self._begin_to_take(after)
         if sent is None:
+            self._watch.message(PUSH_SENT, session.step, began_ns, self._leaf.clock.now_ns())
             self._take_next(before, after, arriving)
         elif self._receiver is None:
-            self._send(sent, first)
+            self._send(sent, first, began_ns)
             self._take_next(before, after, arriving)
         else:  # the first parts return before the last are sent
             taken: list[Future[None]] = [self._receiver.submit(self._take_next, before, after, arriving)]
             try:
-                self._send(sent, first)
+                self._send(sent, first, began_ns)
             finally:
                 taken[0].exception()  # the other thread writes into the leaf's memory until it ends
             # An error that refers to its own future through this frame would keep the transfers, and with them the lost link.
@@ -216,8 +222,8 @@ class FarHome:
         if self._sent:
             self._sent[self._cut.turn(session.step)].settle()
 
-    def _send(self, sent: Outgoing, part: int) -> None:
-        """Send the terms of a sum, and its floats from a part on."""
+    def _send(self, sent: Outgoing, part: int, began_ns: int) -> None:
+        """Send the terms of a sum, and its floats from a part on. Its header left at `began_ns`."""
         cut, step = self._cut, self._session.step
         turn, numbers, begin = cut.turn(step), cut.numbers(step), cut.span(step)[0]
         terms, chunks = sent.begin(self._staging[turn], begin)
@@ -226,6 +232,7 @@ class FarHome:
         skipped = -(-(cut.parts[numbers[part]].first - begin) // CHUNK_FLOATS) if is_left else len(self._staging[turn])
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
         self._open_edge.send(memory for each in ([_bytes(pack(terms))], rest) for memory in each)
+        self._watch.message(PUSH_SENT, self._session.step, began_ns, self._leaf.clock.now_ns())
 
     def _give_first(self, weights: torch.Tensor) -> None:
         """Give the home the weights that the job begins with."""
@@ -251,10 +258,12 @@ class FarHome:
     def _take_next(self, before: torch.Tensor, after: torch.Tensor, arriving: Iterator[None]) -> None:
         """Take the weights that the pending step is granted. Rounded floats are the difference from the version before."""
         version = self._await_weights(self._session.step)
+        came_ns = self._leaf.clock.now_ns()
         for number, (first, last) in enumerate(self._chunks(self._cut.numbers(self._session.step))):
             next(arriving)
             if self._received is not None:
                 torch.add(before[first:last], self._received.values(number, last - first), out=after[first:last])
+        self._watch.message(WEIGHTS_TAKEN, self._session.step, came_ns, self._leaf.clock.now_ns())
         self._session.took(version)
 
     def _take_weights(self, step: int, after: torch.Tensor) -> None:

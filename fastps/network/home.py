@@ -216,7 +216,7 @@ class Home:
         except BaseException:
             home.close()
             raise
-        if nodes.is_first:
+        if nodes.is_first or resume is not None:
             home.has_first.set()
         return home
 

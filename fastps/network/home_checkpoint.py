@@ -1,7 +1,8 @@
-"""Checkpoints of a job of several nodes: node 0's workers copy the home's arenas, and new homes begin with what was copied.
+"""Checkpoints of a job of several nodes: a home's own workers copy its arenas, and new homes begin with what was copied.
 
 The files are those of a job of one node. A model that is cut into parts is put together when it is saved, and cut again when
-the job resumes, into as many parts as it then has.
+the job resumes, into as many parts as it then has. With homes="spread" each node's workers copy its own home, whose parameters
+are ranges of the model's, and the checkpoint's reader puts the shares together.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastps.checkpoint.format import Array, Checkpoint, described, shaped
+from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError
 from fastps.errors import TimeoutExceededError
 from fastps.job.layout import Layout, Parameter
@@ -27,11 +29,11 @@ _LEVEL_NS = 1_000_000_000  # parts pass through a version one after the other; t
 
 @dataclass(frozen=True)
 class _HomeLane:
-    """Node 0's lane in one home arena, for a pin by another process than the agent, which owns the lane."""
+    """This node's lane in one home arena, for a pin by another process than the agent, which owns the lane."""
 
     store: JobMemory
     worker: Worker
-    rank: int = 0
+    rank: int
     generation: int = 0
 
     @property
@@ -48,14 +50,31 @@ class _HomeLane:
         return self.worker.wait_until(ask, every_ns, text)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a saved share says of itself: the model, the number of its node, how many there are, and the run that wrote it."""
+
+    model: Layout
+    number: int
+    count: int
+    run: str
+
+    def described(self) -> dict[str, Any]:
+        """Its part of the checkpoint's JSON file."""
+        whole = [{**described(each), "stride": list(each.stride)} for each in self.model.parameters]
+        return {"run": self.run, "whole": whole}
+
+
 class HomeView:
-    """The home's arenas as a worker of node 0 sees them. It connects when it is first used.
+    """The arenas of this node's home as its workers see them. It connects when it is first used.
+
+    `layout` is what the home holds; `share` is given if that is not the whole model.
 
     Raises AttachError if the agent does not answer.
     """
 
-    def __init__(self, layout: Layout, worker: Worker) -> None:
-        self._layout, self._worker = layout, worker
+    def __init__(self, layout: Layout, worker: Worker, share: Share | None = None) -> None:
+        self._layout, self._worker, self._share = layout, worker, share
         self._parts = parts_of(layout)
         self._stores: list[Store] = []
 
@@ -65,7 +84,7 @@ class HomeView:
             for number, part in enumerate(self._parts):
                 name = store_name(store.job, number)
                 self._stores.append(Store.connect(name, part.layout, [], timeout_s=store.timeout_s, clock=store.clock))
-        return [_HomeLane(store, self._worker) for store in self._stores]
+        return [_HomeLane(store, self._worker, self._share.number if self._share else 0) for store in self._stores]
 
     @property
     def version(self) -> int:
@@ -81,7 +100,7 @@ class HomeView:
         clock = self._worker.store.clock
         began_ns = clock.now_ns()
         while True:
-            pinned = PinnedParts(self._layout, self._parts)
+            pinned = PinnedParts(self._layout, self._parts, self._share)
             try:
                 for lane in self._lanes():
                     pinned.add(PinnedVersion(lane, param_groups, extra, waits=waits))
@@ -95,7 +114,7 @@ class HomeView:
                 if not waits:
                     raise VersionInUseError
                 raise TimeoutExceededError(
-                    "the model's parts were not at one version within 1 s, because other workers of node 0 push meanwhile:"
+                    "the model's parts were not at one version within 1 s, because other workers of this node push meanwhile:"
                     " call it where they wait, or use --within bsp"
                 )
             clock.sleep_ns(_POLL_NS)
@@ -108,15 +127,20 @@ class HomeView:
 
 
 class PinnedParts:
-    """One version of all parts, pinned while it is copied, with the description and the tensors of the whole model."""
+    """One version of all parts, pinned while it is copied, with the description and the tensors of all that the home holds."""
 
-    def __init__(self, layout: Layout, parts: list[Part]) -> None:
-        self._layout, self._parts = layout, parts
+    def __init__(self, layout: Layout, parts: list[Part], share: Share | None = None) -> None:
+        self._layout, self._parts, self._share = layout, parts, share
         self._pinned: list[PinnedVersion] = []
 
     def add(self, pinned: PinnedVersion) -> None:
         """Add the next part."""
         self._pinned.append(pinned)
+
+    @property
+    def share(self) -> str:
+        """See Pinned."""
+        return share_folder(self._share.number, self._share.count) if self._share is not None else ""
 
     @property
     def is_level(self) -> bool:
@@ -126,7 +150,9 @@ class PinnedParts:
     @property
     def description(self) -> dict[str, Any]:
         """The contents of the checkpoint's JSON file."""
-        first = self._pinned[0].description
+        first = dict(self._pinned[0].description)
+        if self._share is not None:
+            first["share"] = self._share.described()
         if len(self._parts) == 1:
             return first
         steps: dict[int, int] = {}

@@ -12,9 +12,9 @@ from typing import Any
 from fastps.errors import ProtocolError
 
 HEADER_BYTES = 512
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 _MAGIC = 0x73704661
-_FORMAT = struct.Struct("<IHHIqd32sQQIQIH")
+_FORMAT = struct.Struct("<IHHIqd32sQQIQIqH")
 _TEXT_BYTES = HEADER_BYTES - _FORMAT.size
 
 
@@ -24,9 +24,9 @@ class Kind(enum.IntEnum):
     HELLO opens an edge. The home answers WELCOME if the node gets a new lane, RESUME if it goes on with its own, and REFUSED
     if it cannot join. FIRST brings a home on another node than node 0 the weights that the job begins with. FETCH asks for the
     weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS answers all three. BEAT shows that the
-    sender lives. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left, and DONE says that
-    these have come. REOPEN says that the sender has closed the edge and will open another. FAILED ends an edge for good, with a
-    reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
+    sender lives, and has its figures. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left,
+    and DONE says that these have come. REOPEN says that the sender has closed the edge and will open another. FAILED ends an
+    edge for good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1
@@ -62,7 +62,9 @@ class Header:
         part: PUSH: the first part that follows. RESUME: the number of parts that the home has of the step after `step`.
         version: WEIGHTS: the home's version of the weights.
         lane: WELCOME, RESUME: how many lanes the node has had. HELLO: the last such number that it was told, 0 if none.
+        sent_ns: when it left, by the sender's monotonic clock; 0 before it leaves. A peer may say anything.
         text: REFUSED, FAILED: the reason, cut to fit. CHALLENGE: a nonce. PROOF: an authentication code.
+        beat: BEAT: its contents, which follow the fields in place of a text.
 
     >>> Header.unpack(Header(Kind.PUSH, weight=2).pack()).weight
     2
@@ -78,7 +80,9 @@ class Header:
     part: int = 0
     version: int = 0
     lane: int = 0
+    sent_ns: int = 0
     text: str = ""
+    beat: bytes = b""
 
     @property
     def reason(self) -> str:
@@ -90,14 +94,15 @@ class Header:
         line = "".join(each if each.isprintable() else " " for each in self.text).strip()
         return line or "the other side gave no reason"
 
-    def pack(self) -> bytes:
-        """The message in HEADER_BYTES bytes."""
-        text = self.text.encode()[:_TEXT_BYTES]
+    def pack(self, sent_ns: int | None = None) -> bytes:
+        """The message in HEADER_BYTES bytes. `sent_ns` replaces that of the header."""
+        stamp_ns = self.sent_ns if sent_ns is None else sent_ns
+        tail = (self.beat if self.kind == Kind.BEAT else self.text.encode())[:_TEXT_BYTES]
         fixed = _FORMAT.pack(
             _MAGIC, WIRE_VERSION, self.kind, self.weight, self.samples, self.loss, self.layout,
-            self.incarnation, self.step, self.part, self.version, self.lane, len(text),
+            self.incarnation, self.step, self.part, self.version, self.lane, stamp_ns, len(tail),
         )  # fmt: skip
-        return (fixed + text).ljust(HEADER_BYTES, b"\0")
+        return (fixed + tail).ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
     def unpack(data: bytes) -> "Header":
@@ -113,6 +118,7 @@ class Header:
             )
         if kind not in Kind.__members__.values():
             raise ProtocolError(f"expected a message of a known kind, found kind {kind}")
-        text = data[_FORMAT.size :][: min(length, _TEXT_BYTES)].decode("utf-8", "replace")
-        fields: list[Any] = [Kind(kind), *numbers, text]
+        tail = data[_FORMAT.size :][: min(length, _TEXT_BYTES)]
+        is_beat = kind == Kind.BEAT
+        fields: list[Any] = [Kind(kind), *numbers, "" if is_beat else tail.decode("utf-8", "replace"), tail if is_beat else b""]
         return Header(*fields)

@@ -43,6 +43,11 @@ class Part:
         """The number of floats that travel."""
         return self.last - self.first
 
+    def within(self, share: "Part") -> "Part":
+        """This part of a share as a part of the whole model."""
+        parameters = range(share.parameters.start + self.parameters.start, share.parameters.start + self.parameters.stop)
+        return Part(share.first + self.first, share.first + self.last, self.layout, parameters)
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -6,6 +6,7 @@ Agents use the store only to join. Open edges do not need it.
 import contextlib
 import copy
 import json
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -263,6 +264,15 @@ def _table_of(data: bytes) -> dict[str, object]:
         return dict(json.loads(data))
     except (TypeError, ValueError):
         return {}
+
+
+def agree_on_run(nodes: Nodes, name: str, timeout_s: float) -> str:
+    """A name of this run of a job that no other run has, the same on all nodes. Raises AttachError."""
+    store = PrefixStore(f"fastps/{name}", connect_store(nodes.host, nodes.port, timeout_s))
+    try:
+        return str(store.compare_set("run", "", secrets.token_hex(8)).decode("utf-8", "replace"))
+    except RuntimeError as error:
+        raise AttachError(f"the rendezvous at {nodes.host}:{nodes.port} was lost: {reason_of(error)}") from error
 
 
 def open_s(nodes: Nodes, epoch: int) -> float:

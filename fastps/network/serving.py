@@ -16,10 +16,12 @@ from fastps.network.edge import CHUNK_BYTES, Edge, chunks_of
 from fastps.network.home import Home, NodeLanes
 from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import Header, Kind
+from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.rendezvous import Requests
 from fastps.network.rounding import RoundedReceiver, RoundedSender
 from fastps.network.session import NodeRecord
 from fastps.network.sums import payload_bytes, unpack
+from fastps.tracing.file import PUSH_POSTED, WEIGHTS_SENT
 
 logger = logging.getLogger("fastps.network")
 _LISTEN_S = 1.0
@@ -34,12 +36,13 @@ class Serving(threading.Thread):
     """The thread that serves one node over one edge after the other. It ends when the node has left or is lost.
 
     Where the model has several parts, a second thread sends the weights of one part while this one receives the next. If the
-    job goes on without lost nodes, this thread waits until the node comes again.
+    job goes on without lost nodes, this thread waits until the node comes again. `watch` observes all edges to the node.
     """
 
-    def __init__(self, home: Home, node: int, requests: Requests, timeout_s: float) -> None:
+    def __init__(self, home: Home, node: int, requests: Requests, timeout_s: float, watch: EdgeWatch) -> None:
         super().__init__(name=f"fastps-node-{node}", daemon=True)
         self._home, self._node = home, node
+        self._watch, self._clock = watch, home.stores[0].clock
         self._requests = requests
         self._timeout_s = timeout_s
         layout = home.stores[0].layout
@@ -140,7 +143,7 @@ class Serving(threading.Thread):
         its agent runs, this waits for as long as that takes. Once the agent has ended, or has been silent for the timeout,
         this waits only a short time.
         """
-        clock = self._home.stores[0].clock
+        clock = self._clock
         asked_ns, silent_ns = 0, 0
 
         def is_over() -> bool:
@@ -195,10 +198,12 @@ class Serving(threading.Thread):
         if self._record.session is None:
             self._lanes = self._home.attach(self._node, hello.incarnation)
             self._record.begin(self._lanes.session)
+            self._watch.begin()
             self._has_final = False
             logger.info("node %d joined with %d workers", self._node, hello.weight)
         else:
             logger.info("node %d goes on over a new edge", self._node)
+        edge.watch = self._watch
         lanes, answer = self._lanes_of_node(), self._record.answer(hello)
         lanes.check_with(edge.check)
         edge.send_header(answer)
@@ -255,13 +260,14 @@ class Serving(threading.Thread):
         sent = self._sent[lanes.cut.turn(header.step)] if self._sent else None
         if sent is not None:
             sent.settle_before(header.step)
-        granted = lanes.granted(header.step)
+        began_ns, granted = self._clock.now_ns(), lanes.granted(header.step)
         if header.kind == Kind.PUSH:
             if self._sender is not None:
                 self._answer_under_way = self._sender.submit(self._answer, edge, header.step, granted, sent)
             self._receive(edge, lanes, header)
         else:
             lanes.push_nothing(header.step)
+        self._watch.message(PUSH_POSTED, header.step, began_ns, self._clock.now_ns())
         if self._answer_under_way is None:
             self._answer(edge, header.step, granted, sent)
         else:
@@ -298,9 +304,11 @@ class Serving(threading.Thread):
     ) -> None:
         """Send the weights of each part as soon as it is granted; rounded if `sent` is given."""
         _, first = next(granted)
+        began_ns = self._clock.now_ns()
         edge.send_header(Header(Kind.WEIGHTS, step=step, version=self._lanes_of_node().version))
         chunks = _all_chunks(first, granted)
         edge.send(chunks if sent is None else sent.encoded(torch.from_numpy(chunk.view(np.float32)) for chunk in chunks))
+        self._watch.message(WEIGHTS_SENT, step, began_ns, self._clock.now_ns())
 
 
 def _all_chunks(first: list[Memory], rest: Iterator[tuple[object, list[Memory]]]) -> Iterator[Memory]:

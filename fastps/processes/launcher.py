@@ -233,11 +233,18 @@ class Launcher:
                 signal.signal(number, handler)
             self._selector.close()
             if self._trace is not None:
-                trace_parts.finish(self._trace, self.job)
+                self._finish_trace(self._trace)
         seconds = (self._clock.now_ns() - began_ns) / 1e9
         report = self._injector.report if self._injector is not None else None
         first_failure = None if self._interrupts else self._root_cause()
         return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
+
+    def _finish_trace(self, file: Path) -> None:
+        if self._rendezvous is None:
+            trace_parts.finish(file, self.job)
+        else:
+            node = self._rendezvous.number
+            trace_parts.finish(trace_parts.of_node(file, node), f"{self.job}.node{node}")
 
     def _look_at_job(self) -> None:
         if self._options.continues:

@@ -68,10 +68,10 @@ class NodeOptions:
                 "with --local-steps each node has an optimizer's state of its own, which no checkpoint has: expected no"
                 " --checkpoint and --resume beside it; save the model after wait_for_others()"
             )
-        if self.policy.homes == "spread" and (options.checkpoint or options.resume):
+        if self.policy.homes == "spread" and self.policy.within != "bsp" and options.checkpoint:
             raise UsageError(
-                "with --homes spread each node has a share of the state, and no checkpoint collects them: expected no"
-                " --checkpoint and --resume beside it; leave --homes spread out, or save the model after wait_for_others()"
+                "with --homes spread the nodes save shares of the same versions, which only --within bsp makes sure of:"
+                f" expected no --checkpoint beside --within {self.policy.within}"
             )
 
     @property

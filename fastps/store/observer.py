@@ -4,11 +4,12 @@ An observer maps the arena read-only, never pins a buffer and never takes a shar
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fastps.errors import ArenaError
 from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
 from fastps.membership import discovery
+from fastps.membership.node_board import BoardView, NodeStatistics
 from fastps.membership.rendezvous import Place
 from fastps.system import shared_memory
 from fastps.system.clock import SYSTEM_CLOCK, Clock
@@ -80,6 +81,7 @@ class Look:
         settled: whether no shard published a version while the counters were copied.
         failures: rank to the reported failure, for each worker that failed.
         over: whether the job has ended: every worker has left, failed or died, or no process answers for the job any more.
+        nodes: in a job of several nodes the figures of all nodes, on node 0; elsewhere those of this node.
     """
 
     seen_ns: int
@@ -88,6 +90,7 @@ class Look:
     settled: bool
     failures: dict[int, str]
     over: bool
+    nodes: list[NodeStatistics] = field(default_factory=list)
 
 
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
@@ -158,10 +161,15 @@ class Observer:
             raise ArenaError(f"job {job}: {error}") from error
         finally:
             os.close(answer.memfd)
+        self._board = BoardView.of(job, clock)
 
     def statistics(self) -> list[WorkerStatistics]:
         """The current counters, one row for each worker's lane."""
         return statistics_of(self._arena)
+
+    def nodes(self) -> list[NodeStatistics]:
+        """The current figures of the nodes, as in a look; none in a job of one node."""
+        return self._board.rows() if self._board is not None else []
 
     def members(self) -> list[tuple[int, int]]:
         """The current (generation, LANE_ state) of every worker's lane."""
@@ -193,11 +201,13 @@ class Observer:
             settled=settled,
             failures={row.rank: self._arena.failure(row.rank) for row in workers if row.state == "failed"},
             over=not places or all(row.state in ("left", "failed", "died") for row in workers),
+            nodes=self.nodes(),
         )
 
     def close(self) -> None:
         """Release the memory."""
         del self._arena
+        self._board = None
 
     def _versions(self) -> list[int]:
         return [self._arena.shard_version(shard) for shard in range(self._arena.shards)]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fastps.checkpoint.format import Checkpoint, load
+from fastps.checkpoint.format import Checkpoint
+from fastps.checkpoint.loading import load
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job import environment, limits
 from fastps.job.environment import Identity

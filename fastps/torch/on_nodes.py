@@ -11,18 +11,22 @@ from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
+from fastps.job.limits import timeout_s
 from fastps.job.nodes import Nodes, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.network.agent import plan_of
-from fastps.network.home_checkpoint import HomeView, LeafStart
+from fastps.network.home_checkpoint import HomeView, LeafStart, Share
 from fastps.network.leaf import LeafStore
 from fastps.network.meeting import kept_descriptors
+from fastps.network.parts import shares_of
+from fastps.network.rendezvous import agree_on_run
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.torch import join
 from fastps.torch.join import Joining
 from fastps.torch.placements import HostPlacement
+from fastps.tracing import recorder
 
 
 class NodePlacement(HostPlacement):
@@ -38,6 +42,7 @@ class NodePlacement(HostPlacement):
         self._nodes = nodes
         self._home_view: HomeView | None = None
         self._resumed = ""
+        self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
     def layout(self, layout: Layout) -> Layout:
         """See HostPlacement. Keeps the layout of the home."""
@@ -56,28 +61,33 @@ class NodePlacement(HostPlacement):
 
     @property
     def saves(self) -> bool:
-        """See HostPlacement. Only node 0 has the state."""
-        return self._nodes.is_home
+        """See HostPlacement. Only node 0 has the state, or each node has a share."""
+        return self._nodes.is_home or self.saves_share
+
+    @property
+    def saves_share(self) -> bool:
+        """See HostPlacement. A small model has fewer homes than nodes."""
+        return self._nodes.policy.homes == "spread" and self._nodes.number < len(shares_of(self._home, self._nodes))
 
     def saved_version(self, worker: Worker) -> int:
         """See HostPlacement."""
         return self._view(worker).version
 
     def pin(self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> Pinned:
-        """See HostPlacement. Raises UnsupportedError on other nodes than node 0."""
+        """See HostPlacement. Raises UnsupportedError on other nodes than node 0, unless each node has a share."""
         self._refuse_scattered_state()
-        if not self._nodes.is_home:
+        if not self.saves:
             raise UnsupportedError(
                 f"node {self._nodes.number} has only weights, and node 0 has the optimizer's state: save on a worker of node 0"
+            )
+        if self.saves_share and not self._run:
+            raise UnsupportedError(
+                f"worker {self._nodes.local_rank} of node {self._nodes.number}: with homes=spread each node saves its share:"
+                " save on the first worker of every node, at the same step"
             )
         return self._view(worker).pin(groups, extra, waits=waits)
 
     def _refuse_scattered_state(self) -> None:
-        if self._nodes.policy.homes == "spread":
-            raise UnsupportedError(
-                "with homes=spread each node has a share of the optimizer's state, which no checkpoint collects: save the model"
-                " after wait_for_others()"
-            )
         if self._nodes.policy.local_steps:
             raise UnsupportedError(
                 "with local_steps each node has an optimizer's state of its own, which no checkpoint has: save the model after"
@@ -86,7 +96,11 @@ class NodePlacement(HostPlacement):
 
     def _view(self, worker: Worker) -> HomeView:
         if self._home_view is None:
-            self._home_view = HomeView(self._home, worker)
+            layout, share = self._home, None
+            if self.saves_share:
+                shares, number = shares_of(self._home, self._nodes), self._nodes.number
+                layout, share = shares[number].layout, Share(self._home, number, len(shares), self._run)
+            self._home_view = HomeView(layout, worker, share)
         return self._home_view
 
     def end(self) -> None:
@@ -110,5 +124,9 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        plan = replace(plan_of(self._nodes, name, self._home, hypers, self._resumed), inherited=kept_descriptors())
+        if self.saves_share and self._nodes.local_rank == 0:
+            self._run = agree_on_run(self._nodes, name, timeout_s(to.timeout_s))
+        trace = recorder.file_of_next(self._nodes.number)
+        plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace)
+        plan = replace(plan, inherited=kept_descriptors())
         return join.join(layout, self._tensors, hypers, replace(to, identity=local), kind=LeafStore, agent=plan)

@@ -194,9 +194,10 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             self._weights.remember()
         self._checkpointing = None
         if checkpointing is not None:
-            pin = partial(self.pin_whole_version, {}, waits=False)
+            exact = self._placement.saves_share
+            pin = partial(self.pin_whole_version, {}, waits=exact)
             version = partial(self._placement.saved_version, self._worker)
-            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers, version)
+            self._checkpointing = Checkpointing(self._worker, *checkpointing, pin, self.model_buffers, version, exact=exact)
 
     # -- joining -----------------------------------------------------------------------------------
 

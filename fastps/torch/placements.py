@@ -55,6 +55,11 @@ class HostPlacement:
         """Whether a worker of this node writes the periodic checkpoints."""
         return True
 
+    @property
+    def saves_share(self) -> bool:
+        """Whether each node saves a share, and all must save the same versions."""
+        return False
+
     def saved_version(self, worker: Worker) -> int:
         """The version that the next checkpoint would have."""
         return worker.version

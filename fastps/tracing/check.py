@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Lines, Trace
+from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, UNDECIDED, Lines, Trace
+from fastps.tracing.merging import before_it_was_sent, nodes_of
 
 Row = dict[str, Any]
 
@@ -34,6 +35,8 @@ def check(trace: Trace) -> list[Violation]:
             found += _pushes_of(trace, records, int(worker), shard)
     for shard in range(int(trace.header["shards"])):
         found += _versions_of(trace, shard)
+    if len(nodes_of(trace)) > 1:
+        found += _causes(trace)
     if not found:
         found += _missing(trace)
         found += _counts(trace)
@@ -165,6 +168,18 @@ def _missing(trace: Trace) -> Iterator[Violation]:
         at = _first(~present[1:])
         if at >= 0:
             yield Violation("lost", f"shard {shard}: no push is part of version {at + 1}", shard=shard, version=at + 1)
+
+
+def _causes(trace: Trace) -> Iterator[Violation]:
+    """Check that on one clock no node takes a message before another one sends it, apart from the clocks' errors."""
+    for flow, early_ns in before_it_was_sent(trace)[:1]:
+        sent, taken = trace.messages[flow.sent], trace.messages[flow.taken]
+        what = MESSAGES[int(sent["kind"])].removeprefix("send ")
+        yield Violation(
+            "cause",
+            f"node {taken['node']} takes the {what} of step {sent['step']} {early_ns / 1e6:.3f} ms before node {sent['node']}"
+            " sends it, which is more than the errors of their clocks",
+        )
 
 
 def _counts(trace: Trace) -> Iterator[Violation]:

@@ -1,4 +1,4 @@
-"""The trace file of a recorded run: a JSON header, then a table of steps and a table of pushes.
+"""The trace file of a recorded run: a JSON header, then tables of steps and pushes, and of messages and clocks between nodes.
 
 Layout, all little endian: the 16 bytes of `MAGIC`; uint64: bytes of the header; the header in JSON, padded with spaces to a
 multiple of 64 bytes; the tables one after the other, each as described in `header["tables"]`. numpy reads them without a copy.
@@ -7,7 +7,7 @@ multiple of 64 bytes; the tables one after the other, each as described in `head
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,35 @@ PUSH_DTYPE = np.dtype(
 )
 FOLDED, DROPPED, UNDECIDED = 0, 1, 2
 OUTCOMES = ("folded", "dropped", "undecided")
-_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
+
+# A record of one message between two nodes, as one of their agents saw it.
+MESSAGE_DTYPE = np.dtype(
+    [
+        ("begin_ns", "<i8"),  # sent: before its header leaves; taken: after its header has come
+        ("end_ns", "<i8"),  # sent: its last float was sent; taken: its last float has come, or its last part is posted
+        ("step", "<i8"),  # of the leaf's lane at the home, from 1; weights: the step that they answer, 0 for none
+        ("node", "<i2"),  # that recorded it
+        ("peer", "<i2"),  # the other node
+        ("kind", "u1"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+PUSH_SENT, PUSH_POSTED, WEIGHTS_SENT, WEIGHTS_TAKEN = 0, 1, 2, 3  # by the leaf, the home, the home, the leaf
+MESSAGES = ("send push", "post push", "send weights", "take weights")
+
+# A record of what a node knew of node 0's clock. In node 0's own trace all differences are 0.
+CLOCK_DTYPE = np.dtype(
+    [
+        ("at_ns", "<i8"),  # by the node's own clock
+        ("offset_ns", "<i8"),  # node 0's clock less the node's
+        ("error_ns", "<i8"),  # the bound of the error
+        ("round_trip_ns", "<i8"),
+        ("node", "<i2"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
+_OF_NODES = ("messages", "clock")  # which a trace of one node may lack
 Lines = npt.NDArray[np.void]
 
 
@@ -76,11 +104,15 @@ class Trace:
         header: what recording.py says of the job; "sync", "workers", "shards" and more.
         steps: records of STEP_DTYPE, by worker, then step.
         pushes: records of PUSH_DTYPE, by worker, then position, then shard.
+        messages: records of MESSAGE_DTYPE; none in a job of one node.
+        clock: records of CLOCK_DTYPE; none in a job of one node.
     """
 
     header: Mapping[str, Any]
     steps: Lines
     pushes: Lines
+    messages: Lines = field(default_factory=lambda: np.empty(0, MESSAGE_DTYPE))
+    clock: Lines = field(default_factory=lambda: np.empty(0, CLOCK_DTYPE))
 
     @property
     def workers(self) -> int:
@@ -95,7 +127,7 @@ class Trace:
 
 def write(trace: Trace, file: Path) -> None:
     """Write a trace atomically. Raises TraceError."""
-    tables = {"steps": trace.steps, "pushes": trace.pushes}
+    tables = {"steps": trace.steps, "pushes": trace.pushes, "messages": trace.messages, "clock": trace.clock}
     described = {name: {"lines": len(lines), "dtype": _described(_DTYPES[name])} for name, lines in tables.items()}
     text = json.dumps({**trace.header, "tables": described}).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % _ALIGNMENT)
@@ -130,6 +162,9 @@ def read(file: Path) -> Trace:
         offset = begin + length
         tables = {}
         for name, dtype in _DTYPES.items():
+            if name in _OF_NODES and name not in header["tables"]:  # an older trace
+                tables[name] = np.empty(0, dtype)
+                continue
             described = header["tables"][name]
             if described["dtype"] != _described(dtype):
                 raise ValueError(f"records of another layout in {name!r}")
@@ -137,7 +172,7 @@ def read(file: Path) -> Trace:
             tables[name] = np.frombuffer(data, dtype, count, offset)
             offset += count * dtype.itemsize
         header.pop("tables")
-        found = Trace(header, tables["steps"], tables["pushes"])
+        found = Trace(header, **tables)
         _check_header(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"the trace {file} is damaged or from another version of fastps: {error}; record it again") from None

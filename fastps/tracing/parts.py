@@ -19,12 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import PUSH_DTYPE, STEP_DTYPE, Lines, Trace, TraceError, read, write
+from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
+from fastps.tracing.file import (
+    CLOCK_DTYPE,
+    DROPPED,
+    FOLDED,
+    MESSAGE_DTYPE,
+    PUSH_DTYPE,
+    STEP_DTYPE,
+    UNDECIDED,
+    Lines,
+    Trace,
+    TraceError,
+    read,
+    write,
+)
 
+AGENT = "agent"  # the name of the files of a node's agent, where those of workers have their ranks
 CHUNK_LINES = 4096  # a chunk of either kind is a whole number of pages
 _SUFFIX = ".parts"
 _CODES = {"<i8": "q", "<i4": "i", "<i2": "h", "|u1": "B"}
 _TABLES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
+_AGENT_TABLES = {"messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
 _OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load")
 
 
@@ -51,12 +67,73 @@ def numbered(file: Path, number: int) -> Path:
     return file.with_stem(f"{file.stem}-{number}") if number else file
 
 
+def of_node(file: Path, node: int) -> Path:
+    """Return the file of one node, in a job of several.
+
+    >>> of_node(Path("run.trace"), 1).name
+    'run.node1.trace'
+    """
+    return file.with_stem(f"{file.stem}.node{node}")
+
+
 def finish(file: Path, job: str) -> None:
-    """Merge the parts that dead workers left, after all of a launch's processes have ended."""
+    """Merge the parts that dead workers left, after all of a launch's workers have ended.
+
+    A node's agent that still serves other nodes merges them when it ends.
+    """
     number = 0
     while (folder := folder_of(numbered(file, number), f"{job}.{number}" if number else job)).exists() or number == 0:
-        merge(folder, numbered(file, number))
+        merge(folder, numbered(file, number), lambda notes, folder=folder: not agent_runs(folder))  # type: ignore[misc]
         number += 1
+
+
+def agent_runs(folder: Path) -> bool:
+    """Return whether the agent that writes a part into this folder still runs. It holds a lock until it ends."""
+    try:
+        descriptor = os.open(folder / f"{AGENT}.note", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def merge_if_over(folder: Path, file: Path, arena: Arena) -> None:
+    """Write the trace if all of the job's writers have finished, or no other one is left to finish. Raises TraceError."""
+
+    def is_over(notes: list[dict[str, Any]]) -> bool:
+        others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in arena.lane_states())
+        are_finished = bool(notes) and all(note["finished"] for note in notes)
+        return are_finished and (len(notes) == arena.lanes or not others_run) and not agent_runs(folder)
+
+    merge(folder, file, is_over, lambda: _counts_of(arena), lambda pushes: settle(arena, pushes))
+
+
+def _counts_of(arena: Arena) -> dict[str, Any]:
+    """Return the combiners' own counts of commits, for comparison with the records."""
+    counters = [arena.counters(lane) for lane in range(arena.lanes)]
+    return {
+        "committed": {
+            "folded": [count["folded"] for count in counters],
+            "dropped": [count["dropped"] for count in counters],
+        },
+        "versions": [arena.shard_version(shard) for shard in range(arena.shards)],
+    }
+
+
+def settle(arena: Arena, pushes: Lines) -> None:
+    """Complete the outcomes of pushes that other workers decided after their own worker's end."""
+    for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
+        line = pushes[index]
+        position = int(line["position"])
+        outcomes = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
+        if outcomes and outcomes[0] is not None:
+            kind, line["version"], line["decided_ns"], line["staleness"] = outcomes[0]
+            line["fate"] = DROPPED if kind == OUTCOME_DROPPED else FOLDED
 
 
 def load(file: Path) -> Trace:
@@ -182,7 +259,11 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
         "unfinished": [note["rank"] for note in notes if not note["finished"]],
         "of_worker": {str(note["rank"]): {key: note.get(key) for key in _OF_WORKER} for note in notes},
     }
-    return Trace(header, tables["steps"], tables["pushes"])
+    agent = folder / f"{AGENT}.note"
+    if agent.exists():
+        header["node"] = json.loads(agent.read_text())
+        tables |= {name: _complete(folder / f"{AGENT}.{name}", dtype) for name, dtype in _AGENT_TABLES.items()}
+    return Trace(header, **tables)
 
 
 def _complete(file: Path, dtype: "np.dtype[np.void]") -> Lines:

@@ -2,7 +2,7 @@
 
 Trace Event Format (Google, 2016): complete events "X" for a worker's activities, instant events "i" for drops, "X" of length 0
 for updates, flows "s" and "f" from a push to its update, counters "C" for staleness. Times are in microseconds from the first
-step's beginning.
+step's beginning. In a job of several nodes each node is a process of its own, with tracks of the messages to each other node.
 """
 
 import json
@@ -12,22 +12,49 @@ from typing import Any
 
 import numpy as np
 
-from fastps.tracing.file import DROPPED, FOLDED, OUTCOMES, Trace, TraceError
+from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, Trace, TraceError
+from fastps.tracing.merging import NodeOfTrace, flows, nodes_of
 
 Event = dict[str, Any]
-_WORKERS, _SHARDS = 1, 2  # the two "processes"
+Place = dict[str, int]
+_WORKERS, _SHARDS = 1, 2  # the two "processes" of a job of one node
+_FIRST_NODE = 10  # the process of node 0
+_FIRST_SHARD, _FIRST_MESSAGE = 100_000, 200_000  # the tracks of a node's process
+
+
+class _Places:
+    """The process and the track of each worker, shard and message."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.nodes = nodes_of(trace)
+
+    def worker(self, worker: int) -> Place:
+        node = next((each for each in self.nodes if 0 <= worker - each.first_worker < each.workers), None)
+        return {"pid": _WORKERS if node is None else _FIRST_NODE + node.node, "tid": worker}
+
+    def shard(self, shard: int) -> Place:
+        node = next((each for each in self.nodes if 0 <= shard - each.first_shard < each.shards), None)
+        if node is None:
+            return {"pid": _SHARDS, "tid": shard}
+        return {"pid": _FIRST_NODE + node.node, "tid": _FIRST_SHARD + shard}
+
+    def message(self, line: Any) -> Place:
+        track = len(MESSAGES) * int(line["peer"]) + int(line["kind"])
+        return {"pid": _FIRST_NODE + int(line["node"]), "tid": _FIRST_MESSAGE + track}
 
 
 def events(trace: Trace) -> Iterator[Event]:
     """Yield the events: names first, then each track's events in order of time."""
-    yield from _names(trace)
+    places = _Places(trace)
+    yield from _names(trace, places)
     if not len(trace.steps):
         return
     origin_ns = int(trace.steps["begin_ns"].min())
     for worker in range(trace.workers):
-        yield from _worker_events(trace, worker, origin_ns)
+        yield from _worker_events(trace, worker, origin_ns, places)
     for shard in range(int(trace.header["shards"])):
-        yield from _shard_events(trace, shard, origin_ns)
+        yield from _shard_events(trace, shard, origin_ns, places)
+    yield from _message_events(trace, origin_ns, places)
 
 
 def save(trace: Trace, file: Path) -> int:
@@ -41,51 +68,80 @@ def save(trace: Trace, file: Path) -> int:
     return len(found)
 
 
-def _names(trace: Trace) -> Iterator[Event]:
-    title = f"workers ({trace.header['sync']})"
-    for process, name in ((_WORKERS, title), (_SHARDS, "shards")):
-        yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+def _names(trace: Trace, places: _Places) -> Iterator[Event]:
+    if places.nodes:
+        for node in places.nodes:
+            pid = _FIRST_NODE + node.node
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": _title(trace, node)}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": node.node}}
+    else:
+        title = f"workers ({trace.header['sync']})"
+        for process, name in ((_WORKERS, title), (_SHARDS, "shards")):
+            yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
     for worker in range(trace.workers):
-        yield {"ph": "M", "name": "thread_name", "pid": _WORKERS, "tid": worker, "args": {"name": f"worker {worker}"}}
+        yield {"ph": "M", "name": "thread_name", **places.worker(worker), "args": {"name": f"worker {worker}"}}
     for shard in range(int(trace.header["shards"])):
-        yield {"ph": "M", "name": "thread_name", "pid": _SHARDS, "tid": shard, "args": {"name": f"shard {shard}"}}
+        yield {"ph": "M", "name": "thread_name", **places.shard(shard), "args": {"name": f"shard {shard}"}}
+    _, firsts = np.unique(trace.messages[["node", "peer", "kind"]], return_index=True)
+    for first in firsts:
+        line = trace.messages[int(first)]
+        name = f"node {line['peer']}: {MESSAGES[int(line['kind'])]}"
+        yield {"ph": "M", "name": "thread_name", **places.message(line), "args": {"name": name}}
 
 
-def _worker_events(trace: Trace, worker: int, origin_ns: int) -> Iterator[Event]:
+def _title(trace: Trace, node: NodeOfTrace) -> str:
+    error = f", clock ± {node.error_ns / 1e6:.2f} ms" if node.error_ns else ""
+    return f"node {node.node}, {node.host} ({trace.header['sync']} within{error})"
+
+
+def _message_events(trace: Trace, origin_ns: int, places: _Places) -> Iterator[Event]:
+    for number in range(len(trace.messages)):
+        line = trace.messages[number]
+        begin_us, end_us = ((int(line[name]) - origin_ns) / 1e3 for name in ("begin_ns", "end_ns"))
+        name, place = MESSAGES[int(line["kind"])], places.message(line)
+        what = {"step": int(line["step"]), "node": int(line["peer"])}
+        yield {"ph": "X", "name": name, "cat": "node", **place, "ts": begin_us, "dur": end_us - begin_us, "args": what}
+    for number, flow in enumerate(flows(trace)):
+        sent, taken = trace.messages[flow.sent], trace.messages[flow.taken]
+        same = {"cat": "node", "name": MESSAGES[int(sent["kind"])].removeprefix("send "), "id": f"message {number}"}
+        sent_us, taken_us = ((int(line["begin_ns"]) - origin_ns) / 1e3 for line in (sent, taken))
+        yield {"ph": "s", **places.message(sent), "ts": sent_us, **same}
+        yield {"ph": "f", "bp": "e", **places.message(taken), "ts": taken_us, **same}
+
+
+def _worker_events(trace: Trace, worker: int, origin_ns: int, places: _Places) -> Iterator[Event]:
+    place = places.worker(worker)
     for record in trace.steps_of(worker):
         step, read = int(record["step"]), int(record["read_version"])
         cpu = {"cpu_ms": int(record["cpu_ns"]) / 1e6, "queue_ms": int(record["queue_ns"]) / 1e6}
-        yield _span(
-            "compute", worker, record["begin_ns"], record["computed_ns"], origin_ns, step=step, read_version=read, **cpu
-        )
-        yield _span("push", worker, record["computed_ns"], record["pushed_ns"], origin_ns, step=step)
+        yield _span("compute", place, record["begin_ns"], record["computed_ns"], origin_ns, step=step, read_version=read, **cpu)
+        yield _span("push", place, record["computed_ns"], record["pushed_ns"], origin_ns, step=step)
         if record["end_ns"]:
-            yield _span("wait", worker, record["pushed_ns"], record["granted_ns"], origin_ns, step=step)
-            yield _span("pull", worker, record["granted_ns"], record["end_ns"], origin_ns, step=step)
+            yield _span("wait", place, record["pushed_ns"], record["granted_ns"], origin_ns, step=step)
+            yield _span("pull", place, record["granted_ns"], record["end_ns"], origin_ns, step=step)
 
 
-def _span(name: str, worker: int, begin_ns: Any, end_ns: Any, origin_ns: int, **arguments: Any) -> Event:
+def _span(name: str, place: Place, begin_ns: Any, end_ns: Any, origin_ns: int, **arguments: Any) -> Event:
     begin_us, end_us = (int(begin_ns) - origin_ns) / 1e3, (int(end_ns) - origin_ns) / 1e3
     return {
         "ph": "X",
         "name": name,
         "cat": "worker",
-        "pid": _WORKERS,
-        "tid": worker,
+        **place,
         "ts": begin_us,
         "dur": max(0.0, end_us - begin_us),
         "args": arguments,
     }
 
 
-def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
+def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> Iterator[Event]:
     records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
-    last_version = -1
+    last_version, track = -1, places.shard(shard)
     steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
     for record in records[np.argsort(records["decided_ns"], kind="stable")]:
         worker, step, version = int(record["worker"]), int(record["step"]), int(record["version"])
         decided_us = (int(record["decided_ns"]) - origin_ns) / 1e3
-        here = {"cat": "shard", "pid": _SHARDS, "tid": shard, "ts": decided_us}
+        here = {"cat": "shard", **track, "ts": decided_us}
         if record["fate"] != FOLDED:
             arguments = {"worker": worker, "step": step, "fate": OUTCOMES[int(record["fate"])]}
             yield {"ph": "i", "s": "t", "name": f"drop of worker {worker}", **here, "args": arguments}
@@ -99,14 +155,13 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int) -> Iterator[Event]:
             number = (worker * int(trace.header["shards"]) + shard) << 40 | step
             begin_us = (int(of_worker["computed_ns"][place]) - origin_ns) / 1e3
             flow = {"cat": "push", "name": "push", "id": number}
-            yield {"ph": "s", "pid": _WORKERS, "tid": worker, "ts": begin_us, **flow}
-            yield {"ph": "f", "bp": "e", "pid": _SHARDS, "tid": shard, "ts": decided_us, **flow}
+            yield {"ph": "s", **places.worker(worker), "ts": begin_us, **flow}
+            yield {"ph": "f", "bp": "e", **track, "ts": decided_us, **flow}
         staleness = {"staleness": int(record["staleness"])}
         yield {
             "ph": "C",
             "name": f"staleness of shard {shard}",
-            "pid": _SHARDS,
-            "tid": shard,
+            **track,
             "ts": decided_us,
             "args": staleness,
         }

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from fastps.job.environment import TRACE_VARIABLE
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, OUTCOME_DROPPED, Arena
+from fastps.kernels.shm.arena import OUTCOME_DROPPED
 from fastps.membership.job_memory import JobMemory
 from fastps.system.machine import machine
-from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED, Lines
-from fastps.tracing.parts import Part, folder_of, merge, numbered
+from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED
+from fastps.tracing.node_part import node_of
+from fastps.tracing.parts import Part, folder_of, merge_if_over, numbered, of_node
 from fastps.version import __version__
 
 _LOAD_EVERY_NS = 100_000_000  # reading the machine's load costs about 100 us
@@ -51,7 +52,8 @@ class Recorded(Protocol):
 class Recording:
     """A trace in progress, made by `fastps.trace`. It is also a context manager that ends the recording.
 
-    The first job that this process joins is recorded in `file`, later jobs in files with a number before the suffix.
+    The first job that this process joins is recorded in `file`, later jobs in files with a number before the suffix. In a job
+    of several nodes each node has a file of its own, with the node's number before the suffix.
     """
 
     def __init__(self, file: Path) -> None:
@@ -59,11 +61,15 @@ class Recording:
         self._files: dict[str, Path] = {}
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # weak: ended recorders free their memory
 
+    def next_file(self, node: int | None) -> Path:
+        """Return the file of the next job of this process, which is on this node of several; None for a job of one node."""
+        return numbered(self.file if node is None else of_node(self.file, node), len(self._files))
+
     def recorder(self, worker: Recorded) -> "Recorder":
         """Make this worker's recorder."""
         job = worker.store.job
         if job not in self._files:
-            self._files[job] = numbered(self.file, len(self._files))
+            self._files[job] = self.next_file(node_of(job))
         recorder = Recorder(worker, self._files[job])
         self._recorders.add(recorder)
         return recorder
@@ -94,8 +100,8 @@ def trace(file: str | Path) -> Recording:
 
     Call it before making the optimizer (or worker), in every worker's process with the same file; or use it as a context
     manager around the training. The file is written atomically when the last of the job's workers ends; until then a folder
-    beside it holds the records. Recording costs some tens of microseconds a step. Raises TraceError when a worker begins, or
-    later, if records cannot be written.
+    beside it holds the records. Recording costs some tens of microseconds a step. In a job of several nodes each node writes a
+    file of its own (`run.node1.trace`). Raises TraceError when a worker begins, or later, if records cannot be written.
 
     >>> import tempfile
     >>> import numpy as np
@@ -114,11 +120,22 @@ def trace(file: str | Path) -> Recording:
 
 def recorder_for(worker: Recorded) -> "Recorder | None":
     """Make the recorder of a starting worker, or return None if this process does not record."""
+    recording = _recording()
+    return None if recording is None else recording.recorder(worker)
+
+
+def file_of_next(node: int) -> Path | None:
+    """Return the file that will have this node's trace of the next job, or None if this process does not record."""
+    recording = _recording()
+    return None if recording is None else recording.next_file(node)
+
+
+def _recording() -> Recording | None:
     global _current
     file = os.environ.get(TRACE_VARIABLE)
     if _current is None and file:
         _current = Recording(Path(file).resolve())
-    return None if _current is None else _current.recorder(worker)
+    return _current
 
 
 def keep(worker: Recorded) -> "Recorder":
@@ -277,33 +294,7 @@ class Recorder:
         """Write the trace, after `finish`, if all workers have finished or no other worker is left to finish."""
         if self._folder is None or self._file is None:
             return
-        merge(self._folder, self._file, self._is_last, self._arena_says, lambda pushes: settle(self._arena, pushes))
-
-    def _is_last(self, notes: list[dict[str, Any]]) -> bool:
-        others_run = any(state in (LANE_LIVE, LANE_LEAVING) for state in self._arena.lane_states())
-        return bool(notes) and all(note["finished"] for note in notes) and (len(notes) == self._arena.lanes or not others_run)
-
-    def _arena_says(self) -> dict[str, Any]:
-        """Return the combiners' own counts of commits, for comparison with the records."""
-        counters = [self._arena.counters(lane) for lane in range(self._arena.lanes)]
-        return {
-            "committed": {
-                "folded": [count["folded"] for count in counters],
-                "dropped": [count["dropped"] for count in counters],
-            },
-            "versions": [self._arena.shard_version(shard) for shard in range(self._arena.shards)],
-        }
-
-
-def settle(arena: Arena, pushes: Lines) -> None:
-    """Complete the outcomes of pushes that other workers decided after their own worker's end."""
-    for index in (pushes["fate"] == UNDECIDED).nonzero()[0]:
-        line = pushes[index]
-        position = int(line["position"])
-        outcomes = arena.push_outcomes(int(line["worker"]), int(line["shard"]), position, position + 1)
-        if outcomes and outcomes[0] is not None:
-            kind, line["version"], line["decided_ns"], line["staleness"] = outcomes[0]
-            line["fate"] = DROPPED if kind == OUTCOME_DROPPED else FOLDED
+        merge_if_over(self._folder, self._file, self._arena)
 
 
 @dataclass(frozen=True, slots=True)

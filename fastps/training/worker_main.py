@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastps.checkpoint.format import load
+from fastps.checkpoint.loading import load
 from fastps.errors import Error, UsageError
 from fastps.job.environment import rank
 from fastps.job.policy import Policy

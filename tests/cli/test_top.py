@@ -272,6 +272,42 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
     json.dumps(top.rows_of(before, now), allow_nan=False)
 
 
+def _node(node: int, seconds: float, **more: Any) -> fastps.NodeStatistics:
+    """Figures that came after so many seconds; all of them grow with the time."""
+    count = int(seconds)
+    return fastps.NodeStatistics(
+        node, f"node{node}", "live", 4, 10 * count, 250_000_000 * count, 5_000_000 * count, 7_000_000 * count,
+        heard_ns=int(seconds * 1e9), **more,
+    )  # fmt: skip
+
+
+def test_rates_of_nodes_are_of_the_time_between_their_figures() -> None:
+    """Node 2 is silent since the first look, and node 3 has not come."""
+    known = {"pushes": 40, "lag": 2, "round_trip_ns": 310_000, "clock_offset_ns": -1_250_000, "clock_error_ns": 161_000}
+    before = Look(10_000_000_000, [], [], True, {}, False, [_node(0, 9.5), _node(1, 9.8, **known), _node(2, 9.7)])
+    last = [_node(0, 13.5), _node(1, 13.8, **known), _node(2, 9.7), fastps.NodeStatistics(3)]
+    rows = top.rows_of(before, Look(14_000_000_000, [], [], True, {}, False, last))
+    assert [row["state"] for row in rows] == ["live", "live", "silent", "joining"]
+    assert [row["steps_per_s"] for row in rows] == [10.0, 10.0, None, None]
+    assert (rows[1]["sent_bytes_s"], rows[1]["received_bytes_s"], rows[1]["wait_share"]) == (5e6, 7e6, 0.25)
+    assert (rows[0]["lag"], rows[1]["lag"], rows[0]["clock_offset_ns"]) == (None, 2, None)
+    json.dumps(rows, allow_nan=False)
+    [table, _, _] = top.tables("x", rows, Look(0, [], [], True, {}, False))
+    assert list(table.cells[1]) == [
+        "1", "node1", "live", "4", "130", "10.0", "2", "25%", "5.0", "7.0", "0.00", "0", "0.31", "-1.25 ± 0.17",
+    ]  # fmt: skip
+    assert list(table.cells[3])[5:] == ["-", "-", "-", "-", "-", "0.00", "0", "-", "-"]
+
+
+def test_a_job_of_several_nodes_is_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas = ["b.node0", "b.node0.home0", "b.node0.home1", "b.node1"]
+    monkeypatch.setattr(discovery, "running_jobs", lambda clock: arenas)
+    assert top.choose_job(None) == top.choose_job("b") == "b.node0"
+    assert top.choose_job("b.node1") == "b.node1" and top.choose_job("b.node0.home1") == "b.node0.home1"
+    with pytest.raises(top.NoJobError, match="expected a running job c of this user, found b"):
+        top.choose_job("c")
+
+
 @pytest.mark.parametrize(("shards", "text"), [(1, "10"), (12, "all 12")])
 def test_one_look_prints_workers_and_shards(request: pytest.FixtureRequest, shards: int, text: str) -> None:
     console = _console()

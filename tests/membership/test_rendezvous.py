@@ -495,5 +495,5 @@ def test_a_job_name_of_another_length_is_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, "holder", 1.5, None])
 def test_another_kind_of_place_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="lane's number, 'host' or 'server'"):
+    with pytest.raises(ValueError, match="lane's number, 'host', 'server' or 'board'"):
         rendezvous.place_name("mnist", wrong)

@@ -1,6 +1,9 @@
 """Checkpoints of a job of several nodes: one format, one version of all parts, and a resumed job that has the same bits."""
 
 import hashlib
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,13 @@ def _work(shape: tuple[int, int], steps: int, save: Path | None = None) -> Calla
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-            if save is not None and rank == 0:
+            is_spread = os.environ.get("FASTPS_HOMES") == "spread"
+            if save is not None and (rank == 0 or (is_spread and os.environ["FASTPS_LOCAL_RANK"] == "0")):
                 fastps.save(optimizer, save, extra={"note": 5})
-            if save is not None and rank == 1:
+            elif save is not None and is_spread:
+                with pytest.raises(fastps.UnsupportedError, match="save on the first worker of every node"):
+                    fastps.save(optimizer, save)
+            elif save is not None and rank == 1:
                 with pytest.raises(fastps.UnsupportedError, match="save on a worker of node 0"):
                     fastps.save(optimizer, save)
             optimizer.wait_for_others()
@@ -107,3 +114,65 @@ def test_one_node_goes_on_where_two_nodes_stopped_and_the_other_way_round(tmp_pa
     begun = _train((1, 1), _work(SMALL, 6), FASTPS_RESUME=str(tmp_path / "one"))
     assert [steps for steps, _ in begun] == [4, 4]
     assert begun[0][1] == begun[1][1]
+
+
+SPREAD = {"FASTPS_HOMES": "spread"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "shape"),
+    [
+        pytest.param((2, 1), SMALL, id="2+1, one part"),
+        pytest.param((1, 1, 1), LARGE, id="1+1+1, several parts", marks=pytest.mark.slow),
+    ],
+)
+def test_shares_of_all_nodes_are_one_checkpoint(counts: tuple[int, ...], shape: tuple[int, int], tmp_path: Path) -> None:
+    whole = _train(counts, _work(shape, STEPS), **SPREAD)
+    _train(counts, _work(shape, STEPS // 2, tmp_path), **SPREAD)
+    names = [f"share-{number}-of-{len(counts)}" for number in range(len(counts))]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == names
+    checkpoint = fastps.load(tmp_path)
+    assert (checkpoint.version, checkpoint.extra["note"]) == (STEPS // 2, 5)
+    shapes = {name: tuple(value.shape) for name, value in _model(shape).named_parameters()}
+    assert {name: array.shape for name, array in checkpoint.weights().items()} == shapes
+    assert checkpoint.buffers()["1.num_batches_tracked"] == STEPS // 2
+    adam = torch.optim.Adam(_model(shape).parameters(), lr=0.01)
+    adam.load_state_dict(fastps.optimizer_state_dict(checkpoint))
+    resumed = _train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path), **SPREAD)
+    assert [begun for begun, _ in resumed] == [STEPS // 2] * sum(counts)
+    assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+
+
+@pytest.mark.slow
+def test_job_with_one_home_goes_on_where_shares_stopped_and_the_other_way_round(tmp_path: Path) -> None:
+    whole = _train((1, 1), _work(SMALL, STEPS), **SPREAD)
+    _train((1, 1), _work(SMALL, 3, tmp_path / "spread"), **SPREAD)
+    _train((1, 1), _work(SMALL, 5, tmp_path / "first"), FASTPS_RESUME=str(tmp_path / "spread"))
+    resumed = _train((1, 1), _work(SMALL, STEPS), FASTPS_RESUME=str(tmp_path / "first"), **SPREAD)
+    assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+
+
+@pytest.mark.slow
+def test_periodic_shares_are_of_the_same_versions(tmp_path: Path) -> None:
+    _train((2, 1), _work(SMALL, 20), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="3", **SPREAD)
+    for number in range(2):
+        folders = sorted((tmp_path / f"share-{number}-of-2").iterdir())
+        assert [fastps.load(folder).version for folder in folders] == [12, 15, 18]
+    assert fastps.load(tmp_path).version == 18
+
+
+@pytest.mark.slow
+def test_version_that_one_node_has_not_written_is_not_resumed_from(tmp_path: Path) -> None:
+    _train((1, 1), _work(SMALL, 20), FASTPS_CHECKPOINT=str(tmp_path), FASTPS_CHECKPOINT_EVERY="3", **SPREAD)
+    of_one = tmp_path / "share-1-of-2"
+    shutil.rmtree(sorted(of_one.iterdir())[-1])
+    assert fastps.load(tmp_path).version == 15
+    for folder in of_one.iterdir():  # another run wrote these
+        described = json.loads((folder / "checkpoint.json").read_text())
+        described["share"]["run"] = "another"
+        (folder / "checkpoint.json").write_text(json.dumps(described))
+    with pytest.raises(fastps.CheckpointError, match=r"share-0-of-2 has 12, 15, 18; share-1-of-2 has 12, 15"):
+        fastps.load(tmp_path)
+    shutil.rmtree(of_one)
+    with pytest.raises(fastps.CheckpointError, match="share-1-of-2 has none"):
+        fastps.load(tmp_path)

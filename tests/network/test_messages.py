@@ -13,7 +13,8 @@ from fastps.network.messages import HEADER_BYTES, Header, Kind
 
 @given(
     kind=st.sampled_from(Kind), weight=st.integers(0, 2**32 - 1), samples=st.integers(-(2**63), 2**63 - 1), loss=st.floats(),
-    layout=st.binary(min_size=32, max_size=32), text=st.text(max_size=60),
+    layout=st.binary(min_size=32, max_size=32), text=st.text(max_size=60), beat=st.binary(max_size=200),
+    sent_ns=st.integers(-(2**63), 2**63 - 1),
 )  # fmt: skip
 def test_a_header_is_what_was_packed(**fields: object) -> None:
     header = Header(**fields)  # type: ignore[arg-type]
@@ -21,7 +22,9 @@ def test_a_header_is_what_was_packed(**fields: object) -> None:
     found = Header.unpack(packed)
     assert len(packed) == HEADER_BYTES
     assert found.pack() == packed
-    assert (found.kind, found.samples, found.weight, found.text) == (header.kind, header.samples, header.weight, header.text)
+    numbers = lambda each: (each.kind, each.samples, each.weight, each.sent_ns)  # noqa: E731
+    assert numbers(found) == numbers(header)
+    assert (found.text, found.beat) == (("", header.beat) if header.kind == Kind.BEAT else (header.text, b""))
     assert found.loss == header.loss or math.isnan(header.loss)
 
 

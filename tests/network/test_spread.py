@@ -17,7 +17,7 @@ import torch
 
 import fastps
 from fastps.bench.namespaces import missing_reason
-from fastps.errors import PolicyError, UnsupportedError, UsageError
+from fastps.errors import PolicyError, UsageError
 from fastps.job.nodes import NodePolicy, Nodes, check_policy
 from fastps.job.specs import parse_policy
 from fastps.network.edge import CHUNK_FLOATS
@@ -172,24 +172,6 @@ def test_what_spread_homes_cannot_do_is_refused_by_name() -> None:
         with pytest.raises(PolicyError, match="choose bsp or hardsync"):
             check_policy(parse_policy(spec), two)
     check_policy(parse_policy("hardsync:64"), two)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    def work(rank: int) -> Any:
-        model = Words(_SMALL, seed=0)
-        with fastps.DistributedOptimizer(MOMENTUM(model.parameters()), timeout_s=30) as optimizer:
-            model(torch.zeros(2, 4, dtype=torch.long), True).sum().backward()
-            optimizer.step()
-            with pytest.raises(UnsupportedError, match="homes=spread"):
-                fastps.save(optimizer, tmp_path)
-            optimizer.wait_for_others()
-        return json.dumps("ended")
-
-    with nodes.rendezvous() as port:
-        children = nodes.start((1, 1), port, work, {"FASTPS_HOMES": "spread"})
-        processes.finish(children, 60)
-    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
 
 
 SCRIPT = """

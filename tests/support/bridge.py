@@ -1,14 +1,17 @@
 """Nodes on one machine: network namespaces on a bridge, each of which can be cut off without a sign, or slowed.
 
 A node that is cut off keeps its carrier, and no connection is closed: packets are dropped at its port of the bridge. Names are
-drawn at random, and everything is removed whatever happens. It needs root and the commands ip, bridge and tc.
+drawn at random, and everything is removed whatever happens. It needs root and the commands ip, bridge and tc; nft for packets
+that get lost.
 """
 
 import secrets
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ class Bridge:
             if rate_mbit:
                 shape = f"tbf rate {rate_mbit}mbit burst 64kb latency 50ms".split()
                 _run("tc", flag, namespace, "qdisc", "replace", "dev", device, "root", *shape)
+
+    @staticmethod
+    def can_lose() -> bool:
+        """Whether packets can be lost here."""
+        return shutil.which("nft") is not None
+
+    def lose(self, node: int, percent: int) -> None:
+        """Drop so many of a hundred packets that a node receives, and as many of those that it sends; 0: none."""
+        run = partial(subprocess.run, self.command(node, ["nft", "-f", "-"]), text=True, check=True)
+        chains = "".join(
+            f"chain {hook} {{ type filter hook {hook} priority 0; numgen random mod 100 < {percent} drop; }}\n"
+            for hook in ("input", "output")
+        )
+        run(input="table inet loss\ndelete table inet loss\n" + (f"table inet loss {{\n{chains}}}\n" if percent else ""))
 
     def reset(self, node: int) -> None:
         """Reset all connections of a node."""

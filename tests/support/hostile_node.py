@@ -35,7 +35,7 @@ from fastps.network.secret import EdgeName, mac
 from fastps.network.sums import Terms, pack
 from fastps.network.zeromq_link import ZeromqLink
 
-FIELDS = struct.Struct("<IHHIqd32sQQIQIH")  # written down again: a peer does not share the other side's code
+FIELDS = struct.Struct("<IHHIqd32sQQIQIqH")  # written down again: a peer does not share the other side's code
 MAGIC, MOST_WORKERS = 0x73704661, 1 << 20
 OPEN_S, ANSWER_S, END_S = 5.0, 10.0, 12.0
 UNTOUCHED = 0xA5
@@ -416,7 +416,7 @@ class HostileNode:
         edge, _ = self.join()
         try:
             for _ in range(0 if self._has_left else self._draw.choice((0, 0, 1, 2, 5))):
-                good = self._draw.choice((self._fetch, self._push, self._nothing, self._repeat))
+                good = self._draw.choice((self._fetch, self._push, self._nothing, self._repeat, self._beats))
                 self._note(f"member: {good.__name__[1:]}")
                 good(edge)
             bad = self._draw.choice(self._evils())
@@ -434,6 +434,17 @@ class HostileNode:
 
     def _fetch(self, edge: RawEdge) -> None:
         assert self.fetch(edge) is not None, "no weights for a member"
+
+    def _beats(self, edge: RawEdge) -> None:
+        """Beats with any contents, stamps and echoes. They have no effect, and the edge stays open."""
+        for _ in range(self._draw.choice((1, 5, 30))):
+            size = self._draw.choice((0, 1, 15, 16, 17, 119, 120, 121, 400))
+            data = bytearray(Header(Kind.BEAT, beat=self._draw.randbytes(size)).pack())
+            fields = list(FIELDS.unpack_from(data))
+            fields[-2] = self._draw.choice((0, 1, -1, 2**63 - 1, -(2**63), time.monotonic_ns(), self._draw.getrandbits(62)))
+            FIELDS.pack_into(data, 0, *fields)
+            edge.send(bytes(data))
+        assert self.fetch(edge) is not None, "no weights after strange beats"
 
     def _sum(self, **changes: Any) -> tuple[Header, list[Memory]]:
         """A correct push of zeros."""

@@ -1,7 +1,7 @@
 """The commands about recorded runs: trace, advise."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,16 +11,28 @@ from fastps.errors import UsageError
 
 commands = typer.Typer()
 ORDER = 30
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...", help="A trace that --trace, or fastps.trace in a script, has recorded; or one of each node."
+    ),
+]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace, or fastps.trace in a script, has recorded.")]
 
 
 @commands.command(
     rich_help_panel=WATCH,
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
-    " --perfetto run.json   |   fastps trace run.trace --summary --json -",
+    " --perfetto run.json   |   fastps trace run.node*.trace -o all.trace --perfetto all.json",
 )
 def trace(
-    file: File,
+    files: Files,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="OUT", help="Merge the traces of the nodes of one job into this file, on node 0's clock."
+        ),
+    ] = None,
     summary: Annotated[bool, typer.Option("--summary", help="Show a row a worker; the default.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check the push log: each push folded once, versions in order; exit code 1 if not.")
@@ -31,7 +43,10 @@ def trace(
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
-    """Look into a recorded run: where its time went, whether its push log is right, or all of it in Perfetto."""
+    """Look into a recorded run: where its time went, whether its push log is right, or all of it in Perfetto.
+
+    Several files are those of the nodes of one job, which are merged on node 0's clock.
+    """
     from dataclasses import asdict
 
     from fastps.cli import trace_report
@@ -40,12 +55,19 @@ def trace(
     from fastps.tracing import check as trace_check
     from fastps.tracing import perfetto as trace_perfetto
     from fastps.tracing import summary as trace_summary
+    from fastps.tracing.file import write
+    from fastps.tracing.merging import merge_nodes, nodes_of
     from fastps.tracing.parts import load
 
-    found = load(file)
+    read = [(file, load(file)) for file in files]
+    found = merge_nodes(read) if len(read) > 1 or output is not None else read[0][1]
     console = console_of(json_file)
-    rows = []
-    if summary or not (check or perfetto):
+    rows: list[dict[str, Any]] = [{"kind": "node", **asdict(node)} for node in nodes_of(found)]
+    for line in trace_report.node_lines(nodes_of(found)):
+        console.print(line, markup=False, highlight=False)
+    if output is not None:
+        write(found, output)
+    if summary or not (check or perfetto or output):
         workers, whole = trace_summary.worker_rows(found), trace_summary.summary_row(found)
         show(console, trace_report.worker_table(workers, "mean ms of a step"), wide=wide)
         console.print(trace_report.summary_line(whole), markup=False, highlight=False)

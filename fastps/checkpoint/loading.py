@@ -1,0 +1,113 @@
+"""Finding and reading checkpoints: the newest of a directory, whole or in the shares that several nodes have written.
+
+With homes="spread" every node writes its share of the model into a folder of its own, `share-NUMBER-of-COUNT`, in a directory
+that all nodes see. The shares of one version of one run are one checkpoint. A version that some node has not written is none.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastps.checkpoint.format import JSON_FILE, PREFIX, Array, Checkpoint, read, refused, strided, whole
+from fastps.errors import CheckpointError
+
+_SHARE = re.compile(r"share-(\d+)-of-(\d+)")
+_Saved = tuple[str, int]
+"""The run that wrote a share, and the share's version."""
+
+
+def share_folder(number: int, count: int) -> str:
+    """The folder in which a node keeps its shares.
+
+    >>> share_folder(0, 3)
+    'share-0-of-3'
+    """
+    return f"share-{number}-of-{count}"
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint: a folder that `save` returned, or the newest in a directory of checkpoints.
+
+    Raises CheckpointError that names the missing, damaged or foreign field or tensor, what was expected and what was found.
+    """
+    folder = Path(path)
+    if (folder / JSON_FILE).is_file():
+        return read(folder)
+    found = whole(folder) if folder.is_dir() else []
+    if found:
+        return read(found[-1])
+    shares = _shares(folder) if folder.is_dir() else {}
+    if not shares:
+        raise CheckpointError(f"checkpoint {folder}: expected {JSON_FILE} or folders {PREFIX}NUMBER there, found neither")
+    return _joined(folder, [read(share) for share in _newest(folder, shares)])
+
+
+def _shares(directory: Path) -> dict[int, dict[int, list[Path]]]:
+    """Number of nodes to number of the share to its checkpoints."""
+    found: dict[int, dict[int, list[Path]]] = {}
+    for folder in directory.iterdir():
+        match = _SHARE.fullmatch(folder.name)
+        if match:
+            number, count = map(int, match.groups())
+            found.setdefault(count, {})[number] = whole(folder)
+    return found
+
+
+def _newest(directory: Path, shares: dict[int, dict[int, list[Path]]]) -> list[Path]:
+    """The shares of the version that was written last among those that all nodes have written."""
+    best: list[Path] = []
+    seen = []
+    for count, by_number in shares.items():
+        saved = [{_saved(folder): folder for folder in by_number.get(number, [])} for number in range(count)]
+        versions = [", ".join(str(version) for _, version in each) or "none" for each in saved]
+        seen += [f"{share_folder(number, count)} has {text}" for number, text in enumerate(versions)]
+        for key in saved[0]:
+            if all(key in each for each in saved):
+                found = [each[key] for each in saved]
+                best = max(best, found, key=lambda folders: folders[0].stat().st_mtime_ns if folders else -1)
+    if not best:
+        raise CheckpointError(
+            f"checkpoint {directory}: expected a version that every node has written, found none ({'; '.join(seen)}): all nodes"
+            " write into one directory that they share, or copy their share folders into one"
+        )
+    return best
+
+
+def _saved(folder: Path) -> _Saved:
+    try:
+        described = json.loads((folder / JSON_FILE).read_text())
+        return str(described["share"]["run"]), int(described["version"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise refused(folder, JSON_FILE, "the description of a share", f"something else ({error})") from None
+
+
+def _joined(directory: Path, shares: Sequence[Checkpoint]) -> Checkpoint:
+    """One checkpoint of the whole model."""
+    first = shares[0].description
+    parameters = [dict(each) for each in first["share"]["whole"]]
+    pieces: dict[str, list[Array]] = {}
+    steps: dict[str, int] = {}
+    for share in shares:
+        for parameter in share.description["parameters"]:
+            steps[parameter["name"]] = parameter["steps"]
+        for name, array in share.tensors.items():
+            if not name.startswith("buffers/"):
+                pieces.setdefault(name, []).append(array)
+    tensors: dict[str, Array] = {f"buffers/{name}": array for name, array in shares[0].buffers().items()}
+    for parameter in parameters:
+        suffix, stride = "/" + parameter["name"], parameter.pop("stride")
+        for prefix in ("weights", *(f"state/{plane}" for plane in first["rule"]["planes"])):
+            flat = np.concatenate(pieces[prefix + suffix]) if prefix + suffix in pieces else np.zeros(0, np.float32)
+            if flat.size != int(np.prod(parameter["shape"])):
+                raise refused(
+                    directory, f"tensor {prefix + suffix!r}", f"{parameter['shape']} in all shares", f"{flat.size} floats"
+                )
+            tensors[prefix + suffix] = strided(flat, parameter["shape"], stride)
+        parameter["steps"] = steps[parameter["name"]]
+    description: Mapping[str, Any] = {key: value for key, value in first.items() if key not in ("share", "checksums")}
+    return Checkpoint(directory, {**description, "parameters": parameters}, tensors)

@@ -1,0 +1,127 @@
+"""An agent's report: it collects the figures of its node, and on node 0 those of all nodes, and keeps the node's board.
+
+A thread writes the board four times a second, whatever the agent waits for.
+"""
+
+import platform
+import threading
+from dataclasses import replace
+
+from fastps.job.nodes import Nodes
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEFT, Arena
+from fastps.membership.job_memory import JobMemory
+from fastps.membership.node_board import NodeBoard, NodeFigures, NodeStatistics
+from fastps.network.monitoring.watch import EdgeWatch
+from fastps.tracing.node_part import NodePart
+
+_EVERY_S = 0.25
+_STATES = {LANE_FREE: "joining", LANE_JOINING: "joining", LANE_LEFT: "left", LANE_FAILED: "lost", LANE_DEAD: "lost"}
+
+
+class Report(threading.Thread):
+    """The report of one agent. Raises ArenaError if there is no memory for the board, and OSError if its name is taken.
+
+    Attributes:
+        home: the arena of the home on node 0, on node 0; else None.
+        wait_ns: the time that the agent spent in exchanges.
+    """
+
+    home: Arena | None = None
+
+    def __init__(self, leaf: JobMemory, nodes: Nodes, trace: NodePart | None = None) -> None:
+        super().__init__(name="fastps-report", daemon=True)
+        self._leaf, self._nodes, self._trace = leaf, nodes, trace
+        self._host = platform.node()
+        self._homes: dict[int, EdgeWatch] = {}
+        self._leaves: dict[int, EdgeWatch] = {}
+        self._ends = threading.Event()
+        self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1)
+        self.wait_ns = 0
+        self._write()  # workers find the node's number here when they join
+
+    def of_home(self, home: int) -> EdgeWatch:
+        """The watch over the edges to the home on another node."""
+        return self._homes.setdefault(home, self._watch(home))
+
+    def of_leaf(self, node: int) -> EdgeWatch:
+        """The watch over the edges to the leaf of another node."""
+        return self._leaves.setdefault(node, self._watch(node))
+
+    def _watch(self, peer: int) -> EdgeWatch:
+        return EdgeWatch(self.figures, peer, self._trace.message if self._trace is not None else None)
+
+    def figures(self) -> NodeFigures:
+        """What this node says of itself."""
+        watches = [*self._homes.values(), *self._leaves.values()]
+        return NodeFigures(
+            workers=self._nodes.local_workers,
+            steps=self._leaf.version,
+            wait_ns=self.wait_ns,
+            sent_bytes=sum(each.sent_bytes for each in watches),
+            received_bytes=sum(each.received_bytes for each in watches),
+            host=self._host,
+        )
+
+    def rows(self, now_ns: int) -> list[NodeStatistics]:
+        """The rows of the board."""
+        if not self._nodes.is_first:
+            return [self._own(now_ns)]
+        return [self._own(now_ns), *(self._other(node, now_ns) for node in range(1, self._nodes.count))]
+
+    def _own(self, now_ns: int) -> NodeStatistics:
+        number = self._nodes.number
+        if self._nodes.is_first:
+            return self._row(number, self.figures(), now_ns, 0, 0, -1)
+        found = self._homes[0].offset(now_ns) if 0 in self._homes else None
+        if found is None:
+            return self._row(number, self.figures(), now_ns, 0, -1, -1)
+        trip_ns = self._homes[0].clock.round_trip_ns
+        return self._row(number, self.figures(), now_ns, -found.offset_ns, found.error_at(now_ns), trip_ns)
+
+    def _other(self, node: int, now_ns: int) -> NodeStatistics:
+        watch = self.of_leaf(node)
+        found = watch.offset(now_ns)
+        offset = (found.offset_ns, found.error_at(now_ns)) if found is not None else (0, -1)
+        return self._row(node, watch.told or NodeFigures(), watch.told_ns, *offset, watch.clock.round_trip_ns)
+
+    def _row(self, node: int, told: NodeFigures, told_ns: int, offset_ns: int, error_ns: int, trip_ns: int) -> NodeStatistics:
+        row = NodeStatistics(
+            node, told.host, "live", told.workers, told.steps, told.wait_ns, told.sent_bytes, told.received_bytes,
+            heard_ns=told_ns, round_trip_ns=trip_ns, clock_offset_ns=offset_ns, clock_error_ns=error_ns,
+        )  # fmt: skip
+        return row if self.home is None else self._with_home(row, self.home)
+
+    def _with_home(self, row: NodeStatistics, home: Arena) -> NodeStatistics:
+        """The row with what the home has of the node's lane."""
+        counted, clocks = home.counters(row.node), [home.clock(lane) for lane in range(self._nodes.count)]
+        return replace(
+            row,
+            state=_STATES.get(home.lane_state(row.node), "live"),
+            pushes=counted["steps"],
+            lag=max(clocks) - clocks[row.node],
+            folded=counted["folded"],
+            dropped=counted["dropped"],
+            staleness_sum=counted["staleness_sum"],
+            staleness_max=counted["staleness_max"],
+        )
+
+    def run(self) -> None:
+        """See threading.Thread."""
+        while not self._ends.wait(_EVERY_S):
+            self._write()
+
+    def _write(self) -> None:
+        now_ns = self._leaf.clock.now_ns()
+        self._board.write(self.rows(now_ns))
+        if self._trace is not None and 0 in self._homes and (found := self._homes[0].offset(now_ns)) is not None:
+            self._trace.offset(found)
+
+    def close(self) -> None:
+        """Write the last figures, and end. May be called twice."""
+        if self._ends.is_set():
+            return
+        self._ends.set()
+        if self.is_alive():
+            self.join()
+        self._write()
+        self._board.close()

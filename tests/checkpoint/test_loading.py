@@ -1,0 +1,122 @@
+"""The shares that several nodes have written are one checkpoint, if all have written the same version of the same run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastps
+from fastps.checkpoint.format import Array, described_rule
+from fastps.checkpoint.loading import share_folder
+from fastps.checkpoint.snapshot import write
+from fastps.job.layout import Layout, place
+from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import SGD
+from fastps.network.home_checkpoint import Share
+from fastps.network.parts import Part, shares_of
+
+SHAPES = [("a", (3, 5), (1, 3)), ("b", (40,), (1,)), ("c", (2, 3, 4), (12, 4, 1)), ("d", (), ())]  # a is stored by columns
+
+
+def _layout() -> Layout:
+    return Layout(place([(*row, 0) for row in SHAPES], 1), 1, SGD(lr=0.1, momentum=0.9).rule, parse_policy("bsp"), 2)
+
+
+@dataclass
+class Held:
+    """One node's share of a memory of floats, as it is written."""
+
+    layout: Layout
+    part: Part
+    number: int
+    count: int
+    memory: Any
+    version: int = 1
+    run: str = "r"
+
+    @property
+    def share(self) -> str:
+        return share_folder(self.number, self.count)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        parameters = [
+            {"name": each.name, "shape": list(each.shape), "group": 0, "steps": self.version}
+            for each in self.part.layout.parameters
+        ]
+        return {
+            "format": 1, "version": self.version, "versions": [self.version], "clocks": [self.version] * 2, "drawn": 0,
+            "workers": 2, "sync": "bsp", "rule": described_rule(self.layout), "parameters": parameters, "param_groups": [{}],
+            "extra": {}, "share": Share(self.layout, self.number, self.count, self.run).described(),
+        }  # fmt: skip
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        for shift, prefix in enumerate(["weights/", *(f"state/{plane}/" for plane in self.layout.rule.planes)]):
+            for each in self.part.layout.parameters:
+                begin = self.part.first + each.offset
+                yield prefix + each.name, self.memory[begin : begin + each.length] + np.float32(shift)
+
+    def close(self) -> None:
+        pass
+
+
+def _write(folder: Path, count: int, memory: Array, **others: Any) -> list[Path]:
+    layout = _layout()
+    shares = shares_of(layout, Nodes(count, 0, 0, 1, "a", 1, NodePolicy(homes="spread")))
+    held = [Held(layout, part, number, len(shares), memory, **others) for number, part in enumerate(shares)]
+    return [write(each, {"mean": np.ones(2)}, folder) for each in held]
+
+
+@settings(max_examples=20)
+@given(count=st.integers(2, 6), seed=st.integers(0, 1000))
+def test_shares_join_into_the_model_they_were_cut_from(tmp_path_factory: pytest.TempPathFactory, count: int, seed: int) -> None:
+    folder, layout = tmp_path_factory.mktemp("shares"), _layout()
+    memory = np.random.default_rng(seed).normal(size=layout.buffer_floats).astype(np.float32)
+    _write(folder, count, memory)
+    found = fastps.load(folder)
+    found.check_layout(layout)
+    for parameter in layout.parameters:
+        flat = memory[parameter.offset : parameter.offset + parameter.length]
+        expected = np.lib.stride_tricks.as_strided(flat, parameter.shape, [4 * step for step in parameter.stride])
+        assert np.array_equal(found.weights()[parameter.name], expected)
+        assert np.array_equal(found.tensors[f"state/momentum_buffer/{parameter.name}"], expected + np.float32(1))
+    assert found.buffers()["mean"].tolist() == [1.0, 1.0]
+    assert "share" not in found.description
+
+
+def test_newest_version_that_all_nodes_have_counts(tmp_path: Path) -> None:
+    memory = np.zeros(_layout().buffer_floats, np.float32)
+    _write(tmp_path, 2, memory, version=5)
+    newest = _write(tmp_path, 2, memory + 1, version=10)
+    assert (fastps.load(tmp_path).version, fastps.load(tmp_path).weights()["b"][0]) == (10, 1.0)
+    (newest[1] / "checkpoint.json").unlink()
+    newest[1].rename(tmp_path / "elsewhere")
+    assert fastps.load(tmp_path).version == 5
+
+
+def test_shares_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    memory = np.zeros(_layout().buffer_floats, np.float32)
+    first, _ = _write(tmp_path, 2, memory, run="one")
+    _, second = _write(tmp_path, 2, memory, run="two")
+    for folder in (first, second):
+        folder.rename(tmp_path / f"elsewhere-{folder.parent.name}")
+    with pytest.raises(fastps.CheckpointError, match="expected a version that every node has written, found none"):
+        fastps.load(tmp_path)
+
+
+def test_share_without_a_description_is_named(tmp_path: Path) -> None:
+    _, second = _write(tmp_path, 2, np.zeros(_layout().buffer_floats, np.float32))
+    (second / "checkpoint.json").write_text("{}")
+    with pytest.raises(fastps.CheckpointError, match="expected the description of a share"):
+        fastps.load(tmp_path)
+
+
+def test_one_share_can_be_read_by_itself(tmp_path: Path) -> None:
+    first, _ = _write(tmp_path, 2, np.arange(_layout().buffer_floats, dtype=np.float32))
+    assert fastps.load(first).weights()["a"].shape == (15,)
