@@ -25,7 +25,9 @@ _MOST_STEPS = 2000
 
 
 def model_of(traces: Sequence[Trace], nodes: int, link_dtype: str = "float32", homes: str = "first") -> ModelOnNodes:
-    """What travels between so many nodes: the model of the recorded run. Raises UsageError for traces of different models."""
+    """What travels between so many nodes: the model of the recorded run. Raises UsageError for traces that do not fit."""
+    if any(len(trace.header.get("of_nodes", ())) > 1 for trace in traces):
+        raise UsageError("expected the traces of single nodes, found one that was merged from several: give those")
     counts = {int(trace.header["parameters"]) for trace in traces}
     if len(counts) != 1:
         raise UsageError(f"expected traces of one model, found {' and '.join(map(str, sorted(counts)))} parameters")

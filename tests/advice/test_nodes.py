@@ -1,6 +1,7 @@
 """Advice for many nodes from the traces of a few: the times of nodes by hand, the ranking, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_traces_that_do_not_fit_are_refused() -> None:
         node_step_ns(short)
     with pytest.raises(UsageError, match="expected traces of one model, found 7 and 250000 parameters"):
         model_of([short, other], 2)
+    merged = replace(other, header={**other.header, "of_nodes": [{"node": 0}, {"node": 1}]})
+    with pytest.raises(UsageError, match="merged from several"):
+        model_of([merged], 4)
     with pytest.raises(UsageError, match="--nodes: expected at least 3, one for each trace, found 2"):
         simulation_of_nodes([other] * 3, 2, _links())
 
