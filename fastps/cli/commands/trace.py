@@ -92,8 +92,8 @@ def trace(
 @commands.command(
     rich_help_panel=CHOOSE,
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
-    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace --links links.json"
-    " --nodes 64",
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace"
+    " --links links.json --nodes 64",
 )
 def advise(
     context: typer.Context,
