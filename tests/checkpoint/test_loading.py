@@ -73,7 +73,7 @@ def _write(folder: Path, count: int, memory: Array, **others: Any) -> list[Path]
     return [write(each, {"mean": np.ones(2)}, folder) for each in held]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(count=st.integers(2, 6), seed=st.integers(0, 1000))
 def test_shares_join_into_the_model_they_were_cut_from(tmp_path_factory: pytest.TempPathFactory, count: int, seed: int) -> None:
     folder, layout = tmp_path_factory.mktemp("shares"), _layout()

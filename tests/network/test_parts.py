@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastps.job.fault_policy import FaultPolicy
@@ -22,6 +22,7 @@ def _layout(lengths: list[int], sync: str = "bsp") -> Layout:
     return Layout(place(rows, policy.shards), 1, SGD(lr=0.1).rule, policy, 3)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.lists(st.integers(0, 9 * CHUNK_FLOATS), min_size=1, max_size=8))
 def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> None:
     layout = _layout(lengths)
@@ -41,6 +42,7 @@ def test_parts_cover_every_float_of_every_parameter_once(lengths: list[int]) -> 
     assert counted == lengths
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=8), st.integers(2, 20), st.integers(1, 50))
 def test_fragments_cover_every_float_once_and_take_turns(lengths: list[int], fragments: int, step: int) -> None:
     layout = _layout(lengths, "asp")
