@@ -110,7 +110,10 @@ def raise_for_outcome(outcome: int, bad_lane: int, buffers: int) -> None:
             " protocol; restart the job"
         )
     if outcome == lane.NO_BUFFER:
-        raise ProtocolError(f"all {buffers} weights buffers are pinned: more readers than workers hold pins; restart the job")
+        raise ProtocolError(
+            f"all {buffers} weights buffers are pinned: expected as many pins as workers and readers, found more: memory"
+            " is damaged; restart the job"
+        )
     if outcome == lane.BAD_STATE:
         raise damaged("the committed state of a shard")
     raise ProtocolError(f"the fold failed with outcome {outcome}; this is an error of fastps, please report it")
