@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nadam-decays": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.01, momentum_decay=0.1),
     "nadam-decoupled": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "radam-early": lambda p: torch.optim.RAdam(p, lr=0.01, betas=(0.8, 0.9), weight_decay=0.01),
+    "radam-early": lambda p: torch.optim.RAdam(p, lr=0.002, betas=(0.8, 0.9), weight_decay=0.01),
     "radam-decoupled": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
     "adamax-decay": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.01),
