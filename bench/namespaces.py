@@ -5,13 +5,15 @@ whatever happens.
 """
 
 import secrets
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fastps.system.namespaces import missing_reason
+
+__all__ = ["ADDRESSES", "Nodes", "missing_reason", "two_nodes"]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
@@ -48,18 +50,6 @@ class Nodes:
     def command(self, node: int, command: list[str]) -> list[str]:
         """The command that runs a program on a node."""
         return ["ip", "netns", "exec", self.names[node], *command]
-
-
-def missing_reason() -> str:
-    """Return why namespaces cannot be made here; empty if they can."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "the commands ip and tc are not installed (iproute2)"
-    name = f"fastps-{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode:
-        return f"network namespaces are not allowed here ({made.stderr.strip() or 'ip netns add failed'}); run as root"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
 
 
 @contextmanager

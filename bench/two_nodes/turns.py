@@ -5,11 +5,11 @@ They live until all turns are over, and between turns they wait. So turns may be
 
 import json
 import os
+import selectors
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -113,20 +113,20 @@ class Crew:
             self._fail()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """One line of each process."""
-        late = threading.Timer(_LIMIT_S, self._kill)
-        late.start()
-        try:
-            found = []
-            for process in self._processes:
+        """One line of each process. An end of any process is noticed at once."""
+        lines: dict[int, str] = {}
+        with selectors.DefaultSelector() as waiting:
+            for rank, process in enumerate(self._processes):
                 assert process.stdout is not None
-                line = process.stdout.readline()
-                if not line:
+                waiting.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(lines) < len(self._processes):
+                ready = waiting.select(_LIMIT_S)
+                for key, _ in ready:
+                    lines[key.data] = key.fileobj.readline()  # type: ignore[union-attr]
+                    waiting.unregister(key.fileobj)
+                if not ready or "" in lines.values():
                     self._fail()
-                found.append(json.loads(line))
-        finally:
-            late.cancel()
-        return found
+        return [json.loads(lines[rank]) for rank in range(len(self._processes))]
 
     def _fail(self) -> None:
         self._kill()

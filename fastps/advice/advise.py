@@ -54,6 +54,11 @@ def advise(
         rows.append(predicted(policy, simulation))
         if tick is not None:
             tick(number, len(chosen))
+    return ranked(rows)
+
+
+def ranked(rows: list[Row]) -> list[Row]:
+    """Sort rows of `predicted`, the fastest first, and mark the recommended one with its reason."""
     rows.sort(key=lambda row: (-row["useful_steps_per_s"], row["staleness_mean"], row["sync"]))
     recommended, reason = recommend(rows)
     fastest = rows[0]["useful_steps_per_s"]
@@ -71,7 +76,12 @@ def advise(
 
 def predicted(policy: Policy, simulation: Simulation) -> Row:
     """Simulate one policy, and return the row that advice compares."""
-    row = simulate(policy, for_policy(simulation, policy)).row
+    return compared(policy, for_policy(simulation, policy))
+
+
+def compared(policy: Policy, simulation: Simulation) -> Row:
+    """Simulate one policy on the links that the simulation gives, and return the row that advice compares."""
+    row = simulate(policy, simulation).row
     shards, seconds = row["shards"], row["seconds"]
     dropped_share = row["dropped"] / max(1, shards * row["steps"])
     return {
@@ -93,8 +103,10 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
     chosen = min(near, key=lambda row: (row["staleness_mean"], row["staleness_max"], -row["useful_steps_per_s"]))
     behind = 1 - chosen["useful_steps_per_s"] / fastest["useful_steps_per_s"]
     if chosen is fastest and len(near) == 1:
-        second = f"; next is {rows[1]['sync']}, {1 - rows[1]['useful_steps_per_s'] / fastest['useful_steps_per_s']:.0%} slower"
-        return chosen, f"the fastest by more than {ABOUT_AS_FAST:.0%}{second if len(rows) > 1 else ''}"
+        if len(rows) == 1:
+            return chosen, "no other was compared"
+        second = f"next is {rows[1]['sync']}, {1 - rows[1]['useful_steps_per_s'] / fastest['useful_steps_per_s']:.0%} slower"
+        return chosen, f"the fastest by more than {ABOUT_AS_FAST:.0%}; {second}"
     speed = "the fastest" if chosen is fastest else f"within {behind:.1%} of the fastest, {fastest['sync']}"
     return chosen, (
         f"{speed}, and the least stale of the {len(near)} that are within {ABOUT_AS_FAST:.0%} of it:"

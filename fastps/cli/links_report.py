@@ -1,4 +1,4 @@
-"""The report of `fastps doctor --nodes`: a table of links, and a sentence for each bound."""
+"""The report of `fastps doctor --nodes`: a table of links, and the file of it as commands read it again."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from fastps.errors import UsageError
 
 if TYPE_CHECKING:
     from fastps.diagnostics.links import MeasuredLink
+    from fastps.simulation.links import MeasuredLinks, ModelOnNodes
 
 
 def links_table(links: "Sequence[MeasuredLink]") -> Rows:
@@ -46,3 +47,14 @@ def parameters_of(text: str) -> int:
     if not (number.is_integer() and number >= 1):
         raise UsageError(f"--parameters: expected a whole number of 1 or more, found {text!r}")
     return int(number)
+
+
+def links_of(
+    file: Path, parameters: str | None, nodes: int, link_dtype: str, homes: str
+) -> "tuple[MeasuredLinks, ModelOnNodes]":
+    """The measured links of a file, and the model that travels on them. Raises UsageError, CheckpointError."""
+    from fastps.simulation.links import ModelOnNodes, read_links
+
+    if parameters is None:
+        raise UsageError("--links: expected --parameters beside it, such as 25e6, or a checkpoint")
+    return read_links(file), ModelOnNodes(parameters_of(parameters), nodes, link_dtype, homes)

@@ -145,6 +145,13 @@ Homes = Annotated[
     str,
     typer.Option(metavar="first|spread", help="Nodes that hold weights and optimizer state: node 0, or each a share of them."),
 ]
+Links = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Workers are nodes, on the links that fastps doctor --nodes --output FILE has measured."),
+]
+Parameters = Annotated[
+    str | None, typer.Option(metavar="N|CHECKPOINT", help="With --links: what travels, such as 25e6 or a checkpoint.")
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="A file with a secret that all nodes prove to know; FASTPS_SECRET is another way."),

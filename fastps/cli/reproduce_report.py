@@ -18,5 +18,5 @@ def verdict_table(verdicts: Sequence[Verdict], effort: Effort) -> Rows:
     kind = "quick: fewer steps and seeds" if effort.quick else "in full"
     headings = ("row", "source", "the paper says", "expected", "we get", "tolerance", "ok")
     columns = [Column(heading, left=True) for heading in headings]
-    failed = [number for number, verdict in enumerate(verdicts) if not verdict.ok]
+    failed = [number for number, verdict in enumerate(verdicts) if not (verdict.ok or verdict.skipped)]
     return Rows(f"reproduced {summary(verdicts)} ({kind})", columns, [plain_cells(verdict) for verdict in verdicts], failed)

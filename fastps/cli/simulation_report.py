@@ -23,8 +23,7 @@ Row = dict[str, Any]
 
 
 def simulate_all(
-    policies: Sequence[Policy],
-    simulation: Simulation,
+    runs: Sequence[tuple[Policy, Simulation]],
     console: Console,
     *,
     trace: bool = False,
@@ -35,13 +34,13 @@ def simulate_all(
 
     All policies are checked before the first simulation.
     """
-    for policy in policies:
+    for policy, simulation in runs:
         policy.check_workers(simulation.workers)
-    build(policies[0], simulation)
+    build(*runs[0])
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
     outcomes = []
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
-        for policy in policies:
+        for policy, simulation in runs:
             task = bar.add_task(policy.spec.replace("[", "\\["), total=None)
             outcomes.append(_play(policy, simulation, trace, training, partial(_show, bar, task)))
             bar.remove_task(task)

@@ -86,11 +86,14 @@ def advice_table(rows: Sequence[Row], title: str) -> Rows:
     return Rows(title, columns, lines, [number for number, row in enumerate(rows) if row["recommended"]])
 
 
-def advice_lines(rows: Sequence[Row], test: Row) -> list[str]:
-    """Return the recommendation with its reason, and the replay's error on the recorded run."""
+def advice_lines(rows: Sequence[Row], test: Row | None) -> list[str]:
+    """Return the recommendation with its reason, and the replay's error on the recorded run, if there is one."""
     chosen = next(row for row in rows if row["recommended"])
+    recommended = f"recommended: --sync {chosen['sync']}: {chosen['reason']}"
+    if test is None:
+        return [recommended, "what staleness does to the loss is not predicted"]
     return [
-        f"recommended: --sync {chosen['sync']}: {chosen['reason']}",
+        recommended,
         f"the recorded run under {test['sync']}: {test['measured']:,.1f} steps/s measured, {test['predicted']:,.1f} predicted"
         f" ({test['error']:+.1%}); what staleness does to the loss is not predicted",
     ]

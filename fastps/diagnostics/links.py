@@ -96,15 +96,33 @@ class StepBound:
 
 
 @dataclass(frozen=True)
+class HomeRates:
+    """What node 0 does with floats, in bytes per second.
+
+    Attributes:
+        fold_bytes_s: a version with one push, by SGD with momentum.
+        sum_bytes_s: each further push of a version.
+    """
+
+    fold_bytes_s: float
+    sum_bytes_s: float
+
+    def row(self) -> dict[str, Any]:
+        """The rates as a row of the report."""
+        return {"kind": "home", **asdict(self)}
+
+
+@dataclass(frozen=True)
 class LinksReport:
-    """What node 0 has found: all links, and what bounds a step of each model that it was asked about."""
+    """What node 0 has found: all links, its own rates, and what bounds a step of each model that it was asked about."""
 
     links: list[MeasuredLink]
+    home: HomeRates
     bounds: list[StepBound]
 
     def rows(self) -> list[Mapping[str, Any]]:
-        """The rows of the JSON report."""
-        return [*(link.row() for link in self.links), *(bound.row() for bound in self.bounds)]
+        """The rows of the JSON report, which `fastps simulate --links` and `fastps advise --links` read again."""
+        return [*(link.row() for link in self.links), self.home.row(), *(bound.row() for bound in self.bounds)]
 
 
 def examine_links(options: NodeOptions, sizes: Sequence[int] = (), clock: Clock = SYSTEM_CLOCK) -> LinksReport:
@@ -125,7 +143,8 @@ def examine_links(options: NodeOptions, sizes: Sequence[int] = (), clock: Clock 
             links = [_link(node, each) for node, each in zip(met.nodes[1:], rates, strict=True)]
             dtype = options.policy.link_dtype
             bounds = [bound_of(links, size, dtype, fold_seconds(size, count, clock)) for size in sizes]
-            store.set("report", json.dumps([[asdict(each) for each in rates], [asdict(bound) for bound in bounds]]))
+            found = [asdict(each) for each in rates], asdict(home_rates(clock)), [asdict(bound) for bound in bounds]
+            store.set("report", json.dumps(found))
         return _report(store, met, timeout_s)
     except LinkLostError as error:
         raise AttachError(f"node {met.place.number} lost a link while it was measured: {error}") from error
@@ -154,12 +173,12 @@ def _report(store: Store, met: Met, timeout_s: float) -> LinksReport:
     """The report that node 0 has published. Node 0 returns last, because the store ends with its process."""
     number = met.place.number
     await_keys(store, ["report"], timeout_s, number)
-    rates, bounds = json.loads(store.get("report"))
+    rates, home, bounds = json.loads(store.get("report"))
     store.set(f"has read/{number}", "")
     if number == 0:
         store.wait([f"has read/{node}" for node in range(len(met.nodes))], timedelta(seconds=_READ_S))
     links = [_link(node, LinkRates(**each)) for node, each in zip(met.nodes[1:], rates, strict=True)]
-    return LinksReport(links, [StepBound(**each) for each in bounds])
+    return LinksReport(links, HomeRates(**home), [StepBound(**each) for each in bounds])
 
 
 def _link(node: Introduction, rates: LinkRates) -> MeasuredLink:
@@ -228,3 +247,11 @@ def fold_seconds(parameters: int, nodes: int, clock: Clock = SYSTEM_CLOCK) -> fl
         for worker in workers:
             worker.close()
     return statistics.median(times[1:]) / 1e9 * parameters / floats
+
+
+def home_rates(clock: Clock = SYSTEM_CLOCK) -> HomeRates:
+    """Measure what node 0 does with floats, by folds of versions with one push and with three."""
+    one_s, three_s = (fold_seconds(_FOLD_FLOATS, nodes, clock) for nodes in (1, 3))
+    size = 4 * _FOLD_FLOATS
+    # A push more costs time, even where noise says otherwise: reading it takes a twentieth of a fold at least.
+    return HomeRates(size / one_s, size / max((three_s - one_s) / 2, 0.05 * one_s))

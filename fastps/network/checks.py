@@ -15,14 +15,12 @@ MOST_SAMPLES = 1 << 48  # in one sum of a node
 _FLAGS_END = 1 << 31
 
 
-def hello_fault(hello: Header | None, layout: bytes) -> str:
+def hello_fault(hello: Header, layout: bytes) -> str:
     """Why the first message over an edge is no HELLO of this job; empty if it is one.
 
     >>> hello_fault(Header(Kind.HELLO, weight=2), bytes(32))
     ''
     """
-    if hello is None:
-        return "expected a HELLO, found nothing"
     if hello.kind == Kind.CHALLENGE:
         return f"node 0 was given no secret, and this node has one: {HOW_TO_GIVE}"
     if hello.kind != Kind.HELLO:

@@ -41,6 +41,10 @@ class _Lane(Worker):
             self.check()
         super()._look(now_ns)
 
+    def leave(self) -> None:
+        """Make no more pushes, without a wait for the others."""
+        self._leave()
+
     def _others_are_done(self) -> bool:
         if self.check is not None:  # a node may be lost, or its edge, while it waits for the others at the end
             self.check()
@@ -146,8 +150,14 @@ class NodeLanes:
         return self._is_aborted or not self.is_missing(step, part)
 
     def last(self) -> Iterator[tuple[Part, list[Memory]]]:
-        """Leave each part in turn, wait for the other nodes, and pull the final weights. May be called again."""
+        """Leave all parts, wait for the other nodes in each, and pull the final weights. May be called again.
+
+        A node that makes more steps waits in every part for those that have not left it. So this leaves all parts before it
+        waits in the first.
+        """
         self.has_left = True
+        for worker in self._workers:
+            cast(_Lane, worker).leave()
         for part, worker in zip(self.parts, self._workers, strict=True):
             worker.wait_for_others()
             yield part, _weights(worker)

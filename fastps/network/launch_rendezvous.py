@@ -22,6 +22,7 @@ from fastps.network.awaiting import await_name
 from fastps.network.gloo import reason_of
 from fastps.network.introduction import Introduction, await_keys, has_introduced, introduce
 from fastps.network.rendezvous import connect_store
+from fastps.network.store_host import limit_name_lookups
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
@@ -104,6 +105,7 @@ def meet(given: Meeting) -> Met:
 
 def main() -> int:
     """Meet the other nodes, print the place, and on node 0 keep the store until standard input ends."""
+    limit_name_lookups()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("meeting", help="the Meeting, as JSON")
     try:

@@ -18,10 +18,9 @@ from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
 from fastps.job.nodes import NodePolicy, Nodes
+from fastps.job.wire import part_count
 from fastps.network.edge import CHUNK_FLOATS
 
-_LEAST_CHUNKS = 3
-_MOST_PARTS = 50
 _ALIGNED_FLOATS = 16  # parameters begin at multiples of this
 
 
@@ -101,7 +100,7 @@ def parts_of(layout: Layout) -> list[Part]:
     """
     floats = layout.buffer_floats
     chunks = -(-floats // CHUNK_FLOATS)
-    count = max(1, min(_MOST_PARTS, chunks // _LEAST_CHUNKS))
+    count = part_count(floats)
     policy, continues = layout.policy, layout.faults.continues
     if count == 1 or continues or not policy.is_level or policy.shards > 1:
         return [_whole(layout)]

@@ -210,12 +210,14 @@ class Requests:
         try:
             self._rendezvous.prove(edge, self._node, epoch, limit_s, is_home=True)
             hello = edge.next_header(limit_s)
+            if hello is None:  # no refusal: a node on a busy machine asks again
+                raise LinkLostError(f"it did not say within {limit_s:g} s which node it is")
             edge.is_over = self._rendezvous.end_of(store, self._node)
         except LinkLostError:
             edge.abandon()
             raise
         fault = hello_fault(hello, self._rendezvous.layout.digest())
-        if hello is None or fault:
+        if fault:
             self._refuse(edge, fault)
         return edge, hello
 

@@ -20,6 +20,7 @@ from fastps.network.gloo import reason_of
 
 def main() -> int:
     """Open the store, print one line of JSON, and keep the store until standard input ends."""
+    limit_name_lookups()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -34,6 +35,15 @@ def main() -> int:
     sys.stdin.read()
     del store
     return 0
+
+
+def limit_name_lookups() -> None:
+    """Let this process wait for a name server for a second at most. Call it before the first lookup.
+
+    torch's store looks up the name of every client, and answers nobody meanwhile. Under glibc's defaults a name server that
+    does not answer would stop it for 10 s, longer than a lost edge may take to open again.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def _open(host: str, port: int, timeout_s: float) -> TCPStore:

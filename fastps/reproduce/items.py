@@ -40,7 +40,7 @@ def outcome(item: Item, verdicts: Sequence[Verdict]) -> Outcome:
     >>> outcome(Item(name="Table I", says="SSP is slow.", left_out="all: it needs a GPU"), ())
     <Outcome.NOT_COVERED: 'not covered'>
     """
-    own = [verdict for verdict in verdicts if item.name in verdict.row.items]
+    own = [verdict for verdict in verdicts if item.name in verdict.row.items and not verdict.skipped]
     if not own:
         return Outcome.NOT_COVERED
     if not all(verdict.ok for verdict in own):

@@ -21,16 +21,17 @@ class Effort:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a row; `as_json` has the keys that programs may rely on."""
+    """The outcome of a row; `as_json` has the keys that programs may rely on. A row that was skipped has no numbers."""
 
     row: "Row"
     measured: Numbers
     ok: bool
     note: str
     seconds: float
+    skipped: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """id, paper, claim, expected, measured, tolerance, ok, note; also source, items, seconds."""
+        """id, paper, claim, expected, measured, tolerance, ok, note; also source, items, skipped, seconds."""
         expected = [expectation.expected for expectation in self.row.expect]
         return {
             "id": self.row.id,
@@ -43,6 +44,7 @@ class Verdict:
             "tolerance": "; ".join(expectation.tolerance for expectation in self.row.expect),
             "ok": self.ok,
             "note": self.note,
+            "skipped": self.skipped,
             "seconds": self.seconds,
         }
 
@@ -59,6 +61,8 @@ class Row:
         measure: returns the numbers for an effort.
         expect: the expectations; all must hold.
         learns: whether gradients are computed, which takes much longer than virtual time alone.
+        is_live: whether real processes are timed, so that the numbers differ from run to run.
+        missing: why the row cannot be measured on this machine; "" if it can.
         assumed: parameters that the paper's text does not give, with the reason for each.
         tried: each other setting that was tried for this row, with its outcome.
         why_not: the reason of a known disagreement; shown only if the row does not hold.
@@ -71,6 +75,8 @@ class Row:
     measure: Callable[[Effort], Numbers]
     expect: Sequence[Expectation]
     learns: bool = False
+    is_live: bool = False
+    missing: Callable[[], str] = lambda: ""
     assumed: str = ""
     tried: Sequence[str] = ()
     why_not: str = ""
@@ -79,6 +85,10 @@ class Row:
     def paper(self) -> str:
         """The part of the id before the slash."""
         return self.id.partition("/")[0]
+
+    def skip(self, reason: str) -> Verdict:
+        """The outcome where the row cannot be measured."""
+        return Verdict(self, {}, False, f"skipped: {reason}.", 0.0, skipped=True)
 
     def judge(self, measured: Numbers, seconds: float = 0.0) -> Verdict:
         """Compare the measured numbers with the expectations."""

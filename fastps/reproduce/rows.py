@@ -40,7 +40,10 @@ def reproduce(
         if before is not None:
             before(row)
         began_ns = clock.now_ns()
-        verdicts.append(row.judge(row.measure(effort), (clock.now_ns() - began_ns) / 1e9))
+        if reason := row.missing():
+            verdicts.append(row.skip(reason))
+        else:
+            verdicts.append(row.judge(row.measure(effort), (clock.now_ns() - began_ns) / 1e9))
         if after is not None:
             after(verdicts[-1])
     return verdicts

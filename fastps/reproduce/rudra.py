@@ -11,6 +11,7 @@ from fastps.reproduce.items import Item
 from fastps.reproduce.row import Effort, Row
 from fastps.reproduce.rudra_cluster import LEARNERS, ONE_BY_ONE, PORT, SAMPLE_S, SPREAD, image_net, step_s
 from fastps.reproduce.rudra_learning import LEARNING
+from fastps.reproduce.rudra_live import LIVE
 from fastps.reproduce.runs import MS, SECOND, lognormal, play
 from fastps.simulation.simulate import Simulation
 
@@ -293,5 +294,6 @@ ROWS = (
         + "1-softsync's 1478 and 1469 s with 8 and 16 samples say, on a line. So the other times come out; hardsync is the last"
         " by less than 1 %, by 8 % in the paper.",
     ),
+    *LIVE,
     *LEARNING,
 )

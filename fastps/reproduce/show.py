@@ -15,9 +15,9 @@ from fastps.reproduce.row import Effort, Row, Verdict
 from fastps.reproduce.rows import items_of, reproduce
 
 INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
-a footnote, after "Assumed". All times are virtual: the store's own scheduler plays them
-([Virtual time](architecture/simulation.md)). "Real gradients" are torch's, each computed at its virtual moment with the weights
-that its worker would have read.
+a footnote, after "Assumed". Times are virtual, except in rows
+whose names end in "live": the store's own scheduler plays them ([Virtual time](architecture/simulation.md)). "Real gradients"
+are torch's, each computed at its virtual moment with the weights that its worker would have read.
 
 What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and each of them
 holds. What no row measures stands in the last column of a paper's first table, with the reason. Where a setting was chosen
@@ -44,14 +44,15 @@ def plain_cells(verdict: Verdict) -> list[str]:
     """A verdict's id, source, claim, expectation, measured numbers, tolerance and outcome, as plain text."""
     found = verdict.as_json()
     expected = "\n".join(_expected(each) for each in _all(found["expected"])).replace("<br>", "\n")
-    outcome = "ok" if verdict.ok else "no"
+    outcome = "skipped" if verdict.skipped else "ok" if verdict.ok else "no"
     return [found["id"], found["source"], found["claim"], expected, numbers(found["measured"]), found["tolerance"], outcome]
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """Return a text such as "30 of 35 rows: 12 of 20 tables, figures and claims hold in full, ..."."""
     found = outcomes(items_of([verdict.row for verdict in verdicts]), verdicts)
-    rows = f"{sum(verdict.ok for verdict in verdicts)} of {len(verdicts)} rows"
+    made = [verdict for verdict in verdicts if not verdict.skipped]
+    rows = f"{sum(verdict.ok for verdict in made)} of {len(made)} rows"
     return f"{rows}: {items.summary(found)}" if found else rows
 
 
@@ -103,7 +104,13 @@ def _cells(verdict: Verdict) -> list[str]:
     mark = f"[^{_mark(verdict)}]" if _footnote(verdict) else ""
     lists = [_short(lines) for lines in _lists(verdict).values()]
     name = f"{found['id'].partition('/')[2]}{mark} ({found['source']})"
-    return [name, _literal(found["claim"]), *lists, _once(found["tolerance"]), "ok" if verdict.ok else "**no**"]
+    return [
+        name,
+        _literal(found["claim"]),
+        *lists,
+        _once(found["tolerance"]),
+        "skipped" if verdict.skipped else "ok" if verdict.ok else "**no**",
+    ]
 
 
 def _footnote(verdict: Verdict) -> str:

@@ -43,6 +43,23 @@ class DeadlockError(Error, RuntimeError):
     """Every worker waits and no event is left."""
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The links of a cluster's nodes, in place of those that a discipline's transfers would share.
+
+    Attributes:
+        bandwidth: of each link, in bytes per second and direction; 0: unbounded.
+        most: of one transfer on each link, in bytes per second; 0: unbounded.
+        latency_ns: of each link.
+        of_worker: the number of each worker's link. Workers of one link share it.
+    """
+
+    bandwidth: tuple[float, ...]
+    most: tuple[float, ...]
+    latency_ns: tuple[int, ...]
+    of_worker: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """The description of a simulation.
@@ -64,6 +81,7 @@ class Simulation:
         late_pushes, late_pulls: (share of the messages, delay in ns).
         cores: cores that all workers share while they compute; 0: each has its own.
         slice_ns: time slice of a worker on a core while others wait for one.
+        routes: each worker's link, in place of the three bandwidths and latencies above. All shards share it evenly.
         half_duplex: pushes and pulls share their server's port, like injected transfers.
         seed: determines all draws: one seed, one trace, on any machine.
     """
@@ -85,6 +103,7 @@ class Simulation:
     late_pulls: tuple[float, int] = (0.0, 0)
     cores: float = 0.0
     slice_ns: int = CORE_SLICE_NS
+    routes: Routes | None = None
     half_duplex: bool = False
     seed: int = 0
 
@@ -153,7 +172,7 @@ def build(policy: Policy, simulation: Simulation, *, trace: bool = False) -> Sim
             f"{policy.spec}: what is chosen after a warm-up is not simulated: use fastps advise, and name a discipline"
         )
     values = dict(policy.values(simulation.workers))
-    links, link_of_worker = _links(policy, simulation.workers)
+    links, link_of_worker = _links(policy, simulation)
     is_partial = policy.pull < 1
     return Simulator(
         values,
@@ -191,8 +210,11 @@ def _hop_ns(policy: Policy, simulation: Simulation) -> int:
     return hop_ns or -1
 
 
-def _links(policy: Policy, workers: int) -> tuple[int, npt.NDArray[np.int32]]:
-    """Return the number of links, and each worker's first link: its servers', its leaf's, or its own."""
+def _links(policy: Policy, simulation: Simulation) -> tuple[int, npt.NDArray[np.int32]]:
+    """Return the number of links, and each worker's first link: its route's, or its servers', its leaf's, or its own."""
+    workers, routes = simulation.workers, simulation.routes
+    if routes is not None:
+        return len(routes.bandwidth) * policy.shards, np.array(routes.of_worker, np.int32) * policy.shards
     first = np.fromiter((link_of(policy, rank, workers) for rank in range(workers)), np.int32, workers)
     return (int(first[-1]) + 1) * policy.shards, (first * policy.shards).astype(np.int32)
 
@@ -203,6 +225,11 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
         raise UsageError(f"--slow-server: expected a shard of 0 to {policy.shards - 1}, found {beyond}")
     bandwidth = np.full(links, simulation.bandwidth)
     latency_ns = np.full(links, simulation.latency_ns, np.int64)
+    most: float | npt.NDArray[np.float64] = simulation.worker_bandwidth / policy.shards
+    if simulation.routes is not None:
+        bandwidth = np.repeat(simulation.routes.bandwidth, policy.shards) / policy.shards
+        most = np.repeat(simulation.routes.most, policy.shards) / policy.shards
+        latency_ns = np.repeat(np.array(simulation.routes.latency_ns, np.int64), policy.shards)
     for shard, factor in simulation.slow_servers.items():
         if not factor >= 1:
             raise UsageError(f"--slow-server: expected a factor of at least 1, found {factor:g}")
@@ -212,7 +239,7 @@ def _network(policy: Policy, simulation: Simulation, links: int) -> Network:
         return Network(
             bandwidth,
             latency_ns,
-            most=simulation.worker_bandwidth / policy.shards,
+            most=most,
             late_pushes=simulation.late_pushes,
             late_pulls=simulation.late_pulls,
             half_duplex=simulation.half_duplex,

@@ -10,7 +10,7 @@ class Network:
         bandwidth: npt.NDArray[np.float64],
         latency_ns: npt.NDArray[np.int64],
         *,
-        most: float = 0.0,
+        most: float | npt.NDArray[np.float64] = 0.0,
         late_pushes: tuple[float, int] = (0.0, 0),
         late_pulls: tuple[float, int] = (0.0, 0),
         half_duplex: bool = False,

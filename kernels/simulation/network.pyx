@@ -8,6 +8,8 @@ fixed delay on top.
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
 
+import numpy as np
+
 cdef extern from "simulation/rng.h" nogil:
     uint64_t fps_stream(uint64_t seed, uint64_t stream)
     double fps_uniform(uint64_t key, uint64_t counter)
@@ -21,7 +23,8 @@ cdef uint64_t _DELAYS_STREAM = <uint64_t> -1  # beyond every worker's streams
 cdef class Network:
     """Links with a bandwidth each, in bytes per second (0: unbounded), and a latency, in ns: float64[links] and int64[links].
 
-    most: upper bound of one transfer in bytes per second (0: none), such as the bandwidth of a worker's own port.
+    most: upper bound of one transfer in bytes per second (0: none), such as the bandwidth of a worker's own port: a number, or
+    float64[links].
     half_duplex: one port serves both directions. late_pushes, late_pulls: (share of the messages, delay in ns). `seed` decides
     which messages are late.
 
@@ -32,9 +35,10 @@ cdef class Network:
     0.0
     """
 
-    def __cinit__(self, double[::1] bandwidth not None, int64_t[::1] latency_ns not None, *, double most=0.0,
+    def __cinit__(self, double[::1] bandwidth not None, int64_t[::1] latency_ns not None, *, most=0.0,
                   tuple late_pushes=(0.0, 0), tuple late_pulls=(0.0, 0), bint half_duplex=False, uint64_t seed=0):
         cdef int64_t link
+        cdef double[::1] bound
         self.n_links, self.half_duplex = bandwidth.shape[0], half_duplex
         if self.n_links < 1 or latency_ns.shape[0] != self.n_links:
             raise ValueError(f"expected a latency for each of {self.n_links} links, found {latency_ns.shape[0]}")
@@ -51,19 +55,20 @@ cdef class Network:
         self.latency_ns = <int64_t *> calloc(self.n_links, sizeof(int64_t))
         if not self.ports or not self.latency_ns:
             raise MemoryError()
-        if not 0 <= most <= 1e15:
-            raise ValueError(f"expected 0 to 1e15 bytes per second at most, found {most}")
+        bound = np.full(self.n_links, most, np.float64)
         for link in range(self.n_links):
+            if not 0 <= bound[link] <= 1e15:
+                raise ValueError(f"expected 0 to 1e15 bytes per second at most, found {bound[link]}")
             if not (0 <= bandwidth[link] <= 1e15 and 0 <= latency_ns[link] <= 10**15):
                 raise ValueError(f"expected bandwidths of 0 to 1e15 bytes per second and latencies of 0 to 1e15 ns, "
                                  f"found {bandwidth[link]} and {latency_ns[link]}")
             self.latency_ns[link] = latency_ns[link]
-            self.instant = self.instant and not bandwidth[link] and not latency_ns[link] and not most
+            self.instant = self.instant and not bandwidth[link] and not latency_ns[link] and not bound[link]
             for port in (2 * link, 2 * link + 1):
                 self.ports[port].bandwidth = bandwidth[link] / 1e9
-                self.ports[port].most = most / 1e9
+                self.ports[port].most = bound[link] / 1e9
                 self.ports[port].scheduled_ns = -1
-                if not bandwidth[link] and most:
+                if not bandwidth[link] and bound[link]:
                     # The link itself is unbounded: only the bound of each transfer applies.
                     self.ports[port].bandwidth = 1e30
 

@@ -4,6 +4,7 @@ import doctest
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def _bytes_ratios(rows: list[Row]) -> dict[str, float]:
     return {row["name"]: row["bytes_ratio"] for row in rows if not row["backward_s"]}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @needs_namespaces
 def test_fastps_sends_what_a_step_must_carry_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SLOW", {})  # the sides that the slow test adds
@@ -105,6 +108,17 @@ def test_a_process_that_fails_is_named_by_its_error() -> None:
     with two_nodes(Link()) as pair, Crew(Side("fastps", {"FASTPS_LINK_DTYPE": "float7"}), pair, 1000) as crew:
         with pytest.raises(WrongResultError, match="float7"):
             crew.turn(1)
+
+
+@needs_namespaces
+def test_the_end_of_any_process_is_noticed_at_once() -> None:
+    with two_nodes(Link()) as pair, Crew(Side("sockets"), pair, 1000) as crew:
+        assert crew.turn(2).sent > 4000
+        began = time.monotonic()
+        crew._processes[1].kill()
+        with pytest.raises(WrongResultError, match="an answer of each process of sockets"):
+            crew.turn(1)
+        assert time.monotonic() - began < 30
 
 
 def test_without_namespaces_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

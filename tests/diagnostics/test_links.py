@@ -13,6 +13,7 @@ from fastps.cli.links_report import links_table, parameters_of
 from fastps.diagnostics.links import MeasuredLink, bound_of, fold_seconds
 from fastps.errors import UsageError
 from fastps.network.measuring import LinkRates
+from fastps.simulation.links import read_links
 from fastps.system.ports import free_port
 
 
@@ -84,7 +85,9 @@ def test_every_node_prints_the_same_report(tmp_path: Path) -> None:
     assert shown[0] == shown[1]
     reports = [json.loads(file.read_text())["rows"] for file in files]
     assert reports[0] == reports[1]
-    link, step = reports[0]
+    link, home, step = reports[0]
+    assert home["kind"] == "home" and 0 < home["fold_bytes_s"] < 1e12 and 0 < home["sum_bytes_s"] < 1e12
+    assert len(read_links(files[1]).edges) == 1
     assert (link["kind"], link["node"], link["address"], step["kind"]) == ("link", 1, "127.0.0.1", "step")
     assert step["link_ns"] == pytest.approx(1e9 * 100e6 / link["both_bytes_s"] + link["round_trip_ns"])
     assert links_table([_link(1, 100e6)]).cells[0][3:6] == ["200.0", "400.0", "100.0"]

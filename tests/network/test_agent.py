@@ -253,6 +253,25 @@ def test_a_model_of_several_parts_trains_as_one_process_does() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shorter", [0, 1])
+@pytest.mark.parametrize("homes", ["first", "spread"])
+def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(shorter: int, homes: str) -> None:
+    """The model has several parts, and the node with fewer steps leaves all of them at once."""
+
+    def work(rank: int) -> Any:
+        weights = torch.nn.Parameter(torch.zeros(4_500_000))
+        with fastps.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), timeout_s=10) as optimizer:
+            for _ in range(4 if rank == shorter else 7):
+                optimizer.zero_grad()
+                weights.sum().backward()
+                optimizer.step()
+            optimizer.wait_for_others()
+            return set(weights.tolist()[:: 1 << 18])
+
+    assert _train((1, 1), work, FASTPS_HOMES=homes) == [{-7.0}, {-7.0}]
+
+
+@pytest.mark.slow
 def test_what_needs_the_jobs_state_is_refused_by_name() -> None:
     def refusals(rank: int) -> Any:
         model = torch.nn.Linear(4, 1)

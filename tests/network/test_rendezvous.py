@@ -14,7 +14,7 @@ from fastps.job.update_rules import SGD
 from fastps.network.edge import Edge
 from fastps.network.link import LinkLostError, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
-from fastps.network.rendezvous import Rendezvous
+from fastps.network.rendezvous import Rendezvous, Requests
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
@@ -26,19 +26,29 @@ def _layout(length: int = 4) -> Layout:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
     del store  # ends the server
 
 
-def _side(port: int, node: int, length: int = 4) -> Rendezvous:
-    nodes = Nodes(2, node, 0, 1, "127.0.0.1", port, NodePolicy(timeout_s=2.0))
+def _side(port: int, node: int, length: int = 4, timeout_s: float = 60.0) -> Rendezvous:
+    """One agent's side. An edge may take half of the timeout to open: torch's store may wait for a name server."""
+    nodes = Nodes(2, node, 0, 1, "127.0.0.1", port, NodePolicy(timeout_s=timeout_s))
     return Rendezvous(nodes, "job", _layout(length), 10.0, SYSTEM_CLOCK)
 
 
-def _answer(port: int, give: Callable[[Edge], Any], length: int = 4) -> None:
-    edge, _ = _side(port, 0, length).requests(1).next(10.0, lambda: False)
+def _requests(port: int, length: int = 4, timeout_s: float = 60.0) -> Requests:
+    """The requests of node 1 that come from now on."""
+    home = _side(port, 0, length, timeout_s)
+    found = home.requests(1)
+    found.epoch = int(home.store(5.0).add(home.epoch_key(1), 0))
+    return found
+
+
+def _answer(requests: Requests, give: Callable[[Edge], Any]) -> None:
+    edge, _ = requests.next(10.0, lambda: False)
     give(edge)
     edge.abandon()
 
@@ -46,7 +56,7 @@ def _answer(port: int, give: Callable[[Edge], Any], length: int = 4) -> None:
 def _connected(port: int, give: Callable[[Edge], Any], length: int = 4) -> Header:
     """What a node hears that asks for an edge, from a home that does `give` with it."""
     with ThreadPoolExecutor(1) as pool:
-        home = pool.submit(_answer, port, give, length)
+        home = pool.submit(_answer, _requests(port, length), give)
         try:
             edge, answer = _side(port, 1).connect(HELLO, is_first=False)
             edge.abandon()
@@ -77,14 +87,30 @@ def test_edge_that_is_lost_while_it_opens_may_be_asked_for_again(port: int) -> N
     assert _connected(port, lambda edge: edge.send_header(Header(Kind.WELCOME))).kind == Kind.WELCOME
 
 
+def test_node_that_says_nothing_is_not_refused(port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        home = pool.submit(_answer, _requests(port, timeout_s=20.0), lambda edge: None)
+        node = _side(port, 1)
+        store = node.store(5.0)
+        epoch = int(store.add(node.epoch_key(1), 2))  # a later request waits for a shorter time
+        edge = node.open(store, 1, epoch, 1, 5.0)
+        with pytest.raises(LinkLostError) as caught:
+            while edge.next_header(0.1) is None:
+                pass
+        assert not isinstance(caught.value, RefusedError)
+        edge.abandon()
+        with pytest.raises(LinkLostError, match=r"did not say within .* which node it is"):
+            home.result()
+
+
 def test_home_that_does_not_come_may_come_later(port: int) -> None:
     with pytest.raises(LinkLostError) as caught:
-        _side(port, 1).connect(HELLO, is_first=False)
+        _side(port, 1, timeout_s=20.0).connect(HELLO, is_first=False)
     assert not isinstance(caught.value, RefusedError | UnreachableError)
 
 
 def test_rendezvous_that_has_ended_is_final(port: int) -> None:
     node = _side(port, 1)
-    node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=2.0))
+    node.nodes = Nodes(2, 1, 0, 1, "127.0.0.1", free_port(), NodePolicy(timeout_s=8.0))
     with pytest.raises(RefusedError, match="nothing listens"):
         node.connect(HELLO, is_first=False)

@@ -37,11 +37,11 @@ def test_items_have_names_of_their_own_and_those_without_rows_say_why() -> None:
 @pytest.fixture(scope="module")
 def quick() -> list[Verdict]:
     """What `fastps reproduce --quick` makes of the rows of virtual time alone."""
-    return reproduce([row for row in ROWS if not row.learns], Effort(quick=True))
+    return reproduce([row for row in ROWS if not (row.learns or row.is_live)], Effort(quick=True))
 
 
 def test_quick_rows_are_all_made_with_all_keys_and_numbers(quick: list[Verdict]) -> None:
-    assert [verdict.row.id for verdict in quick] == [row.id for row in ROWS if not row.learns]
+    assert [verdict.row.id for verdict in quick] == [row.id for row in ROWS if not (row.learns or row.is_live)]
     for verdict in quick:
         found = json.loads(json.dumps(verdict.as_json(), allow_nan=False))
         assert [key for key in KEYS if key not in found] == []
@@ -185,3 +185,20 @@ def test_long_cells_of_the_document_are_footnotes_and_text_is_literal() -> None:
     text = markdown([row.judge(measured)], "fastps reproduce a/b")
     assert "| b[^a-b] (Table 1) | A &lt; B. | x: 1 | 7 figures | ±0.1 | **no** |" in text
     assert r"We get: &lt;sigma> of adv\*, 0: 1; " in text
+
+
+def test_a_row_that_cannot_be_measured_is_skipped_and_counts_for_nothing() -> None:
+    row = replace(ROWS[0], missing=lambda: "no network", measure=lambda effort: {})
+    (verdict,) = reproduce([row], Effort(quick=True))
+    assert verdict.skipped and verdict.note == "skipped: no network."
+    assert "0 of 0 rows" in markdown([verdict], "fastps reproduce")
+    assert "| skipped |" in markdown([verdict], "fastps reproduce")
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+@pytest.mark.timeout(300)
+def test_live_rows_hold() -> None:
+    for verdict in reproduce([row for row in ROWS if row.is_live], Effort(quick=True)):
+        print(verdict.as_json())
+        assert verdict.ok or verdict.skipped, verdict.note

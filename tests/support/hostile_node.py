@@ -37,6 +37,7 @@ from fastps.network.zeromq_link import ZeromqLink
 
 FIELDS = struct.Struct("<IHHIqd32sQQIQIqH")  # written down again: a peer does not share the other side's code
 MAGIC, MOST_WORKERS = 0x73704661, 1 << 20
+_TRIES = 3  # on a busy machine node 0 may end an edge before this process has said HELLO
 OPEN_S, ANSWER_S, END_S = 5.0, 10.0, 12.0
 UNTOUCHED = 0xA5
 EXTREMES = (
@@ -365,7 +366,8 @@ class HostileNode:
         own = self._draw.randbytes(32)
         edge.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=own.hex()))
         found = edge.hear(Kind.CHALLENGE)
-        assert found is not None
+        if found is None:  # this process was slower than node 0 waits; a member's proof shows that node 0 answers
+            return
         other = bytes.fromhex(found.text)
         assert self.job.secret is not None
         wrong = self._draw.choice(
@@ -387,19 +389,23 @@ class HostileNode:
         """Send everything back that comes."""
         edge.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=bytes(32).hex()))
         found = edge.hear(Kind.CHALLENGE)
-        assert found is not None
+        if found is None:  # this process was slower than node 0 waits; a member's proof shows that node 0 answers
+            return
         edge.send(found if self._draw.random() < 0.5 else replace(found, kind=Kind.PROOF))
 
     # -- members -----------------------------------------------------------------------------------
 
     def join(self) -> tuple[RawEdge, Header]:
         """Say a correct HELLO, now and then as the agent of the turn before. Returns the edge and the answer."""
-        edge = RawEdge(self.job, self._store)
         if self._draw.random() < 0.7:
             self._incarnation, self._lane = self._draw.getrandbits(64), 0
-        edge.prove()
-        edge.send(Header(Kind.HELLO, layout=self.job.digest, weight=1, incarnation=self._incarnation, lane=self._lane))
-        answer = edge.hear(Kind.WELCOME, Kind.RESUME)
+        for _ in range(_TRIES):
+            edge = RawEdge(self.job, self._store)
+            edge.prove()
+            edge.send(Header(Kind.HELLO, layout=self.job.digest, weight=1, incarnation=self._incarnation, lane=self._lane))
+            answer = edge.hear(Kind.WELCOME, Kind.RESUME)
+            if answer is not None or edge.heard:
+                break
         assert answer is not None, f"node 0 refused a correct HELLO: {edge.heard}"
         self._lane = answer.lane
         self._has_left = answer.kind == Kind.RESUME and self._has_left

@@ -6,7 +6,20 @@ from typing import Annotated
 import typer
 
 from fastps.cli.commands import CHOOSE, MACHINE
-from fastps.cli.options import DATA_HELP, SYNC_HELP, Bar, Json, LearningRate, Momentum, Wide, console_of
+from fastps.cli.options import (
+    DATA_HELP,
+    SYNC_HELP,
+    Bar,
+    Homes,
+    Json,
+    LearningRate,
+    LinkDtype,
+    Links,
+    Momentum,
+    Parameters,
+    Wide,
+    console_of,
+)
 from fastps.errors import UsageError
 from fastps.training.options import LEARNING_RATE
 
@@ -21,13 +34,14 @@ ORDER = 40
     epilog="Examples:  fastps simulate --sync bsp,asp,ssp:3,dssp:3,15 -n 100 --straggler 0:3   |   fastps simulate --sync"
     " r2sp:0.8 -n 32 --model-bytes 500MB --bandwidth 100Gbit --latency 20us   |   fastps simulate --sync psp:24,0.9 -n 32"
     " --shards 32 --late-pull 0.0016:4s --json -   |   fastps simulate --sync softsync:1,softsync:30 -n 30"
-    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms",
+    " --compute constant:25ms --model-bytes 350kB --service-rate 4.8GB --update-time 1ms   |   fastps simulate -n 64"
+    " --links links.json --parameters 25e6 --compute lognormal:300ms,0.1",
 )
 def simulate(
     sync: Annotated[
         str, typer.Option(help="Specs, separated by commas, on the same computing times. " + SYNC_HELP)
     ] = "bsp,asp,ssp:3,dssp:3,15",
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 4,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers; with --links, of nodes.")] = 4,
     steps: Annotated[
         int, typer.Option(help="Steps of a worker; the run ends after workers x steps pushes, by whomever.")
     ] = 1000,
@@ -71,6 +85,10 @@ def simulate(
         str | None, typer.Option(metavar="SHARE:TIME", help="A share of the pushes comes so late, such as 0.01:0.5s.")
     ] = None,
     late_pull: Annotated[str | None, typer.Option(metavar="SHARE:TIME", help="The same for answers to workers.")] = None,
+    links: Links = None,
+    parameters: Parameters = None,
+    link_dtype: LinkDtype = "float32",
+    homes: Homes = "first",
     seed: Annotated[int, typer.Option(help="Decides all draws: one seed, one trace, on any machine.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Compute each gradient, too: accuracy over virtual time.")] = False,
     data: Annotated[str, typer.Option(help="What --train trains on: " + DATA_HELP)] = "digits",
@@ -84,7 +102,9 @@ def simulate(
 ) -> None:
     """Play synchronization schemes in virtual time, with as many workers as you like, by the scheduler that the store runs."""
     from fastps.cli import simulation_report as report
+    from fastps.cli.links_report import links_of
     from fastps.cli.tables import show
+    from fastps.simulation.links import on_links
     from fastps.simulation.options import SimulationTexts, read_policies, read_simulation
     from fastps.system.json_report import write_json
 
@@ -106,6 +126,10 @@ def simulate(
     )
     policies = read_policies(sync, shards)
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
+    runs = [(policy, simulation) for policy in policies]
+    if links is not None:
+        found, model = links_of(links, parameters, workers, link_dtype, homes)
+        runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")
     console = console_of(json_file)
@@ -116,10 +140,10 @@ def simulate(
 
         training = VirtualTraining(data=load(data), learning_rate=lr, momentum=momentum)
     outcomes = report.simulate_all(
-        policies, simulation, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
+        runs, console, trace=trace is not None, training=training, progress=progress and console.is_terminal
     )
     rows = [outcome.row for outcome in outcomes]
-    title = f"{workers:,} workers x {steps:,} steps in virtual time, seed {seed}"
+    title = f"{workers:,} {'nodes' if links is not None else 'workers'} x {steps:,} steps in virtual time, seed {seed}"
     show(console, report.simulation_table(rows, title), wide=wide)
     console.print(report.simulation_footer(rows))
     if trace is not None:

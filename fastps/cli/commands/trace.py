@@ -6,7 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from fastps.cli.commands import CHOOSE, WATCH
-from fastps.cli.options import Bar, Json, Wide, console_of
+from fastps.cli.options import Bar, Homes, Json, LinkDtype, Links, Wide, console_of
+from fastps.errors import UsageError
 
 commands = typer.Typer()
 ORDER = 30
@@ -91,10 +92,15 @@ def trace(
 @commands.command(
     rich_help_panel=CHOOSE,
     epilog="Examples:  fastps train --sync bsp --straggler 0:3 --trace run.trace && fastps advise run.trace   |   fastps advise"
-    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -",
+    " run.trace --sync ssp:3,dssp:3,15 --cores 8 --json -   |   fastps advise run.node0.trace run.node1.trace"
+    " --links links.json --nodes 64",
 )
 def advise(
-    file: File,
+    context: typer.Context,
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="A trace that --trace has recorded; with --links, one for each recorded node."),
+    ],
     sync: Annotated[
         str | None, typer.Option(help="Compare these specs, separated by commas; default: every discipline, over a range.")
     ] = None,
@@ -104,11 +110,23 @@ def advise(
             metavar="C", help="Cores that the workers share; 0: those that the recorded run had, others' use left out."
         ),
     ] = 0.0,
+    links: Links = None,
+    nodes: Annotated[int, typer.Option(metavar="N", help="With --links: predict so many nodes.")] = 2,
+    link_dtype: LinkDtype = "float32",
+    homes: Homes = "first",
     wide: Wide = False,
     json_file: Json = None,
     progress: Bar = True,
 ) -> None:
-    """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one."""
+    """Play a recorded run's steps under other disciplines in virtual time, rank them, and recommend one.
+
+    With --links, predict a run of many nodes from the traces of a few and the links between them.
+    """
+    if links is not None:
+        _advise_nodes(context)
+        return
+    if len(files) != 1:
+        raise UsageError(f"expected one trace, or --links with one trace for each node, found {len(files)} traces")
     from fastps.advice import advise as advice
     from fastps.advice.replay import cores_left
     from fastps.cli import trace_report
@@ -117,7 +135,7 @@ def advise(
     from fastps.system.json_report import write_json
     from fastps.tracing.parts import load
 
-    found = load(file)
+    found = load(files[0])
     specs = [policy.spec for policy in parse_policies(sync)] if sync is not None else None
     console = console_of(json_file)
     with trace_report.bar(console, progress and console.is_terminal) as tick:
@@ -129,3 +147,32 @@ def advise(
         console.print(line, markup=False, highlight=False)
     if json_file is not None:
         write_json("advise", [*({"kind": "prediction", **row} for row in rows), {"kind": "self-test", **test}], json_file)
+
+
+def _advise_nodes(context: typer.Context) -> None:
+    """Predict every discipline on many nodes, from the traces of a few and measured links."""
+    from fastps.advice.nodes import advise_nodes, model_of, self_test
+    from fastps.cli import trace_report
+    from fastps.cli.tables import show
+    from fastps.job.specs import parse_policies
+    from fastps.simulation.links import read_links
+    from fastps.system.json_report import write_json
+    from fastps.tracing.parts import load
+
+    given = context.params
+    if given["cores"]:
+        raise UsageError("--cores: a node keeps the cores that the recorded run had: expected no --links beside it")
+    traces, links = [load(file) for file in given["files"]], read_links(given["links"])
+    model = model_of(traces, given["nodes"], given["link_dtype"], given["homes"])
+    specs = [policy.spec for policy in parse_policies(given["sync"])] if given["sync"] is not None else None
+    console = console_of(given["json_file"])
+    with trace_report.bar(console, given["progress"] and console.is_terminal) as tick:
+        rows = advise_nodes(traces, links, model, specs, tick=tick)
+    test = self_test(traces, links, model)
+    title = f"predicted for {model.nodes} nodes on {len(links.edges)} measured links; steps are those of nodes"
+    show(console, trace_report.advice_table(rows, title), wide=given["wide"])
+    for line in trace_report.advice_lines(rows, test):
+        console.print(line, markup=False, highlight=False)
+    if given["json_file"] is not None:
+        report = [{"kind": "prediction", **row} for row in rows]
+        write_json("advise", report + ([{"kind": "self-test", **test}] if test else []), given["json_file"])
