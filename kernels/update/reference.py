@@ -188,7 +188,7 @@ def mu_product(beta1: float, decay: float, steps: int) -> float:
 
 def momentum(beta1: float, decay: float, step: int) -> float:
     """Return NAdam's momentum in a step, from 1."""
-    return beta1 * (1.0 - 0.5 * 0.96 ** (step * decay))
+    return beta1 * (1.0 - 0.5 * math.pow(0.96, step * decay))
 
 
 def nadam(

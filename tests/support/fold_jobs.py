@@ -65,7 +65,7 @@ class Row:
         return [of.state.index(name) for name in of.squares if of.state.index(name) < self.state_planes]
 
     def other_hyper(self) -> Hyper:
-        """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, and no momentum, centering or amsgrad."""
+        """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, no momentum, centering or amsgrad."""
         beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
         flags = self.hyper.flags & ~HYPER_CENTERED & ~HYPER_AMSGRAD
         return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)

@@ -499,7 +499,7 @@ def test_nadams_state_of_changed_betas_is_refused_when_wrapped_and_when_loaded()
     _train(plain, changed, _batches(2, BATCH))
     changed.param_groups[0]["betas"] = (0.8, 0.999)
     with pytest.raises(
-        fastps.UnsupportedError, match="expected mu_product .* after 2 steps with these betas and momentum_decay"
+        fastps.UnsupportedError, match=r"expected mu_product .* after 2 steps with these betas and momentum_decay"
     ):
         fastps.DistributedOptimizer(changed)
     with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
