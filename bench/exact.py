@@ -28,7 +28,10 @@ def adam(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, step
     """Return weight and planes after one application of Adam or AdamW."""
     planes[0] = hyper.beta1 * planes[0] + (1 - hyper.beta1) * gradient
     planes[1] = hyper.beta2 * planes[1] + (1 - hyper.beta2) * gradient**2
-    mean, square = planes[0] / (1 - hyper.beta1 ** (steps + 1)), planes[1] / (1 - hyper.beta2 ** (steps + 1))
+    power = planes[1]
+    if hyper.flags & fold.HYPER_AMSGRAD:
+        planes[2] = power = np.maximum(planes[2], planes[1])
+    mean, square = planes[0] / (1 - hyper.beta1 ** (steps + 1)), power / (1 - hyper.beta2 ** (steps + 1))
     return weight - hyper.learning_rate * mean / (np.sqrt(square) + hyper.epsilon), planes
 
 
@@ -53,8 +56,47 @@ def rmsprop(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, s
     return weight - hyper.learning_rate * update, planes
 
 
+def nadam(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of NAdam."""
+    planes[0] = hyper.beta1 * planes[0] + (1 - hyper.beta1) * gradient
+    planes[1] = hyper.beta2 * planes[1] + (1 - hyper.beta2) * gradient**2
+    momenta = hyper.beta1 * (1 - 0.5 * 0.96 ** (np.arange(1, steps + 3) * hyper.learning_rate_decay))
+    mean = momenta[-1] * planes[0] / (1 - momenta.prod()) + (1 - momenta[-2]) * gradient / (1 - momenta[:-1].prod())
+    square = planes[1] / (1 - hyper.beta2 ** (steps + 1))
+    return weight - hyper.learning_rate * mean / (np.sqrt(square) + hyper.epsilon), planes
+
+
+def radam(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of RAdam."""
+    planes[0] = hyper.beta1 * planes[0] + (1 - hyper.beta1) * gradient
+    planes[1] = hyper.beta2 * planes[1] + (1 - hyper.beta2) * gradient**2
+    step, most = steps + 1, 2 / (1 - hyper.beta2) - 1
+    mean = planes[0] / (1 - hyper.beta1**step)
+    length = most - 2 * step * hyper.beta2**step / (1 - hyper.beta2**step)
+    if length <= 5:
+        return weight - hyper.learning_rate * mean, planes
+    rectified = np.sqrt((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length))
+    adaptive = np.sqrt(1 - hyper.beta2**step) / (np.sqrt(planes[1]) + hyper.epsilon)
+    return weight - hyper.learning_rate * mean * rectified * adaptive, planes
+
+
+def adamax(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of Adamax."""
+    planes[0] = hyper.beta1 * planes[0] + (1 - hyper.beta1) * gradient
+    planes[1] = np.maximum(hyper.beta2 * planes[1], np.abs(gradient) + hyper.epsilon)
+    return weight - hyper.learning_rate * planes[0] / ((1 - hyper.beta1 ** (steps + 1)) * planes[1]), planes
+
+
+def adadelta(weight: Doubles, planes: Doubles, gradient: Doubles, hyper: Hyper, steps: int) -> tuple[Doubles, Doubles]:
+    """Return weight and planes after one application of Adadelta."""
+    planes[0] = hyper.beta2 * planes[0] + (1 - hyper.beta2) * gradient**2
+    change = np.sqrt(planes[1] + hyper.epsilon) / np.sqrt(planes[0] + hyper.epsilon) * gradient
+    planes[1] = hyper.beta2 * planes[1] + (1 - hyper.beta2) * change**2
+    return weight - hyper.learning_rate * change, planes
+
+
 RULES: dict[int, Callable[..., tuple[Doubles, Doubles]]] = {
-    fold.RULES[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop)
+    fold.RULES[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop, nadam, radam, adamax, adadelta)
 }
 if missing := [name for name, number in fold.RULES.items() if number not in RULES]:
     raise ImportError(f"expected a formula of every rule of kernels/update/rules.h, found none of {', '.join(missing)}")

@@ -66,7 +66,7 @@ def _kernel_row(device: Device, name: str, dtype: str, mode: int) -> Row:
         pushes, ema_decay = 1 + count % 4, 0.9 if count % 2 else 0.0
         weights = random.standard_normal(size, np.float32)
         state = random.standard_normal((planes + (ema_decay > 0), size), np.float32)
-        for plane in [rule.planes.index(square) for square in UPDATE_RULES[rule.name].squares]:
+        for plane in [rule.planes.index(square) for square in UPDATE_RULES[rule.name].squares if square in rule.planes]:
             state[plane] = np.abs(state[plane]) + 16  # a mean square must exceed the square of the mean
         raw = [_raw(random, size, dtype) for _ in range(pushes)]
         scales = [1.0 + index for index in range(pushes)]

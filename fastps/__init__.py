@@ -39,7 +39,7 @@ _NAMES_OF = {
     "fastps.job.environment": ("rank", "world_size"),
     "fastps.job.policy": ("Policy",),
     "fastps.job.specs": ("parse_policies", "parse_policy"),
-    "fastps.job.update_rules": ("Adagrad", "Adam", "RMSProp", "SGD"),
+    "fastps.job.update_rules": ("Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSProp", "SGD"),
     "fastps.job.user_rules": ("UserRule", "rule"),
     "fastps.membership.node_board": ("NodeStatistics",),
     "fastps.processes.spawn": ("spawn",),

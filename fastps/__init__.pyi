@@ -24,8 +24,12 @@ from fastps.job.policy import Policy as Policy
 from fastps.job.specs import parse_policies as parse_policies
 from fastps.job.specs import parse_policy as parse_policy
 from fastps.job.update_rules import SGD as SGD
+from fastps.job.update_rules import Adadelta as Adadelta
 from fastps.job.update_rules import Adagrad as Adagrad
 from fastps.job.update_rules import Adam as Adam
+from fastps.job.update_rules import Adamax as Adamax
+from fastps.job.update_rules import NAdam as NAdam
+from fastps.job.update_rules import RAdam as RAdam
 from fastps.job.update_rules import RMSProp as RMSProp
 from fastps.job.user_rules import UserRule as UserRule
 from fastps.job.user_rules import rule as rule

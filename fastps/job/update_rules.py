@@ -83,6 +83,8 @@ class UpdateRule:
         squares: the state tensors that are never negative.
         initial_option: the option whose value fills the state tensors before the first step.
         has_steps: whether torch's state counts steps.
+        fixed_options: the options that must stay the same, because state is computed from them and the count of steps.
+        scalars: what torch's state has for a parameter of a group beside tensors and steps, by name, after so many steps.
     """
 
     hyper: Callable[[Options], Hyper]
@@ -93,10 +95,12 @@ class UpdateRule:
     squares: tuple[str, ...] = ()
     initial_option: str = ""
     has_steps: bool = True
+    fixed_options: tuple[str, ...] = ()
+    scalars: Callable[[Options, int], dict[str, float]] = lambda options, steps: {}
 
     def used_state(self, group: Options) -> list[str]:
         """The optimizer-state tensors that a param_group uses."""
-        return [name for name in self.state if name not in self.only_with or group[self.only_with[name]]]
+        return [name for name in self.state if name not in self.only_with or group.get(self.only_with[name])]
 
 
 def rule_for(name: str, groups: Sequence[Options], defaults: Options) -> Rule:
@@ -160,17 +164,123 @@ def Adam(  # noqa: N802
     weight_decay: float = 0.0,
     decoupled: bool = False,
     maximize: bool = False,
+    amsgrad: bool = False,
 ) -> Update:
-    """Adam as torch.optim.Adam defines it; `decoupled=True` is AdamW's weight decay."""
+    """Adam as torch.optim.Adam defines it; `decoupled=True` is AdamW's weight decay.
+
+    >>> Adam(amsgrad=True).rule.planes
+    ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq')
+    """
     return _update(
-        "adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled, maximize=maximize
+        "adam",
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled,
+        maximize=maximize,
+        amsgrad=amsgrad,
     )
 
 
 def _adam_hyper(options: Options) -> Hyper:
     flags = _maximize(options) | (fold.HYPER_DECOUPLED if options.get("decoupled_weight_decay") else 0)
+    flags |= fold.HYPER_AMSGRAD if options.get("amsgrad") else 0
     (beta1, beta2), decay = options["betas"], float(options["weight_decay"])
     return Hyper(float(options["lr"]), 0.0, 0.0, decay, float(beta1), float(beta2), options["eps"], flags=flags)
+
+
+def NAdam(  # noqa: N802
+    lr: float = 2e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum_decay: float = 4e-3,
+    decoupled: bool = False,
+    maximize: bool = False,
+) -> Update:
+    """NAdam as torch.optim.NAdam defines it; `momentum_decay` is sent as the learning rate's decay.
+
+    >>> NAdam().rule.planes
+    ('exp_avg', 'exp_avg_sq')
+    """
+    return _update(
+        "nadam",
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum_decay=momentum_decay,
+        decoupled_weight_decay=decoupled,
+        maximize=maximize,
+    )
+
+
+def _nadam_hyper(options: Options) -> Hyper:
+    return _adam_hyper(options)._replace(learning_rate_decay=float(options["momentum_decay"]))
+
+
+def _mu_product(options: Options, steps: int) -> dict[str, float]:
+    """NAdam's product of momenta after `steps` steps, by torch's products of floats in single precision.
+
+    >>> _mu_product({"betas": (0.5, 0.999), "momentum_decay": 0.0}, 2)
+    {'mu_product': 0.0625}
+    """
+    beta1, decay = float(options["betas"][0]), float(options["momentum_decay"])
+    return {"mu_product": fold.mu_product(beta1, decay, steps)}
+
+
+def RAdam(  # noqa: N802
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    maximize: bool = False,
+) -> Update:
+    """RAdam as torch.optim.RAdam defines it.
+
+    >>> RAdam().rule.planes
+    ('exp_avg', 'exp_avg_sq')
+    """
+    return _update(
+        "radam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled, maximize=maximize
+    )
+
+
+def Adamax(  # noqa: N802
+    lr: float = 2e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> Update:
+    """Adamax as torch.optim.Adamax defines it.
+
+    >>> Adamax().rule.planes
+    ('exp_avg', 'exp_inf')
+    """
+    return _update("adamax", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+
+
+def Adadelta(  # noqa: N802
+    lr: float = 1.0,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> Update:
+    """Adadelta as torch.optim.Adadelta defines it; `rho` is sent as beta2.
+
+    >>> Adadelta().rule.planes
+    ('square_avg', 'acc_delta')
+    """
+    return _update("adadelta", lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
+
+
+def _adadelta_hyper(options: Options) -> Hyper:
+    decay, rho = float(options["weight_decay"]), float(options["rho"])
+    return Hyper(float(options["lr"]), 0.0, 0.0, decay, 0.0, rho, options["eps"], flags=_maximize(options))
 
 
 def Adagrad(  # noqa: N802
@@ -251,13 +361,15 @@ UPDATE_RULES = {
     ),
     "adam": UpdateRule(
         hyper=_adam_hyper,
-        state=("exp_avg", "exp_avg_sq"),
+        state=("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
         optimizers=("Adam", "AdamW"),
         examples=lambda: {
             "adam": Adam(0.01, weight_decay=0.1),
             "adamw": Adam(0.01, betas=(0.3, 0.999), weight_decay=0.1, decoupled=True),
+            "amsgrad": Adam(0.01, weight_decay=0.1, amsgrad=True),
         },
-        squares=("exp_avg_sq",),
+        only_with={"max_exp_avg_sq": "amsgrad"},
+        squares=("exp_avg_sq", "max_exp_avg_sq"),
     ),
     "adagrad": UpdateRule(
         hyper=_adagrad_hyper,
@@ -278,6 +390,42 @@ UPDATE_RULES = {
         },
         only_with={"momentum_buffer": "momentum", "grad_avg": "centered"},
         squares=("square_avg",),
+    ),
+    "nadam": UpdateRule(
+        hyper=_nadam_hyper,
+        state=("exp_avg", "exp_avg_sq"),
+        optimizers=("NAdam",),
+        examples=lambda: {
+            "nadam": NAdam(0.01, weight_decay=0.1),
+            "nadamw": NAdam(0.01, betas=(0.3, 0.999), weight_decay=0.1, decoupled=True),
+        },
+        squares=("exp_avg_sq",),
+        fixed_options=("betas", "momentum_decay"),
+        scalars=_mu_product,
+    ),
+    "radam": UpdateRule(
+        hyper=_adam_hyper,
+        state=("exp_avg", "exp_avg_sq"),
+        optimizers=("RAdam",),
+        examples=lambda: {
+            "radam": RAdam(0.01, weight_decay=0.1),
+            "radam-rectified": RAdam(0.01, betas=(0.3, 0.8), weight_decay=0.1, decoupled=True),
+        },
+        squares=("exp_avg_sq",),
+    ),
+    "adamax": UpdateRule(
+        hyper=_adam_hyper,
+        state=("exp_avg", "exp_inf"),
+        optimizers=("Adamax",),
+        examples=lambda: {"adamax": Adamax(0.01, weight_decay=0.1)},
+        squares=("exp_inf",),
+    ),
+    "adadelta": UpdateRule(
+        hyper=_adadelta_hyper,
+        state=("square_avg", "acc_delta"),
+        optimizers=("Adadelta",),
+        examples=lambda: {"adadelta": Adadelta(0.5, weight_decay=0.01)},
+        squares=("square_avg", "acc_delta"),
     ),
 }
 if UPDATE_RULES.keys() != fold.RULES.keys():

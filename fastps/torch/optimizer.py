@@ -76,8 +76,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     dssp) `p.grad` is None after `step()`, because other workers read its memory.
 
     Args:
-        optimizer: torch.optim.SGD, Adam, AdamW, Adagrad, RMSprop or a RuleOptimizer. It shares its param_groups with this
-            optimizer, so lr schedulers work on either.
+        optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim. It
+            shares its param_groups with this optimizer, so lr schedulers work on either.
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
         batch_size: samples in this worker's batch, for schemes that count them; report_loss may give each step's own number.

@@ -9,6 +9,7 @@ from fastps.errors import UsageError
 from fastps.job.update_rules import Rule
 from fastps.store.worker import Worker
 from fastps.torch import state
+from fastps.torch.update_rules import Hypers, check_saved
 from fastps.torch.weights import Weights
 
 
@@ -20,6 +21,7 @@ class OptimizerState(torch.optim.Optimizer):
     _wrapped: bool
     _tensors: list[Any]
     _rule: Rule
+    _hypers_read: Hypers
     _inner: torch.optim.Optimizer
 
     @property
@@ -58,12 +60,15 @@ class OptimizerState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of the wrapped optimizer. Every worker calls it before its first step.
 
-        Worker 0's state becomes the job's. Raises UsageError after the first step, ValueError for another model's state.
+        Worker 0's state becomes the job's. Raises UsageError after the first step, ValueError for another model's state,
+        and UnsupportedError for state that the fold would compute differently.
         """
         self._worker.check_usable()
         if self._total_steps:
             raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
+        check_saved(self._rule, state_dict)
         super().load_state_dict(state_dict)
+        self._hypers_read = Hypers(self._rule)
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
         self._publish_state()

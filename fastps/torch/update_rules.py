@@ -4,7 +4,9 @@ An option that the fold would compute differently raises an error that names it.
 maps the fold's optimizer-state tensors to torch's names.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,25 @@ from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.torch.rule_optimizer import RuleOptimizer
 
-_REFUSED_OPTIONS = ("amsgrad", "differentiable", "capturable")
+logger = logging.getLogger("fastps.torch")
+
+_WITHOUT_EFFECT = {
+    "foreach": logging.INFO,
+    "fused": logging.INFO,
+    "capturable": logging.INFO,
+    "differentiable": logging.WARNING,
+}
+"""Options that choose how torch runs an optimizer, and the level of the message that they change nothing here."""
+
+_WHOLE_TENSORS = "its step needs sums over whole tensors, and the fold works float by float: use AdamW"
+_REFUSED = {
+    "ASGD": "its step size and its average have state of their own for each parameter: use SGD, and ema=0.999 in the sync spec",
+    "Adafactor": _WHOLE_TENSORS,
+    "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD",
+    "Muon": _WHOLE_TENSORS,
+    "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
+    "SparseAdam": "gradients are dense here: use Adam, and sparse=False in the embeddings",
+}
 _KNOWN = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
@@ -25,16 +45,23 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     kind = type(optimizer)
     if isinstance(optimizer, RuleOptimizer):
         return optimizer.rule
+    name = kind.__name__
+    if name in _REFUSED and kind is getattr(torch.optim, name, None):
+        raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
         raise UnsupportedError(
             f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN)} or a fastps.RuleOptimizer, found"
             f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
         )
-    for group in optimizer.param_groups:
-        for option in _REFUSED_OPTIONS:
-            if group.get(option):
-                raise UnsupportedError(f"{kind.__name__}({option}=True) is not supported: create the optimizer without it")
-    return rule_for(_KNOWN[kind], optimizer.param_groups, optimizer.defaults)
+    for option, level in _WITHOUT_EFFECT.items():
+        if any(group.get(option) for group in optimizer.param_groups):
+            logger.log(
+                level, "%s(%s=True) has no effect: the fold updates the weights, and no gradient flows through it", name, option
+            )
+    rule = rule_for(_KNOWN[kind], optimizer.param_groups, optimizer.defaults)
+    of_each = [(group, tensor) for group in optimizer.param_groups for tensor in group["params"]]
+    _check_scalars(rule, [(group, optimizer.state.get(tensor, {})) for group, tensor in of_each])
+    return rule
 
 
 def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
@@ -66,15 +93,28 @@ class Hypers:
         self._rule = rule
         self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
         self._made: list[Hyper] = []
+        self._fixed: list[dict[str, Any]] | None = None  # the options that must stay, of each group
 
     def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
         """The current hyper-parameters, one per group. The caller must not change the list."""
         if self._groups is None or self._groups != groups:
+            self._check_fixed(groups)
             self._made = [hyper_of(group, self._rule) for group in groups]
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
             # "params" holds the same list object, so the comparison does not look into it.
             self._groups = [dict(group) for group in groups] if all(map(_cannot_change, options)) else None
         return self._made
+
+    def _check_fixed(self, groups: list[dict[str, Any]]) -> None:
+        names = () if isinstance(self._rule, UserRule) else UPDATE_RULES[self._rule.name].fixed_options
+        now = [{name: group[name] for name in names} for group in groups]
+        before = self._fixed = self._fixed if self._fixed is not None else now
+        changed = [name for old, new in zip(before, now, strict=True) for name in names if old[name] != new[name]]
+        if changed:
+            raise UnsupportedError(
+                f"{changed[0]} changed after the first step, and {self._rule.name} computes state from it and the number of"
+                " steps: keep it as it is (OneCycleLR and CyclicLR: cycle_momentum=False)"
+            )
 
 
 def _cannot_change(value: object) -> bool:
@@ -96,7 +136,32 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     if not steps or not names:
         return None
     entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if has_steps else {}
+    if not isinstance(rule, UserRule):
+        scalars = UPDATE_RULES[rule.name].scalars(group, steps)
+        entry |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
     return entry | {name: plane(name) for name in names}
+
+
+def check_saved(rule: Rule, saved: Mapping[str, Any]) -> None:
+    """Check a state dict before it is loaded. Raises UnsupportedError for state that the fold would compute differently."""
+    entries = saved["state"]
+    _check_scalars(rule, [(group, entries.get(index, {})) for group in saved["param_groups"] for index in group["params"]])
+
+
+def _check_scalars(rule: Rule, entries: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Check the scalars in parameters' entries of torch's state, each with its param_group: the fold computes them itself."""
+    if isinstance(rule, UserRule):
+        return
+    row = UPDATE_RULES[rule.name]
+    for group, entry in entries:
+        if "step" not in entry:
+            continue
+        for name, value in row.scalars(group, int(entry["step"])).items():
+            if name in entry and not math.isclose(float(entry[name]), value, rel_tol=1e-4, abs_tol=1e-30):
+                raise UnsupportedError(
+                    f"expected {name} {value:g} after {int(entry['step'])} steps with these {' and '.join(row.fixed_options)},"
+                    f" found {float(entry[name]):g}: they changed while torch trained, which {rule.name} does not support here"
+                )
 
 
 Row = tuple[str, tuple[int, ...], tuple[int, ...], int]

@@ -47,7 +47,7 @@ typedef struct {
 /* The coefficients of one application of the rule, in single precision; names as in fps_coefficients. */
 typedef struct {
     float scale, weight_decay, shrink, momentum, undampened, minus_rate, beta2, one_minus_beta2, root_correction2, epsilon;
-    float lerp_fraction;
+    float lerp_fraction, gradient_rate, correction, rectification;
     int flags;
 } fps_device_coefficients;
 
@@ -90,6 +90,7 @@ FPS_DEVICE float fps_device_lerp(float start, float end, float fraction, int is_
                                        const int flags)
 #define FPS_MULTIPLY_ADD(a, b, c) fmaf(a, b, c)
 #define FPS_SQUARE_ROOT(value) sqrtf(value)
+#define FPS_MAGNITUDE(value) fabsf(value)
 #define FPS_QUOTIENT(number, divisor, inverse) ((number) / (divisor))
 #define FPS_LERP(by, start, end) fps_device_lerp(start, end, (by)->lerp_fraction, (by)->flags & FPS_BY_SMALL_LERP)
 #include "update/rule_bodies.h"

@@ -45,6 +45,9 @@ _COEFFICIENTS = np.dtype(
                 "root_correction2",
                 "epsilon",
                 "lerp_fraction",
+                "gradient_rate",
+                "correction",
+                "rectification",
             )
         ),
         ("flags", "<i4"),

@@ -19,6 +19,7 @@
 #define FPS_HYPER_MAXIMIZE 2
 #define FPS_HYPER_DECOUPLED 4
 #define FPS_HYPER_CENTERED 8
+#define FPS_HYPER_AMSGRAD 16
 
 #define FPS_MAX_PUSHES 1024
 #define FPS_MAX_USER_PLANES 8
@@ -36,7 +37,8 @@
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or an average outside the last plane */
 #define FPS_FOLD_UNKNOWN_TYPE (-3)
 
-/* The hyper-parameters of one param_group in a push, named as in torch.optim. RMSprop's alpha is beta2. */
+/* The hyper-parameters of one param_group in a push, named as in torch.optim. RMSprop's alpha and Adadelta's rho are beta2;
+ * NAdam's momentum decay is learning_rate_decay. */
 typedef struct {
     double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, learning_rate_decay, reserved[7];
     uint64_t flags;
@@ -106,7 +108,10 @@ typedef struct {
     float weight_decay;   /* coupled: added to the gradient */
     float shrink;         /* decoupled: multiplies the weight */
     float momentum, undampened;
-    float minus_rate;     /* -learning rate, or Adam's -step size */
+    float minus_rate;     /* -learning rate, or the -step size of Adam, Adamax, and NAdam's mean */
+    float gradient_rate;  /* the -step size of NAdam's gradient */
+    float correction;     /* divides NAdam's squares or RAdam's mean */
+    float rectification;  /* RAdam's */
     float beta2, one_minus_beta2, root_correction2, inverse_root_correction2, epsilon;
     fps_lerp lerp;        /* of a mean towards the gradient */
     fps_hyper hyper;      /* for a user's rule, with the scaled learning rate */

@@ -16,6 +16,7 @@ cdef extern from "update/fold.h" nogil:
         FPS_HYPER_MAXIMIZE
         FPS_HYPER_DECOUPLED
         FPS_HYPER_CENTERED
+        FPS_HYPER_AMSGRAD
         FPS_MAX_PUSHES
         FPS_MAX_USER_PLANES
         FPS_TILE

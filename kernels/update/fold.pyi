@@ -15,6 +15,10 @@ RULE_SGD: int
 RULE_ADAM: int
 RULE_ADAGRAD: int
 RULE_RMSPROP: int
+RULE_NADAM: int
+RULE_RADAM: int
+RULE_ADAMAX: int
+RULE_ADADELTA: int
 RULE_USER: int
 FOLD_SUM: int
 FOLD_EACH: int
@@ -25,6 +29,7 @@ HYPER_NESTEROV: int
 HYPER_MAXIMIZE: int
 HYPER_DECOUPLED: int
 HYPER_CENTERED: int
+HYPER_AMSGRAD: int
 MAX_PUSHES: int
 MAX_USER_PLANES: int
 TILE: int
@@ -34,6 +39,7 @@ def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
 def coefficients_of(
     rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int
 ) -> dict[str, float]: ...
+def mu_product(beta1: float, decay: float, steps: int) -> float: ...
 
 class Folding:
     def __init__(

@@ -41,12 +41,16 @@ cdef extern from "update/fold_run.h" nogil:
         float one_minus_beta2
         float root_correction2
         float epsilon
+        float gradient_rate
+        float correction
+        float rectification
         fps_lerp lerp
         int flags
 
     const fps_rule_name fps_rule_names[]
     int fps_most_planes(int rule)
     int fps_planes_needed(int rule, const fps_hyper *hyper)
+    float fps_mu_product(double beta1, double decay, double steps)
     fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale, int64_t steps)
 
     ctypedef struct fps_tile_functions:
@@ -72,6 +76,7 @@ HYPER_NESTEROV = FPS_HYPER_NESTEROV
 HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
 HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
 HYPER_CENTERED = FPS_HYPER_CENTERED
+HYPER_AMSGRAD = FPS_HYPER_AMSGRAD
 MAX_PUSHES = FPS_MAX_PUSHES
 MAX_USER_PLANES = FPS_MAX_USER_PLANES
 TILE = FPS_TILE
@@ -284,7 +289,17 @@ def coefficients_of(int rule, hyper, double learning_rate, double scale, int64_t
     return {"scale": by.scale, "weight_decay": by.weight_decay, "shrink": by.shrink, "momentum": by.momentum,
             "undampened": by.undampened, "minus_rate": by.minus_rate, "beta2": by.beta2,
             "one_minus_beta2": by.one_minus_beta2, "root_correction2": by.root_correction2, "epsilon": by.epsilon,
+            "gradient_rate": by.gradient_rate, "correction": by.correction, "rectification": by.rectification,
             "lerp_fraction": by.lerp.fraction, "flags": by.flags | (FPS_BY_SMALL_LERP if by.lerp.is_small else 0)}
+
+
+def mu_product(double beta1, double decay, int64_t steps):
+    """Return NAdam's product of momenta after so many steps, which torch's state has, in single precision.
+
+    >>> mu_product(0.5, 0.0, 3)
+    0.015625
+    """
+    return fps_mu_product(beta1, decay, <double> steps)
 
 
 cdef fps_hyper _hyper_of(hyper) except *:

@@ -29,6 +29,71 @@ static void fps_correct_adagrad(fps_coefficients *by, const fps_hyper *hyper, do
     by->minus_rate = (float)-(learning_rate / (1 + steps * hyper->learning_rate_decay));
 }
 
+static void fps_correct_adamax(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    by->lerp = fps_lerp_of(1 - hyper->beta1);
+    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
+}
+
+/* NAdam's momentum in step `step`, from 1. */
+static inline double fps_momentum_of(double beta1, double decay, double step) {
+    return beta1 * (1.0 - 0.5 * pow(0.96, step * decay));
+}
+
+/* NAdam's product of the momenta of the first `steps` steps, in single precision as torch multiplies it.
+ *
+ * It is computed and not stored: as state it would be one float for each parameter, beside planes of one for each weight. The
+ * momenta are below 1 and never fall, so a product that one of them leaves as it is stays so: the loop ends after about
+ * 100 / (1 - beta1) steps. A thread keeps its last products, so that the next step is one multiplication. */
+static float fps_mu_product(double beta1, double decay, double steps) {
+    enum { KEPT = 8 };
+    static __thread struct {
+        double beta1, decay, steps;
+        float product;
+    } kept[KEPT];
+    static __thread unsigned next;
+    int best = -1;
+    for (int index = 0; index < KEPT; index++)
+        if (kept[index].steps > 0 && kept[index].steps <= steps && kept[index].beta1 == beta1 && kept[index].decay == decay
+            && (best < 0 || kept[index].steps > kept[best].steps))
+            best = index;
+    double step = best < 0 ? 0 : kept[best].steps;
+    float product = best < 0 ? 1 : kept[best].product;
+    while (step < steps) {
+        float longer = product * (float)fps_momentum_of(beta1, decay, ++step);
+        if (!(longer < product)) step = steps;
+        product = longer;
+    }
+    if (best < 0) best = (int)(next++ % KEPT);
+    kept[best].beta1 = beta1, kept[best].decay = decay, kept[best].steps = steps, kept[best].product = product;
+    return product;
+}
+
+static void fps_correct_nadam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    double decay = hyper->learning_rate_decay, momentum = fps_momentum_of(hyper->beta1, decay, steps + 1);
+    double following = fps_momentum_of(hyper->beta1, decay, steps + 2);
+    double product = fps_mu_product(hyper->beta1, decay, steps + 1);
+    by->lerp = fps_lerp_of(1 - hyper->beta1);
+    by->correction = (float)(1 - pow(hyper->beta2, steps + 1));
+    by->gradient_rate = (float)(-learning_rate * (1 - momentum) / (1 - product));
+    by->minus_rate = (float)(-learning_rate * following / (1 - product * following));
+}
+
+/* The length of the approximated simple moving average after `steps` steps: rho_t of RAdam's paper. */
+static inline double fps_rho(double beta2, double steps) {
+    double power = pow(beta2, steps);
+    return 2 / (1 - beta2) - 1 - 2 * steps * power / (1 - power);
+}
+
+static void fps_correct_radam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
+    double rho = fps_rho(hyper->beta2, steps + 1), most = 2 / (1 - hyper->beta2) - 1;
+    (void)learning_rate;
+    by->lerp = fps_lerp_of(1 - hyper->beta1);
+    by->correction = (float)(1 - pow(hyper->beta1, steps + 1));
+    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, steps + 1));
+    if (by->flags & FPS_BY_RECTIFIED)
+        by->rectification = (float)sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho));
+}
+
 /* The rows' names. */
 typedef struct {
     int number;
@@ -90,6 +155,8 @@ static inline int fps_flags_of(int rule, const fps_hyper *hyper, int64_t steps) 
         if (hyper->flags & FPS_HYPER_NESTEROV) flags |= FPS_BY_NESTEROV;
     }
     if (hyper->flags & FPS_HYPER_CENTERED) flags |= FPS_BY_CENTERED;
+    if (hyper->flags & FPS_HYPER_AMSGRAD) flags |= FPS_BY_AMSGRAD;
+    if (kinds & FPS_BY_RECTIFIED && fps_rho(hyper->beta2, (double)steps + 1) > 5) flags |= FPS_BY_RECTIFIED;
     return flags & kinds;
 }
 

@@ -55,6 +55,7 @@ typedef struct {
         const fps_coefficients *by, float weight, float step, float *state, const int flags)
 #define FPS_MULTIPLY_ADD(a, b, c) FPS_ISA(fma)(a, b, c)
 #define FPS_SQUARE_ROOT(value) __builtin_sqrtf(value)
+#define FPS_MAGNITUDE(value) __builtin_fabsf(value)
 #define FPS_QUOTIENT(number, divisor, inverse) FPS_ISA(quotient)(number, divisor, inverse)
 #define FPS_LERP(by, start, end) FPS_ISA(lerp)(start, end, (by)->lerp.fraction, (by)->lerp.is_small)
 

@@ -15,6 +15,7 @@ from fastps.kernels.update.fold import (
     BFLOAT16,
     FLOAT32,
     FOLD_EACH,
+    HYPER_AMSGRAD,
     HYPER_CENTERED,
     HYPER_DECOUPLED,
     HYPER_MAXIMIZE,
@@ -96,20 +97,41 @@ def sgd(
 def adam(
     weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
 ) -> tuple[Floats, list[Floats]]:
-    """Apply torch.optim.Adam (AdamW under HYPER_DECOUPLED) once, as its single-tensor form does; state: [mean, square]."""
-    mean, square = state
-    step = gradient
-    if hyper.weight_decay and hyper.flags & HYPER_DECOUPLED:
-        weight = weight * np.float32(1 - learning_rate * hyper.weight_decay)
-    elif hyper.weight_decay:
-        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
-    mean = lerp(mean, step, np.float32(1 - hyper.beta1))
-    square = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, square * np.float32(hyper.beta2))
+    """Apply torch.optim.Adam (AdamW under HYPER_DECOUPLED) once, as its single-tensor form does.
+
+    State: [mean, square], and the largest square so far for HYPER_AMSGRAD; without it that tensor stays unchanged.
+    """
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
+    mean, square = means(state, step, hyper)
+    state, power = [mean, square, *state[2:]], square
+    if hyper.flags & HYPER_AMSGRAD:
+        state[2] = power = maximum(state[2], square)
     step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
     root_correction = np.float32(math.sqrt(1 - hyper.beta2 ** (steps + 1)))
-    denominator = np.divide(np.sqrt(square), root_correction) + np.float32(hyper.epsilon)
+    denominator = np.divide(np.sqrt(power), root_correction) + np.float32(hyper.epsilon)
     weight = weight + np.divide(mean * np.float32(-step_size), denominator)
-    return weight, [mean, square]
+    return weight, state
+
+
+def decayed(weight: Floats, gradient: Floats, hyper: Hyper, learning_rate: float) -> tuple[Floats, Floats]:
+    """Return weight and gradient after weight decay: under HYPER_DECOUPLED of the weight, else added to the gradient."""
+    if hyper.weight_decay and hyper.flags & HYPER_DECOUPLED:
+        return weight * np.float32(1 - learning_rate * hyper.weight_decay), gradient
+    if hyper.weight_decay:
+        return weight, fused_multiply_add(weight, np.float32(hyper.weight_decay), gradient)
+    return weight, gradient
+
+
+def means(state: Sequence[Floats], step: Floats, hyper: Hyper) -> tuple[Floats, Floats]:
+    """Return the means of gradients and of their squares, moved towards this step's."""
+    mean = lerp(state[0], step, np.float32(1 - hyper.beta1))
+    square = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[1] * np.float32(hyper.beta2))
+    return mean, square
+
+
+def maximum(a: Floats, b: Floats) -> Floats:
+    """Return the larger of two elementwise, as torch.maximum does: a NaN if either is one."""
+    return np.where((a > b) | np.isnan(a), a, b)
 
 
 def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
@@ -156,7 +178,85 @@ def rmsprop(
     return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
 
 
-RULES: dict[int, Apply] = {NUMBERS[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop)}
+def mu_product(beta1: float, decay: float, steps: int) -> float:
+    """Return NAdam's product of the momenta of the first `steps` steps, each factor and product in single precision."""
+    product = np.float32(1)
+    for step in range(1, steps + 1):
+        product = product * np.float32(momentum(beta1, decay, step))
+    return float(product)
+
+
+def momentum(beta1: float, decay: float, step: int) -> float:
+    """Return NAdam's momentum in a step, from 1."""
+    return beta1 * (1.0 - 0.5 * math.pow(0.96, step * decay))
+
+
+def nadam(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.NAdam once, as its single-tensor form does; its momentum decay is the learning rate's.
+
+    State: [mean, square].
+    """
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
+    mean, square = means(state, step, hyper)
+    decay = hyper.learning_rate_decay
+    now, following = (momentum(hyper.beta1, decay, steps + more) for more in (1, 2))
+    product = mu_product(hyper.beta1, decay, steps + 1)
+    root = np.sqrt(np.divide(square, np.float32(1 - hyper.beta2 ** (steps + 1)))) + np.float32(hyper.epsilon)
+    gradient_rate = np.float32(-learning_rate * (1 - now) / (1 - product))
+    mean_rate = np.float32(-learning_rate * following / (1 - product * following))
+    weight = weight + np.divide(step * gradient_rate, root)
+    return weight + np.divide(mean * mean_rate, root), [mean, square]
+
+
+def radam(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.RAdam once, as its single-tensor form does; state: [mean, square]."""
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
+    mean, square = means(state, step, hyper)
+    power = hyper.beta2 ** (steps + 1)
+    rho_inf = 2 / (1 - hyper.beta2) - 1
+    rho = rho_inf - 2 * (steps + 1) * power / (1 - power)
+    update = np.divide(mean, np.float32(1 - hyper.beta1 ** (steps + 1))) * np.float32(learning_rate)
+    if rho > 5:
+        root = np.sqrt(square) + np.float32(hyper.epsilon)
+        rectification = math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+        adaptive = np.divide(np.float32(1), root) * np.float32(math.sqrt(1 - power))
+        update = update * adaptive * np.float32(rectification)
+    return weight - update, [mean, square]
+
+
+def adamax(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adamax once, as its single-tensor form does; state: [mean, decayed maximum]."""
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
+    mean = lerp(state[0], step, np.float32(1 - hyper.beta1))
+    most = maximum(state[1] * np.float32(hyper.beta2), abs(step) + np.float32(hyper.epsilon))
+    step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
+    return weight + np.divide(mean * np.float32(-step_size), most), [mean, most]
+
+
+def adadelta(
+    weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
+) -> tuple[Floats, list[Floats]]:
+    """Apply torch.optim.Adadelta once, as its single-tensor form does; its rho is beta2.
+
+    State: [mean of the gradients' squares, mean of the changes' squares].
+    """
+    weight, step = decayed(weight, gradient, hyper, learning_rate)
+    kept, added, epsilon = np.float32(hyper.beta2), np.float32(1 - hyper.beta2), np.float32(hyper.epsilon)
+    square = fused_multiply_add(added * step, step, state[0] * kept)
+    change = np.divide(np.sqrt(state[1] + epsilon), np.sqrt(square + epsilon)) * step
+    changes = fused_multiply_add(added * change, change, state[1] * kept)
+    return fused_multiply_add(change, np.float32(-learning_rate), weight), [square, changes]
+
+
+RULES: dict[int, Apply] = {
+    NUMBERS[rule.__name__]: rule for rule in (sgd, adam, adagrad, rmsprop, nadam, radam, adamax, adadelta)
+}
 if missing := [name for name, number in NUMBERS.items() if number not in RULES]:
     raise ImportError(f"expected a reference of every rule of kernels/update/rules.h, found none of {', '.join(missing)}")
 

@@ -14,6 +14,8 @@
 #define FPS_BY_NESTEROV 16
 #define FPS_BY_CENTERED 32
 #define FPS_BY_SMALL_LERP 64 /* interpolate from the start; on the CPU it is no variant */
+#define FPS_BY_AMSGRAD 128   /* the largest mean of squares so far divides, instead of the present one */
+#define FPS_BY_RECTIFIED 256 /* enough steps for RAdam to divide by the mean of squares */
 
 /* RULE(number, NAME, name, planes, at once, writes, checked, correct):
  *   number: stands in arenas, so it never changes; FPS_RULE_USER has one of them
@@ -25,10 +27,14 @@
  *   correct: a function that corrects the coefficients, or fps_correct_nothing */
 #define FPS_UPDATE_RULES(RULE)                                                                                           \
     RULE(0, SGD, sgd, 1, 4, flags & FPS_BY_MOMENTUM ? 1 : 0, 0, fps_correct_nothing)                                     \
-    RULE(1, ADAM, adam, 2, 4, 3, 2, fps_correct_adam)                                                                    \
+    RULE(1, ADAM, adam, 3, 4, 3 | (flags & FPS_BY_AMSGRAD ? 4 : 0), 2, fps_correct_adam)                                 \
     RULE(2, ADAGRAD, adagrad, 1, 1, 1, 1, fps_correct_adagrad)                                                           \
     RULE(3, RMSPROP, rmsprop, 3, 1, 1 | (flags & FPS_BY_MOMENTUM ? 2 : 0) | (flags & FPS_BY_CENTERED ? 4 : 0), 1,        \
-         fps_correct_nothing)
+         fps_correct_nothing)                                                                                            \
+    RULE(5, NADAM, nadam, 2, 1, 3, 2, fps_correct_nadam)                                                                 \
+    RULE(6, RADAM, radam, 2, 1, 3, 2, fps_correct_radam)                                                                 \
+    RULE(7, ADAMAX, adamax, 2, 1, 3, 2, fps_correct_adamax)                                                              \
+    RULE(8, ADADELTA, adadelta, 2, 1, 3, 3, fps_correct_nothing)
 
 /* The variants of each rule: VARIANT(rule, flags). A flag that is in no variant does not reach the rule's body. */
 #define FPS_SGD_VARIANTS(VARIANT, rule)                                                                                  \
@@ -42,7 +48,13 @@
     VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_DECAY)                                                         \
     VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_NESTEROV)                                                      \
     VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_FIRST | FPS_BY_NESTEROV | FPS_BY_DECAY)
-#define FPS_ADAM_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY) VARIANT(rule, FPS_BY_SHRINK)
+#define FPS_ADAM_VARIANTS(VARIANT, rule)                                                                                 \
+    VARIANT(rule, 0)                                                                                                     \
+    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
+    VARIANT(rule, FPS_BY_SHRINK)                                                                                         \
+    VARIANT(rule, FPS_BY_AMSGRAD)                                                                                        \
+    VARIANT(rule, FPS_BY_AMSGRAD | FPS_BY_DECAY)                                                                         \
+    VARIANT(rule, FPS_BY_AMSGRAD | FPS_BY_SHRINK)
 #define FPS_ADAGRAD_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
 #define FPS_RMSPROP_VARIANTS(VARIANT, rule)                                                                              \
     VARIANT(rule, 0)                                                                                                     \
@@ -53,6 +65,16 @@
     VARIANT(rule, FPS_BY_CENTERED | FPS_BY_DECAY)                                                                        \
     VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_CENTERED)                                                                     \
     VARIANT(rule, FPS_BY_MOMENTUM | FPS_BY_CENTERED | FPS_BY_DECAY)
+#define FPS_NADAM_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY) VARIANT(rule, FPS_BY_SHRINK)
+#define FPS_RADAM_VARIANTS(VARIANT, rule)                                                                                \
+    VARIANT(rule, 0)                                                                                                     \
+    VARIANT(rule, FPS_BY_DECAY)                                                                                          \
+    VARIANT(rule, FPS_BY_SHRINK)                                                                                         \
+    VARIANT(rule, FPS_BY_RECTIFIED)                                                                                      \
+    VARIANT(rule, FPS_BY_RECTIFIED | FPS_BY_DECAY)                                                                       \
+    VARIANT(rule, FPS_BY_RECTIFIED | FPS_BY_SHRINK)
+#define FPS_ADAMAX_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
+#define FPS_ADADELTA_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
 
 #define FPS_RULE_USER 4    /* a user's function; it owns all planes but the average's */
 #define FPS_RULE_NUMBERS 16 /* all numbers are smaller */

@@ -29,6 +29,11 @@ UPDATES: dict[str, Any] = {
     "momentum": fastps.SGD(lr=0.1, momentum=0.9),
     "adam": fastps.Adam(lr=0.01),
     "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
+    "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
+    "nadam": fastps.NAdam(lr=0.01),
+    "radam": fastps.RAdam(lr=0.01, betas=(0.9, 0.8)),
+    "adamax": fastps.Adamax(lr=0.01),
+    "adadelta": fastps.Adadelta(lr=0.5),
 }
 
 

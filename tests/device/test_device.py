@@ -223,8 +223,13 @@ def run_workers(
         (fastps.Adam(lr=0.01, weight_decay=0.1), "bsp,ema=0.9", (1,)),
         (fastps.RMSProp(momentum=0.9, centered=True), "psp:2,0.5,shards=3", (0, 1, 1)),
         (fastps.Adagrad(lr_decay=0.1), "bsp,clip=0.5", (0,)),
+        (fastps.Adam(lr=0.01, amsgrad=True), "bsp", (0,)),
+        (fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True), "bsp,ema=0.9", (0,)),
+        (fastps.RAdam(lr=0.01, betas=(0.9, 0.8)), "bsp", (0,)),
+        (fastps.Adamax(lr=0.01), "bsp", (0,)),
+        (fastps.Adadelta(lr=0.5), "bsp", (0,)),
     ],
-    ids=["nesterov", "adam-average", "two-devices", "adagrad"],
+    ids=["nesterov", "adam-average", "two-devices", "adagrad", "amsgrad", "nadam-average", "radam", "adamax", "adadelta"],
 )
 def test_a_job_on_devices_has_the_bits_of_the_same_job_on_the_cpu(
     update: Update, sync: str, owner_lanes: tuple[int, ...]

@@ -283,6 +283,12 @@ def test_case_17_raise_stops_everyone_and_allow_folds_it() -> None:
         fastps.Adagrad(),
         fastps.RMSProp(momentum=0.5),
         fastps.RMSProp(centered=True),
+        fastps.Adam(amsgrad=True),
+        fastps.NAdam(),
+        fastps.RAdam(betas=(0.9, 0.5)),
+        fastps.RAdam(betas=(0.5, 0.9)),
+        fastps.Adamax(),
+        fastps.Adadelta(),
     ],
 )
 @pytest.mark.parametrize("size", [1e30, 3e38])

@@ -50,6 +50,11 @@ UPDATES: dict[str, Any] = {
     "adam": fastps.Adam(lr=0.01),
     "adagrad": fastps.Adagrad(lr=0.01),
     "rmsprop": fastps.RMSProp(lr=0.01, centered=True),
+    "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
+    "nadam": fastps.NAdam(lr=0.01),
+    "radam": fastps.RAdam(lr=0.01),
+    "adamax": fastps.Adamax(lr=0.01),
+    "adadelta": fastps.Adadelta(lr=0.5),
 }
 SIZES = {"small": 30, "shared": 70_000}  # floats; a fold of the larger size is divided into chunks
 ROUNDS = 5

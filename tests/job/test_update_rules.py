@@ -41,5 +41,6 @@ def test_one_group_with_an_option_gives_all_groups_its_state() -> None:
     plain, centered = {"momentum": 0, "centered": False}, {"momentum": 0, "centered": True}
     assert rule_for("rmsprop", [plain], {}).planes == ("square_avg",)
     assert rule_for("rmsprop", [plain, centered], {}).planes == ("square_avg", "momentum_buffer", "grad_avg")
+    assert rule_for("adam", [{}, {"amsgrad": True}], {}).planes == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     assert rule_for("sgd", [{"momentum": 0}], {}).planes == ()
     assert rule_for("sgd", [{"momentum": 0}, {"momentum": 0.5}], {}).planes == ("momentum_buffer",)

@@ -1,6 +1,7 @@
 """Rules of the user's own: compiled as they are written, refused in one sentence, and agreed on by all workers."""
 
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,3 +192,29 @@ def test_the_example_comes_close_to_the_truth() -> None:
         pytest.skip("tests run without the source tree")
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True, timeout=60)
     assert float(done.stdout.split()[-1]) < 0.05
+
+
+def _lion_by_torch(parameter: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Algorithm 2 of arXiv 2302.06675, with the hyper-parameters of the test."""
+    direction = (0.9 * mean + (1 - 0.9) * gradient).sign()
+    parameter.mul_(1 - 0.01 * 0.1).sub_(0.01 * direction)
+    mean.mul_(0.99).add_(gradient, alpha=1 - 0.99)
+
+
+def test_the_lion_of_the_example_is_that_of_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "lion.py"
+    if not example.exists():
+        pytest.skip("tests run without the source tree")
+    lion = runpy.run_path(str(example))["lion"]
+    assert float(capsys.readouterr().out.split(":")[1].split()[0]) > 95
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(500, generator=generator)
+    plain, mean, ours = start.clone(), torch.zeros(500), torch.nn.Parameter(start.clone())
+    rule = fastps.RuleOptimizer([ours], lion, learning_rate=0.01, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    with fastps.DistributedOptimizer(rule) as optimizer:
+        for _ in range(200):
+            gradient = torch.randn(500, generator=generator)
+            ours.grad = gradient.clone()
+            optimizer.step()
+            _lion_by_torch(plain, mean, gradient)
+    assert float((ours.detach() - plain).abs().max()) < 1e-4, "a sign that differs moves a weight by 0.02"

@@ -24,11 +24,21 @@ def _model(shape: tuple[int, int]) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(*shape), torch.nn.BatchNorm1d(shape[1]))
 
 
-def _work(shape: tuple[int, int], steps: int, save: Path | None = None) -> Callable[[int], Any]:
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
+OTHERS: dict[str, Optimizers] = {
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, betas=(0.9, 0.8)),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.01),
+    "adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.5),
+}
+
+
+def _work(shape: tuple[int, int], steps: int, save: Path | None = None, make: Optimizers = ADAM) -> Callable[[int], Any]:
     def work(rank: int) -> Any:
         model = _model(shape)
-        adam = torch.optim.Adam(model.parameters(), lr=0.01)
-        with fastps.DistributedOptimizer(adam, model=model, timeout_s=30) as optimizer:
+        with fastps.DistributedOptimizer(make(model.parameters()), model=model, timeout_s=30) as optimizer:
             begun = optimizer.worker.steps
             assert optimizer.version == begun
             for step in range(begun, steps):
@@ -81,6 +91,27 @@ def test_a_resumed_job_ends_with_the_bits_of_one_that_was_not_stopped(
     resumed = _train(counts, _work(shape, STEPS), FASTPS_RESUME=str(tmp_path))
     assert [begun for begun, _ in resumed] == [STEPS // 2] * sum(counts)
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nadam" else pytest.mark.slow) for name in OTHERS])
+def test_other_rules_resume_with_the_same_bits_and_load_into_plain_torch(name: str, tmp_path: Path) -> None:
+    make = OTHERS[name]
+    whole = _train((1, 1), _work(SMALL, STEPS, make=make))
+    _train((1, 1), _work(SMALL, STEPS // 2, tmp_path, make))
+    resumed = _train((1, 1), _work(SMALL, STEPS, make=make), FASTPS_RESUME=str(tmp_path))
+    assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+    model = _model(SMALL)
+    optimizer, expected = make(model.parameters()), make(model.parameters())
+    optimizer.load_state_dict(fastps.optimizer_state_dict(fastps.load(tmp_path)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(STEPS // 2):
+        expected.step()
+    found, theirs = (each.state_dict()["state"][0] for each in (optimizer, expected))
+    assert set(found) == set(theirs)
+    scalars = [key for key, value in theirs.items() if value.ndim == 0]
+    assert [found[key] for key in scalars] == [theirs[key] for key in scalars]
+    optimizer.step()
 
 
 @pytest.mark.slow

@@ -15,12 +15,17 @@ from fastps.kernels.update import reference
 from fastps.kernels.update.fold import (
     FOLD_EACH,
     FOLD_SUM,
+    HYPER_AMSGRAD,
     HYPER_CENTERED,
     HYPER_DECOUPLED,
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
+    RULE_ADADELTA,
     RULE_ADAGRAD,
     RULE_ADAM,
+    RULE_ADAMAX,
+    RULE_NADAM,
+    RULE_RADAM,
     RULE_RMSPROP,
     RULE_SGD,
 )
@@ -57,12 +62,12 @@ class Row:
     def squares(self) -> list[int]:
         """The optimizer-state tensors that are never negative."""
         of = next(UPDATE_RULES[name] for name, number in compiled.RULES.items() if number == self.rule)
-        return [of.state.index(name) for name in of.squares]
+        return [of.state.index(name) for name in of.squares if of.state.index(name) < self.state_planes]
 
     def other_hyper(self) -> Hyper:
-        """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, not centered, without momentum."""
+        """Hyper-parameters of a second param_group: slower, with decay, beta1 across 0.5, no momentum, centering or amsgrad."""
         beta1 = 0.9 if self.hyper.beta1 < 0.5 else 0.4
-        flags = self.hyper.flags & ~HYPER_CENTERED
+        flags = self.hyper.flags & ~HYPER_CENTERED & ~HYPER_AMSGRAD
         return self.hyper._replace(learning_rate=0.03, momentum=0.0, weight_decay=0.02, beta1=beta1, flags=flags)
 
 
@@ -90,6 +95,28 @@ def rmsprop_row(name: str, flags: int = 0, alpha: float = 0.99, **options: Any) 
     return Row(name, RULE_RMSPROP, hyper, torch.optim.RMSprop, {"lr": 0.01, "alpha": alpha, **options})
 
 
+def nadam_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
+    hyper = Hyper(
+        0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.999, 1e-8, options.get("momentum_decay", 4e-3), flags
+    )
+    return Row(name, RULE_NADAM, hyper, torch.optim.NAdam, {"lr": 0.01, "betas": (beta1, 0.999), **options})
+
+
+def radam_row(name: str, flags: int = 0, betas: tuple[float, float] = (0.9, 0.999), **options: Any) -> Row:
+    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), *betas, 1e-8, 0.0, flags)
+    return Row(name, RULE_RADAM, hyper, torch.optim.RAdam, {"lr": 0.01, "betas": betas, **options})
+
+
+def adamax_row(name: str, flags: int = 0, beta1: float = 0.9, **options: Any) -> Row:
+    hyper = Hyper(0.01, 0.0, 0.0, options.get("weight_decay", 0.0), beta1, 0.99, 1e-8, 0.0, flags)
+    return Row(name, RULE_ADAMAX, hyper, torch.optim.Adamax, {"lr": 0.01, "betas": (beta1, 0.99), **options})
+
+
+def adadelta_row(name: str, flags: int = 0, rho: float = 0.9, **options: Any) -> Row:
+    hyper = Hyper(0.5, 0.0, 0.0, options.get("weight_decay", 0.0), 0.0, rho, 1e-6, 0.0, flags)
+    return Row(name, RULE_ADADELTA, hyper, torch.optim.Adadelta, {"lr": 0.5, "rho": rho, **options})
+
+
 SGD_ROWS = (
     sgd_row("sgd"),
     sgd_row("sgd-decay", weight_decay=0.01),
@@ -111,6 +138,9 @@ ADAM_ROWS = (
     adam_row("adamw", HYPER_DECOUPLED, weight_decay=0.1),
     adam_row("adamw-without-decay", HYPER_DECOUPLED),
     adam_row("adamw-low-beta1-maximize", HYPER_DECOUPLED | HYPER_MAXIMIZE, beta1=0.3, weight_decay=0.1, maximize=True),
+    adam_row("amsgrad", HYPER_AMSGRAD, amsgrad=True),
+    adam_row("amsgrad-decay-maximize", HYPER_AMSGRAD | HYPER_MAXIMIZE, amsgrad=True, weight_decay=0.1, maximize=True),
+    adam_row("amsgrad-adamw", HYPER_AMSGRAD | HYPER_DECOUPLED, amsgrad=True, weight_decay=0.1),
 )
 ADAGRAD_ROWS = (
     adagrad_row("adagrad"),
@@ -125,7 +155,33 @@ RMSPROP_ROWS = (
     rmsprop_row("rmsprop-centered-low-alpha", HYPER_CENTERED, alpha=0.4, centered=True),
     rmsprop_row("rmsprop-all", HYPER_CENTERED | HYPER_MAXIMIZE, momentum=0.9, centered=True, weight_decay=0.01, maximize=True),
 )
-ROOT_ROWS = ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS  # the rules that take a square root
+NADAM_ROWS = (
+    nadam_row("nadam"),
+    nadam_row("nadam-decay-low-beta1", beta1=0.3, weight_decay=0.1),
+    nadam_row("nadam-no-momentum-decay", momentum_decay=0.0),
+    nadam_row("nadam-momentum-decay-maximize", HYPER_MAXIMIZE, momentum_decay=0.5, maximize=True),
+    nadam_row("nadamw", HYPER_DECOUPLED, weight_decay=0.1, decoupled_weight_decay=True),
+)
+RADAM_ROWS = (
+    radam_row("radam"),
+    radam_row("radam-decay-early", betas=(0.3, 0.8), weight_decay=0.1),
+    radam_row("radam-never-rectified", betas=(0.9, 0.5)),
+    radam_row("radam-maximize", HYPER_MAXIMIZE, maximize=True),
+    radam_row("radamw", HYPER_DECOUPLED, weight_decay=0.1, decoupled_weight_decay=True),
+)
+ADAMAX_ROWS = (
+    adamax_row("adamax"),
+    adamax_row("adamax-decay-low-beta1", beta1=0.3, weight_decay=0.1),
+    adamax_row("adamax-maximize", HYPER_MAXIMIZE, maximize=True),
+)
+ADADELTA_ROWS = (
+    adadelta_row("adadelta"),
+    adadelta_row("adadelta-decay-low-rho", rho=0.4, weight_decay=0.01),
+    adadelta_row("adadelta-maximize", HYPER_MAXIMIZE, maximize=True),
+)
+ROOT_ROWS = (
+    ADAM_ROWS + ADAGRAD_ROWS + RMSPROP_ROWS + NADAM_ROWS + RADAM_ROWS + ADAMAX_ROWS + ADADELTA_ROWS
+)  # the rules that take a square root
 ALL_ROWS = SGD_ROWS + ROOT_ROWS
 ROWS = pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.name)
 

@@ -20,6 +20,7 @@ from tests.support import processes
 STEPS = 200
 BATCH = 16
 
+SAME_BITS = ("sgd", "sgd-decay", "momentum", "dampening", "nesterov", "maximize")
 # Every optimizer that the fold runs: a row here is covered by all tests of the table.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -38,6 +39,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop-momentum": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9),
     "rmsprop-centered": lambda p: torch.optim.RMSprop(p, lr=0.005, centered=True),
     "rmsprop-all": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9, centered=True, weight_decay=0.01),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adam-maximize": lambda p: torch.optim.Adam(p, lr=0.001, maximize=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
+    "nadam-decays": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.01, momentum_decay=0.1),
+    "nadam-decoupled": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "radam-early": lambda p: torch.optim.RAdam(p, lr=0.002, betas=(0.8, 0.9), weight_decay=0.01),
+    "radam-decoupled": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adamax-decay": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adadelta-decay": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, weight_decay=0.01),
 }
 
 
@@ -57,6 +71,10 @@ def _model(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
     )
+
+
+class _OwnSGD(torch.optim.SGD):
+    """A class of the user's own, whose arithmetic may be another."""
 
 
 def _batches(steps: int, size: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -94,7 +112,7 @@ def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     # Torch's vector square root is an ulp off at times (tests/kernels/update/test_fold_torch.py has the bits with an exact
     # one); centered, the root is taken of a small difference, which makes more of it: 1.02e-6 has been seen.
     assert difference < (2e-6 if name == "rmsprop-centered" else 1e-6)
-    if not name.startswith(("ada", "rmsprop")):
+    if name in SAME_BITS:
         assert difference == 0.0, "SGD is bit for bit"
 
 
@@ -345,7 +363,22 @@ def test_param_groups_keep_their_own_hyper_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sgd", "momentum", "adam", "adamw", "adagrad-decays", "adagrad-initial", "rmsprop", "rmsprop-all"]
+    "name",
+    [
+        "sgd",
+        "momentum",
+        "adam",
+        "adamw",
+        "adamw-amsgrad",
+        "adagrad-decays",
+        "adagrad-initial",
+        "rmsprop",
+        "rmsprop-all",
+        "nadam-decays",
+        "radam-early",
+        "adamax-decay",
+        "adadelta-decay",
+    ],
 )
 def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
     batches = _batches(20, BATCH)
@@ -419,6 +452,92 @@ def test_an_option_that_needs_state_which_is_not_kept_is_refused_by_name() -> No
             _train(model, optimizer, _batches(1, BATCH))
 
 
+def test_groups_with_and_without_amsgrad() -> None:
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        first, *rest = model.parameters()
+        return [{"params": [first], "amsgrad": True}, {"params": rest}]
+
+    plain, model = _model(), _model()
+    expected = torch.optim.AdamW(groups(plain), lr=0.01)
+    _train(plain, expected, _batches(50, BATCH))
+    with fastps.DistributedOptimizer(torch.optim.AdamW(groups(model), lr=0.01)) as optimizer:
+        _train(model, optimizer, _batches(50, BATCH))
+        saved = optimizer.state_dict()["state"]
+        assert {index: set(entry) for index, entry in saved.items()} == {
+            index: set(entry) for index, entry in expected.state_dict()["state"].items()
+        }
+    assert _difference(model, plain) < 1e-6
+
+
+def test_nadams_product_of_momenta_has_the_bits_of_torch() -> None:
+    plain, model = _model(), _model()
+    expected = OPTIMIZERS["nadam"](plain.parameters())
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        for steps in (1, 2, 60):
+            _train(plain, expected, _batches(steps, BATCH))
+            _train(model, optimizer, _batches(steps, BATCH))
+            found, theirs = optimizer.state_dict()["state"][0], expected.state_dict()["state"][0]
+            assert found["mu_product"].dtype == theirs["mu_product"].dtype
+            assert found["mu_product"] == theirs["mu_product"]
+
+
+def test_nadams_betas_must_stay_as_they_are() -> None:
+    """The product of momenta is computed from them and the count of steps, so a change is refused and not computed wrongly."""
+    model = _model()
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        _train(model, optimizer, _batches(2, BATCH))
+        optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+        with pytest.raises(
+            fastps.UnsupportedError, match="betas changed after the first step, and nadam computes state from it"
+        ):
+            _train(model, optimizer, _batches(1, BATCH))
+
+
+def test_nadams_state_of_changed_betas_is_refused_when_wrapped_and_when_loaded() -> None:
+    plain, model = _model(), _model()
+    changed = OPTIMIZERS["nadam"](plain.parameters())
+    _train(plain, changed, _batches(2, BATCH))
+    changed.param_groups[0]["betas"] = (0.8, 0.999)
+    with pytest.raises(
+        fastps.UnsupportedError, match=r"expected mu_product .* after 2 steps with these betas and momentum_decay"
+    ):
+        fastps.DistributedOptimizer(changed)
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        with pytest.raises(fastps.UnsupportedError, match="expected mu_product"):
+            optimizer.load_state_dict(changed.state_dict())
+        _train(model, optimizer, _batches(2, BATCH))
+
+
+def test_radams_betas_may_change_at_any_step() -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        for step, batch in enumerate(_batches(20, BATCH)):
+            optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * step, 0.9)
+            _train(model, optimizer, [batch])
+
+    plain, model = _model(), _model()
+    run(plain, OPTIMIZERS["radam"](plain.parameters()))
+    with fastps.DistributedOptimizer(OPTIMIZERS["radam"](model.parameters())) as optimizer:
+        run(model, optimizer)
+    assert _difference(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("option", "level"), [("foreach", "INFO"), ("fused", "INFO"), ("capturable", "INFO"), ("differentiable", "WARNING")]
+)
+def test_options_of_how_torch_runs_an_optimizer_are_said_to_have_no_effect(
+    option: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = _model(), _model()
+    _train(plain, torch.optim.Adam(plain.parameters(), lr=0.01), _batches(20, BATCH))
+    made = torch.optim.Adam(model.parameters(), lr=0.01, **{option: True})  # type: ignore[arg-type]
+    with caplog.at_level("INFO", "fastps.torch"), fastps.DistributedOptimizer(made) as optimizer:
+        _train(model, optimizer, _batches(20, BATCH))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "fastps.torch"]
+    assert [name for name, _ in said] == [level]
+    assert f"Adam({option}=True) has no effect" in said[0][1]
+    assert _difference(model, plain) < 1e-6
+
+
 def test_a_grad_scaler_unscales_and_skips() -> None:
     model = _model()
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
@@ -479,9 +598,12 @@ def test_loading_weights_before_the_first_step_is_fine() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: torch.optim.Rprop(p), "RMSprop or a fastps.RuleOptimizer, found .*Rprop"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
+        (lambda p: _OwnSGD(p, lr=0.1), r"Adadelta or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not know"),
+        (lambda p: torch.optim.Rprop(p), r"Rprop is not supported, because .*use Adam or RMSprop"),
+        (lambda p: torch.optim.LBFGS(p), r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
+        (lambda p: torch.optim.ASGD(p), r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
+        (lambda p: torch.optim.SparseAdam(list(p)), r"SparseAdam is not supported, because .*sparse=False"),
+        (lambda p: torch.optim.Adafactor(p), r"Adafactor is not supported, because .*whole tensors.*use AdamW"),
     ],
 )
 def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any], torch.optim.Optimizer], message: str) -> None:

@@ -321,7 +321,9 @@ def doctor(
         typer.Option(metavar="PARAMETERS", help="Also show what an arena for so many parameters takes, such as 25e6."),
     ] = None,
     workers: Workers = 4,
-    optimizer: Annotated[str, typer.Option(help="With --model-size: sgd, momentum, adam, adamw, adagrad, rmsprop.")] = "sgd",
+    optimizer: Annotated[
+        str, typer.Option(help="With --model-size: sgd, momentum, adam, amsgrad, ...; a wrong name lists all.")
+    ] = "sgd",
     sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
     nodes: Annotated[
         bool, typer.Option("--nodes", help="Measure the links between nodes instead; implied by --nnodes or --rendezvous.")

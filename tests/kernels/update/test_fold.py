@@ -353,3 +353,19 @@ def test_the_compiled_fused_multiply_add_rounds_once(isa: str) -> None:
     arguments = ([(0, 1000, 0)], pushes, weights, np.zeros((0, 1000), np.float32), np.zeros(1, np.int64))
     found, _, _ = compiled.fold(RULE_SGD, FOLD_SUM, *arguments, instruction_set=isa)
     assert np.array_equal(bits(found), bits(weights))
+
+
+@pytest.mark.parametrize(("beta1", "decay"), [(0.9, 4e-3), (0.99, 0.0), (0.5, 0.5), (0.0, 4e-3)])
+def test_nadams_product_of_momenta_has_the_bits_of_one_product_a_step_in_any_order_of_asking(
+    beta1: float, decay: float
+) -> None:
+    """A thread keeps its last products: counts that rise, fall and repeat, and other momenta between them, give the same."""
+    product, expected = np.float32(1), [1.0]
+    for step in range(1, 3001):
+        product = product * np.float32(reference.momentum(beta1, decay, step))
+        expected.append(float(product))
+    asked = np.random.default_rng(0).integers(0, 3001, 500).tolist()
+    for steps in [*range(200), *asked, 3000, 2999, 3000, 1, 0]:
+        assert compiled.mu_product(beta1, decay, steps) == expected[steps], steps
+        compiled.mu_product(0.8, 0.1 * (steps % 11), steps)
+    assert compiled.mu_product(beta1, decay, 10**12) == expected[3000], "it stands still, and the loop ends"

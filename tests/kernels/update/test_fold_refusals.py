@@ -50,7 +50,7 @@ def test_as_many_pushes_as_may_be_are_folded() -> None:
         assert_same_bits(job.fold(mode, "auto"), job.fold_by_reference(mode), mode)
 
 
-@pytest.mark.parametrize("rule", [-1, 5])
+@pytest.mark.parametrize("rule", [-1, 9])
 def test_an_unknown_rule_is_refused(rule: int) -> None:
     refused("status -2", rule=rule)
 
