@@ -109,7 +109,8 @@ class Hypers:
         names = () if isinstance(self._rule, UserRule) else UPDATE_RULES[self._rule.name].fixed_options
         now = [{name: group[name] for name in names} for group in groups]
         before = self._fixed = self._fixed if self._fixed is not None else now
-        changed = [name for old, new in zip(before, now, strict=True) for name in names if old[name] != new[name]]
+        # The push refuses another number of groups.
+        changed = [name for old, new in zip(before, now, strict=False) for name in names if old[name] != new[name]]
         if changed:
             raise UnsupportedError(
                 f"{changed[0]} changed after the first step, and {self._rule.name} computes state from it and the number of"

@@ -43,7 +43,7 @@ def _requests(port: int, length: int = 4, timeout_s: float = 60.0) -> Requests:
     """The requests of node 1 that come from now on."""
     home = _side(port, 0, length, timeout_s)
     found = home.requests(1)
-    found.epoch = int(home.store(5.0).add(home.epoch_key(1), 0))
+    found.epoch = int(home.store(60.0).add(home.epoch_key(1), 0))
     return found
 
 
@@ -91,7 +91,7 @@ def test_node_that_says_nothing_is_not_refused(port: int) -> None:
     with ThreadPoolExecutor(1) as pool:
         home = pool.submit(_answer, _requests(port, timeout_s=20.0), lambda edge: None)
         node = _side(port, 1)
-        store = node.store(5.0)
+        store = node.store(60.0)
         epoch = int(store.add(node.epoch_key(1), 2))  # a later request waits for a shorter time
         edge = node.open(store, 1, epoch, 1, 5.0)
         with pytest.raises(LinkLostError) as caught:
