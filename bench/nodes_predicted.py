@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--sync", default=SPECS, help="disciplines, separated by commas; the first one is recorded")
     parser.add_argument("--rates", default=",".join(map(str, RATES_MBIT)), help="Mbit/s of the links; 0: as they are")
     parser.add_argument("--parameters", type=float, default=2.5e6)
-    parser.add_argument("--compute-ms", type=float, default=50.0, help="for which a worker sleeps in each step")
+    parser.add_argument("--compute-ms", type=float, default=50.0, help="how long a worker sleeps in each step")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - for stdout")

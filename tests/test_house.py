@@ -28,7 +28,7 @@ MODULES = {
     "fastps/store/lane_view": "tests/store/test_store.py",
     "fastps/store/start": "tests/checkpoint/test_checkpoint.py",
     "fastps/torch/on_device": "tests/torch/test_staged.py",
-    "fastps/torch/optimizer_state": "tests/torch/test_optimizer.py",
+    "fastps/torch/optimizer_state": "tests/torch/test_optimizer_options.py",
     "fastps/torch/placed": "tests/bench/test_gpu_check.py",
     "fastps/torch/placements": "tests/torch/test_staged.py",
     "fastps/training/progress": "tests/training/test_training.py",

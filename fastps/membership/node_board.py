@@ -170,7 +170,7 @@ class NodeBoard:
             _put(self._memory, _HEAD_BYTES + place * _ROW_BYTES, row._pack())
 
     def close(self) -> None:
-        """Answer no more. Those who have mapped the board keep its last rows."""
+        """Answer no more. A process that has mapped the board keeps its last rows."""
         self._listener.close()
         os.close(self._memfd)
         os.close(self._pidfd)

@@ -27,6 +27,15 @@ class Cluster:
         """The name of a machine's namespace."""
         return f"fastps-{self.tail}-{number}"
 
+    @property
+    def middle(self) -> str:
+        """The name of the namespace of the bridge."""
+        return self.namespace(self.count)
+
+    def port(self, number: int) -> str:
+        """The name of a machine's port at the bridge."""
+        return f"fp{self.tail}p{number}"
+
     def interface(self, number: int) -> str:
         """The name of a machine's interface."""
         return f"fp{self.tail}n{number}"
@@ -39,6 +48,14 @@ class Cluster:
     def command(self, number: int, command: Sequence[str]) -> list[str]:
         """The command that runs a program on a machine."""
         return ["ip", "netns", "exec", self.namespace(number), *command]
+
+    def limit(self, number: int, rate_mbit: int) -> None:
+        """Limit what a machine receives and sends to a rate; 0: as fast as the machine copies."""
+        for namespace, device in ((self.middle, self.port(number)), (self.namespace(number), self.interface(number))):
+            at = "-n", namespace, "qdisc"
+            subprocess.run(["tc", *at, "del", "dev", device, "root"], capture_output=True, check=False)
+            if rate_mbit:
+                _run("tc", *at, "replace", "dev", device, "root", *f"tbf rate {rate_mbit}mbit burst 64kb latency 50ms".split())
 
 
 def missing_reason() -> str:
@@ -57,7 +74,7 @@ def missing_reason() -> str:
 def cluster(count: int, rate_mbit: int = 0) -> Iterator[Cluster]:
     """Make the machines. `rate_mbit` limits each one's port in each direction; 0: as fast as the machine copies."""
     made = Cluster(secrets.token_hex(3), count)
-    middle = made.namespace(count)
+    middle = made.middle
     try:
         for number in range(count + 1):
             _run("ip", "netns", "add", made.namespace(number))
@@ -65,25 +82,23 @@ def cluster(count: int, rate_mbit: int = 0) -> Iterator[Cluster]:
         _run("ip", "-n", middle, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", middle, "link", "set", "br0", "up")
         for number in range(count):
-            _join(made, number, middle, rate_mbit)
+            _join(made, number)
+            if rate_mbit:
+                made.limit(number, rate_mbit)
         yield made
     finally:
         for number in range(count + 1):
             subprocess.run(["ip", "netns", "del", made.namespace(number)], capture_output=True, check=False)
 
 
-def _join(made: Cluster, number: int, middle: str, rate_mbit: int) -> None:
-    """Join a machine to the bridge, with a cable of this rate."""
-    own, port, name = made.interface(number), f"fp{made.tail}p{number}", made.namespace(number)
+def _join(made: Cluster, number: int) -> None:
+    """Join a machine to the bridge."""
+    own, port, name, middle = made.interface(number), made.port(number), made.namespace(number), made.middle
     _run("ip", "link", "add", own, "netns", name, "type", "veth", "peer", "name", port, "netns", middle)
     _run("ip", "-n", middle, "link", "set", port, "master", "br0")
     _run("ip", "-n", middle, "link", "set", port, "up")
     _run("ip", "-n", name, "addr", "add", f"{made.address(number)}/24", "dev", own)
     _run("ip", "-n", name, "link", "set", own, "up")
-    if rate_mbit:
-        shape = f"tbf rate {rate_mbit}mbit burst 64kb latency 50ms".split()
-        for namespace, device in ((middle, port), (name, own)):
-            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
 
 def _run(*words: str) -> None:

@@ -19,7 +19,8 @@ import fastps
 from fastps.job.secret import Secret
 from tests.fuzz.amount import SECONDS, SEED
 from tests.support import nodes, processes
-from tests.support.hostile_node import HostileNode, Job
+from tests.support.hostile_node import HostileNode
+from tests.support.raw_edge import Job
 
 SECRET = "a secret of the fuzz tests"
 FLOATS = 500

@@ -5,14 +5,11 @@ opens connections to the ports at which agents listen. What a member pushes and 
 """
 
 import contextlib
-import hashlib
-import json
 import math
 import random
 import re
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,24 +19,18 @@ from typing import Any
 
 import numpy as np
 import psutil
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from fastps.job.secret import Secret
 from fastps.job.update_rules import Hyper
-from fastps.network.edge import CHUNK_BYTES, chunk_ranges
-from fastps.network.gloo import GlooLink
-from fastps.network.link import Link, LinkLostError, Memory
+from fastps.network.edge import chunk_ranges
+from fastps.network.link import LinkLostError, Memory
 from fastps.network.messages import HEADER_BYTES, WIRE_VERSION, Header, Kind
-from fastps.network.rendezvous import LARGEST_MESSAGE
-from fastps.network.secret import EdgeName, mac
-from fastps.network.sums import Terms, pack
-from fastps.network.zeromq_link import ZeromqLink
+from tests.support.raw_edge import END_S, OPEN_S, UNTOUCHED, Job, RawEdge
 
 FIELDS = struct.Struct("<IHHIqd32sQQIQIqH")  # written down again: a peer does not share the other side's code
 MAGIC, MOST_WORKERS = 0x73704661, 1 << 20
 _TRIES = 3  # on a busy machine node 0 may end an edge before this process has said HELLO
-OPEN_S, ANSWER_S, END_S = 5.0, 10.0, 12.0
-UNTOUCHED = 0xA5
 EXTREMES = (
     0,
     1,
@@ -61,177 +52,6 @@ SENTENCE = re.compile(
     r"expected .*, found |was lost|was given no secret|has a secret, and a node did not prove|have different secrets"
     r"|have different layouts|did not prove within|sent [A-Z]+, which no leaf sends now|a reason of the test"
 )
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a hostile node knows of a job: all that the rendezvous says, and the secret."""
-
-    port: int
-    name: str
-    layout: str
-    link: str
-    secret: Secret | None
-    node: int
-
-    @staticmethod
-    def found(port: int, link: str, secret: Secret | None, node: int) -> "Job":
-        """Read the job's name and layout at the rendezvous, as soon as node 0 has made its optimizer."""
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        deadline = time.monotonic() + 60
-        while not (keys := [each for each in store.list_keys() if each.endswith("/layout")]):
-            assert time.monotonic() < deadline, "node 0 has not made its optimizer"
-            time.sleep(0.02)
-        key = keys[0]
-        name = key.removeprefix("fastps/").removesuffix("/layout")
-        return Job(port, name, store.get(key).decode(), link, secret, node)
-
-    @property
-    def digest(self) -> bytes:
-        """The digest that a HELLO needs."""
-        return hashlib.sha256(self.layout.encode()).digest()
-
-    @property
-    def groups(self) -> int:
-        """The number of parameter groups."""
-        return int(json.loads(self.layout)["groups"])
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return len(json.loads(self.layout)["parameters"])
-
-    @property
-    def floats(self) -> int:
-        """The number of floats of a sum, with padding to cache lines."""
-        last = json.loads(self.layout)["parameters"][-1]
-        return -(-(int(last["offset"]) + math.prod(last["shape"])) // 16) * 16
-
-    def terms(self, hyper: Hyper, *, present: bool = True) -> bytes:
-        """The terms of a sum."""
-        return pack(Terms([hyper] * self.groups, np.full(self.parameters, present)))
-
-
-class RawEdge:
-    """The node's side of an edge, without any rule. It keeps every header that comes, apart from beats."""
-
-    def __init__(self, job: Job, store: TCPStore, *, has_data: bool = True) -> None:
-        self.job = job
-        mine = PrefixStore(f"fastps/{job.name}", store)
-        self.epoch = int(mine.add(f"epoch/0-{job.node}", 1))
-        self._prefix = f"edge/0-{job.node}/{self.epoch}"
-        self.heard: list[Header] = []
-        self.is_over = threading.Event()
-        self._news = threading.Condition()
-        self._control = self._link(mine, "control", HEADER_BYTES)
-        self._data = None
-        thread = threading.Thread(target=self._listen, daemon=True)
-        thread.start()
-        if has_data:
-            try:
-                self._data = self._link(mine, "data", LARGEST_MESSAGE)
-            except LinkLostError:
-                self._control.close()
-                raise
-
-    def _link(self, store: Any, what: str, largest: int) -> Link:
-        name = f"{self._prefix}/{what}"
-        if self.job.link == "gloo":
-            return GlooLink(store, name, 1, "127.0.0.1", OPEN_S)
-        name = f"{self.job.name}/{name}"
-        return ZeromqLink(store, name, 1, "127.0.0.1", OPEN_S, secret=self.job.secret, largest=largest)
-
-    def _listen(self) -> None:
-        memory = np.zeros(HEADER_BYTES, np.uint8)
-        with contextlib.suppress(LinkLostError):
-            while True:
-                self._control.wait(self._control.receive(memory), OPEN_S)
-                header = Header.unpack(memory.tobytes())
-                if header.kind == Kind.BEAT:
-                    continue
-                with self._news:
-                    self.heard.append(header)
-                    self._news.notify_all()
-                if header.kind in (Kind.REFUSED, Kind.FAILED, Kind.REOPEN):
-                    break
-        with self._news:
-            self.is_over.set()
-            self._news.notify_all()
-
-    def hear(self, *kinds: Kind, timeout_s: float = ANSWER_S) -> Header | None:
-        """Wait for the first header of these kinds that was not returned before, or for the edge's end (None)."""
-        deadline = time.monotonic() + timeout_s
-        with self._news:
-            while True:
-                for at, header in enumerate(self.heard):
-                    if header.kind in kinds:
-                        return self.heard.pop(at)
-                left_s = deadline - time.monotonic()
-                if self.is_over.is_set():
-                    return None
-                assert left_s > 0, f"no answer of {[kind.name for kind in kinds]} within {timeout_s:g} s, heard {self.heard}"
-                self._news.wait(left_s)
-
-    def send(self, header: "Header | bytes") -> None:
-        """Send 512 bytes."""
-        data = header if isinstance(header, bytes) else header.pack()
-        with contextlib.suppress(LinkLostError):
-            self._control.wait(self._control.send(np.frombuffer(data, np.uint8).copy()), ANSWER_S)
-
-    def send_floats(self, messages: list[Memory]) -> None:
-        """Send messages on the other link."""
-        assert self._data is not None
-        with contextlib.suppress(LinkLostError):
-            for transfer in [self._data.send(message) for message in messages]:
-                self._data.wait(transfer, ANSWER_S)
-
-    def receive_floats(self, floats: int) -> Memory | None:
-        """Receive a model; None if the edge is lost."""
-        assert self._data is not None
-        memory = np.zeros(4 * floats, np.uint8)
-        try:
-            for first, last in chunk_ranges(0, floats):
-                self._data.wait(self._data.receive(memory[4 * first : 4 * last]), ANSWER_S)
-        except LinkLostError:
-            return None
-        return memory
-
-    def bait(self) -> Memory:
-        """Memory that the first floats of node 0 would overwrite."""
-        memory = np.full(min(4 * self.job.floats, CHUNK_BYTES), UNTOUCHED, np.uint8)
-        with contextlib.suppress(LinkLostError):
-            if self._data is not None:
-                self._data.receive(memory)
-        return memory
-
-    def close(self) -> None:
-        """Close both links."""
-        self._control.close()
-        if self._data is not None:
-            self._data.close()
-
-    # -- the secret --------------------------------------------------------------------------------
-
-    def name(self) -> EdgeName:
-        """What a proof is about."""
-        return EdgeName(self.job.name, 0, self.job.node, self.epoch, self.job.digest)
-
-    def proof(self, nonces: bytes, secret: Secret) -> Header:
-        """The leaf's proof."""
-        name = self.name()
-        code = mac(secret, "edge", "leaf", nonces, name.job, 0, name.node, name.epoch, name.layout)
-        return Header(Kind.PROOF, layout=name.layout, text=code)
-
-    def prove(self) -> None:
-        """Prove the secret, if there is one, and expect that node 0 proves it, too."""
-        if self.job.secret is None:
-            return
-        own = bytes(range(32))
-        self.send(Header(Kind.CHALLENGE, layout=self.job.digest, text=own.hex()))
-        found = self.hear(Kind.CHALLENGE)
-        assert found is not None, "node 0 did not answer a correct challenge"
-        self.send(self.proof(own + bytes.fromhex(found.text), self.job.secret))
-        assert self.hear(Kind.PROOF) is not None, f"node 0 refused a correct proof: {self.heard}"
 
 
 @dataclass

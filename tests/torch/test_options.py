@@ -7,7 +7,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fastps
-from tests.torch.test_optimizer import BATCH, _batches, _difference, _model, _train, alone  # noqa: F401 - a fixture of both files
+from tests.support.torch_optimizers import (
+    BATCH,
+    alone,  # noqa: F401 - a fixture
+    batches_of,
+    new_model,
+    relative_difference,
+    train_on,
+)
 
 
 @fastps.rule(state=("buffer",), hyper=("learning_rate", "momentum"))
@@ -17,13 +24,13 @@ def momentum_rule(weight: float, gradient: float, buffer: float, learning_rate: 
 
 
 def test_a_users_rule_of_the_same_arithmetic_equals_torch_under_a_scheduler() -> None:
-    plain, model = _model(), _model()
-    batches = _batches(25, BATCH)
+    plain, model = new_model(), new_model()
+    batches = batches_of(25, BATCH)
 
     def train(model: torch.nn.Module, optimizer: Any) -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for _ in range(2):
-            _train(model, optimizer, batches)
+            train_on(model, optimizer, batches)
             scheduler.step()
 
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
@@ -31,11 +38,11 @@ def test_a_users_rule_of_the_same_arithmetic_equals_torch_under_a_scheduler() ->
     with fastps.DistributedOptimizer(inner, sync="bsp", model=model) as optimizer:
         train(model, optimizer)
         assert list(optimizer.state_dict()["state"][0]) == ["step", "buffer"]
-    assert _difference(model, plain) < 1e-5
+    assert relative_difference(model, plain) < 1e-5
 
 
 def test_a_rule_optimizer_says_what_it_misses_and_does_not_step_by_itself() -> None:
-    model = _model()
+    model = new_model()
     with pytest.raises(TypeError, match=r"expected the hyper-parameters lr, momentum, found lr"):
         fastps.RuleOptimizer(model.parameters(), momentum_rule, learning_rate=0.05)
     with pytest.raises(fastps.UsageError, match="wrap it in"):
@@ -43,8 +50,8 @@ def test_a_rule_optimizer_says_what_it_misses_and_does_not_step_by_itself() -> N
 
 
 def test_each_push_is_clipped_to_a_global_norm_as_torch_clips_it() -> None:
-    plain, model = _model(), _model()
-    batches = _batches(30, BATCH)
+    plain, model = new_model(), new_model()
+    batches = batches_of(30, BATCH)
     optimizer_of_plain = torch.optim.SGD(plain.parameters(), lr=0.5)
     for inputs, labels in batches:
         optimizer_of_plain.zero_grad()
@@ -52,38 +59,38 @@ def test_each_push_is_clipped_to_a_global_norm_as_torch_clips_it() -> None:
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         optimizer_of_plain.step()
     for sync in ("bsp,clip=0.1", "bsp,clip=0.1,shards=3"):
-        model = _model()
+        model = new_model()
         with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), sync=sync, model=model) as optimizer:
-            _train(model, optimizer, batches)
-        assert _difference(model, plain) < 1e-5, sync
+            train_on(model, optimizer, batches)
+        assert relative_difference(model, plain) < 1e-5, sync
 
 
 @pytest.mark.parametrize("sync", ["bsp", "bsp,shards=3"])
 def test_the_average_of_the_weights_is_that_of_torchs_averaged_model(sync: str) -> None:
-    plain, model = _model(), _model()
-    batches = _batches(30, BATCH)
+    plain, model = new_model(), new_model()
+    batches = batches_of(30, BATCH)
     averaged = torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     averaged.update_parameters(plain)
     optimizer_of_plain = torch.optim.SGD(plain.parameters(), lr=0.05)
     for batch in batches:
-        _train(plain, optimizer_of_plain, [batch])
+        train_on(plain, optimizer_of_plain, [batch])
         averaged.update_parameters(plain)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     with fastps.DistributedOptimizer(inner, sync=f"{sync},ema=0.9", model=model) as optimizer:
-        _train(model, optimizer, batches)
+        train_on(model, optimizer, batches)
         places = [parameter.data_ptr() for parameter in model.parameters()]
         with optimizer.averaged_weights():
-            assert _difference(model, averaged.module) < 1e-6
+            assert relative_difference(model, averaged.module) < 1e-6
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 def test_a_global_schedule_counts_the_jobs_updates_not_the_workers_steps() -> None:
-    model = _model()
+    model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.5)
     with fastps.DistributedOptimizer(inner, sync="asp", model=model) as optimizer:
         schedule = fastps.exponential_decay(optimizer, 0.1, updates=10)
-        for batch in _batches(10, BATCH):
-            _train(model, optimizer, [batch])
+        for batch in batches_of(10, BATCH):
+            train_on(model, optimizer, [batch])
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
         with pytest.raises(ValueError, match="found decay=0, updates=1"):
@@ -91,7 +98,7 @@ def test_a_global_schedule_counts_the_jobs_updates_not_the_workers_steps() -> No
 
 
 def test_batches_follow_the_size_that_the_grant_carries() -> None:
-    model = _model()
+    model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(inner, sync="r2sp:0.8,tune=true", model=model, batch_size=4) as optimizer:
         data = torch.utils.data.TensorDataset(torch.randn(50, 13), torch.randint(3, (50,)))
@@ -99,41 +106,41 @@ def test_batches_follow_the_size_that_the_grant_carries() -> None:
         sizes = []
         for inputs, labels in loader:
             sizes.append(len(labels))
-            _train(model, optimizer, [(inputs, labels)])
+            train_on(model, optimizer, [(inputs, labels)])
         assert sum(sizes) == 50
         assert sizes[0] == 4
         assert optimizer.batch_size >= 4
-    with fastps.DistributedOptimizer(torch.optim.SGD(_model().parameters(), lr=0.1)) as optimizer:
+    with fastps.DistributedOptimizer(torch.optim.SGD(new_model().parameters(), lr=0.1)) as optimizer:
         with pytest.raises(ValueError, match="batch_size"):
             fastps.BatchSampler(50, optimizer)
 
 
 def test_a_scheme_that_counts_samples_asks_for_them_by_name() -> None:
-    model = _model()
+    model = new_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(inner, sync="hardsync:64", model=model) as optimizer:
         with pytest.raises(fastps.UsageError, match=r"report_loss\(loss, samples\)"):
-            _train(model, optimizer, _batches(1, BATCH))
+            train_on(model, optimizer, batches_of(1, BATCH))
 
 
 def test_hardsync_scales_the_learning_rate_by_the_root_of_samples_over_reference() -> None:
-    plain, model = _model(), _model()
-    batches = _batches(20, BATCH)
-    _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1 * 0.5), batches)  # sqrt(16 / 64)
+    plain, model = new_model(), new_model()
+    batches = batches_of(20, BATCH)
+    train_on(plain, torch.optim.SGD(plain.parameters(), lr=0.1 * 0.5), batches)  # sqrt(16 / 64)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with fastps.DistributedOptimizer(inner, sync="hardsync:64", model=model, batch_size=BATCH) as optimizer:
-        _train(model, optimizer, batches)
-    assert _difference(model, plain) < 1e-6
+        train_on(model, optimizer, batches)
+    assert relative_difference(model, plain) < 1e-6
 
 
 def test_step_hooks_run_as_torch_runs_them() -> None:
-    model, calls = _model(), []
+    model, calls = new_model(), []
     with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
         optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-        _train(model, optimizer, _batches(1, BATCH))
+        train_on(model, optimizer, batches_of(1, BATCH))
         assert (calls, optimizer.version) == (["before", "after"], 1)
         remove = register_optimizer_step_post_hook(lambda *_: calls.append("everywhere"))
-        _train(model, optimizer, _batches(1, BATCH))
+        train_on(model, optimizer, batches_of(1, BATCH))
         remove.remove()
         assert "everywhere" in calls[2:]

@@ -1,0 +1,81 @@
+"""A small model, its batches, and every torch optimizer that the fold runs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+STEPS = 200
+BATCH = 16
+
+SAME_BITS = ("sgd", "sgd-decay", "momentum", "dampening", "nesterov", "maximize")
+# Every optimizer that the fold runs: a row here is covered by all tests of the table.
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "sgd-decay": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.001, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adagrad-decays": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, weight_decay=0.01),
+    "adagrad-initial": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005),
+    "rmsprop-momentum": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9),
+    "rmsprop-centered": lambda p: torch.optim.RMSprop(p, lr=0.005, centered=True),
+    "rmsprop-all": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.9, centered=True, weight_decay=0.01),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adam-maximize": lambda p: torch.optim.Adam(p, lr=0.001, maximize=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
+    "nadam-decays": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.01, momentum_decay=0.1),
+    "nadam-decoupled": lambda p: torch.optim.NAdam(p, lr=0.005, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "radam-early": lambda p: torch.optim.RAdam(p, lr=0.002, betas=(0.8, 0.9), weight_decay=0.01),
+    "radam-decoupled": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "adamax-decay": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adadelta-decay": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, weight_decay=0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables; one thread, so that sums have one order."""
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def new_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(13, 17), torch.nn.Tanh(), torch.nn.Linear(17, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
+    )
+
+
+def batches_of(steps: int, size: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 13, generator=generator), torch.randint(3, (size,), generator=generator)) for _ in range(steps)]
+
+
+def train_on(model: torch.nn.Module, optimizer: Any, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def relative_difference(model: torch.nn.Module, expected: torch.nn.Module) -> float:
+    """Greatest absolute difference over the greatest absolute weight."""
+    ours = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    theirs = torch.nn.utils.parameters_to_vector(expected.parameters()).detach()
+    return float((ours - theirs).abs().max() / theirs.abs().max())

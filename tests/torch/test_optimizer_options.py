@@ -1,0 +1,189 @@
+"""The state and the options of torch's optimizers: what state_dict has, what may change, and what has no effect."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support.torch_optimizers import (
+    BATCH,
+    OPTIMIZERS,
+    alone,  # noqa: F401 - a fixture
+    batches_of,
+    new_model,
+    relative_difference,
+    train_on,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sgd",
+        "momentum",
+        "adam",
+        "adamw",
+        "adamw-amsgrad",
+        "adagrad-decays",
+        "adagrad-initial",
+        "rmsprop",
+        "rmsprop-all",
+        "nadam-decays",
+        "radam-early",
+        "adamax-decay",
+        "adadelta-decay",
+    ],
+)
+def test_state_dict_loads_into_plain_torch_and_back(name: str) -> None:
+    batches = batches_of(20, BATCH)
+    plain, model, resumed = new_model(), new_model(), new_model()
+    train_on(plain, OPTIMIZERS[name](plain.parameters()), batches)
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters())) as optimizer:
+        train_on(model, optimizer, batches[:10])
+        saved = copy.deepcopy(optimizer.state_dict())
+    torch_optimizer = OPTIMIZERS[name](model.parameters())
+    torch_optimizer.load_state_dict(saved)
+    resumed.load_state_dict(model.state_dict())
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](resumed.parameters())) as optimizer:
+        optimizer.load_state_dict(copy.deepcopy(torch_optimizer.state_dict()))
+        train_on(resumed, optimizer, batches[10:])
+    train_on(model, torch_optimizer, batches[10:])
+    assert relative_difference(model, plain) < 1e-6
+    assert relative_difference(resumed, plain) < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "sgd"])
+def test_state_dict_has_the_keys_of_plain_torch(name: str) -> None:
+    plain, model = new_model(), new_model()
+    expected = OPTIMIZERS[name](plain.parameters())
+    train_on(plain, expected, batches_of(3, BATCH))
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters())) as optimizer:
+        train_on(model, optimizer, batches_of(3, BATCH))
+        found = optimizer.state_dict()["state"]
+    for index, entry in expected.state_dict()["state"].items():
+        theirs = {key for key, value in entry.items() if value is not None}
+        assert set(found.get(index, {})) == theirs
+        if "step" in theirs:
+            assert found[index]["step"] == entry["step"]
+
+
+def test_a_state_dict_of_adagrad_before_its_first_step_loads_both_ways() -> None:
+    plain, model = new_model(), new_model()
+    expected = torch.optim.Adagrad(plain.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    made = torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    with fastps.DistributedOptimizer(made) as optimizer:
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["state"][0]["step"] == 0 and float(saved["state"][0]["sum"].min()) == np.float32(0.1)
+        optimizer.load_state_dict(saved)
+        train_on(model, optimizer, batches_of(10, BATCH))
+    expected.load_state_dict(saved)
+    train_on(plain, expected, batches_of(10, BATCH))
+    assert relative_difference(model, plain) < 1e-6
+
+
+def _rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
+    first, second, *rest = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": [second], "centered": True}, {"params": rest}]
+    return torch.optim.RMSprop(groups, lr=0.002)
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return torch.optim.AdamW([{"params": [first], "amsgrad": True}, {"params": rest}], lr=0.01)
+
+
+@pytest.mark.parametrize("make", [_rmsprop, _adamw])
+def test_groups_with_and_without_an_option_keep_different_state(
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer],
+) -> None:
+    plain, model = new_model(), new_model()
+    expected = make(plain)
+    train_on(plain, expected, batches_of(50, BATCH))
+    with fastps.DistributedOptimizer(make(model)) as optimizer:
+        train_on(model, optimizer, batches_of(50, BATCH))
+        saved = optimizer.state_dict()["state"]
+        assert {index: set(entry) for index, entry in saved.items()} == {
+            index: set(entry) for index, entry in expected.state_dict()["state"].items()
+        }
+    assert relative_difference(model, plain) < 1e-6
+
+
+def test_an_option_that_needs_state_which_is_not_kept_is_refused_by_name() -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(torch.optim.RMSprop(model.parameters(), lr=0.002)) as optimizer:
+        optimizer.param_groups[0]["centered"] = True
+        with pytest.raises(fastps.UnsupportedError, match="centered was off when the optimizer was wrapped"):
+            train_on(model, optimizer, batches_of(1, BATCH))
+
+
+def test_nadams_product_of_momenta_has_the_bits_of_torch() -> None:
+    plain, model = new_model(), new_model()
+    expected = OPTIMIZERS["nadam"](plain.parameters())
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        for steps in (1, 2, 60):
+            train_on(plain, expected, batches_of(steps, BATCH))
+            train_on(model, optimizer, batches_of(steps, BATCH))
+            found, theirs = optimizer.state_dict()["state"][0], expected.state_dict()["state"][0]
+            assert found["mu_product"].dtype == theirs["mu_product"].dtype
+            assert found["mu_product"] == theirs["mu_product"]
+
+
+def test_nadams_betas_must_stay_as_they_are() -> None:
+    """The product of momenta is computed from them and the count of steps, so a change is refused and not computed wrongly."""
+    model = new_model()
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        train_on(model, optimizer, batches_of(2, BATCH))
+        optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+        with pytest.raises(
+            fastps.UnsupportedError, match="betas changed after the first step, and nadam computes state from it"
+        ):
+            train_on(model, optimizer, batches_of(1, BATCH))
+
+
+def test_nadams_state_of_changed_betas_is_refused_when_wrapped_and_when_loaded() -> None:
+    plain, model = new_model(), new_model()
+    changed = OPTIMIZERS["nadam"](plain.parameters())
+    train_on(plain, changed, batches_of(2, BATCH))
+    changed.param_groups[0]["betas"] = (0.8, 0.999)
+    with pytest.raises(
+        fastps.UnsupportedError, match=r"expected mu_product .* after 2 steps with these betas and momentum_decay"
+    ):
+        fastps.DistributedOptimizer(changed)
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters())) as optimizer:
+        with pytest.raises(fastps.UnsupportedError, match="expected mu_product"):
+            optimizer.load_state_dict(changed.state_dict())
+        train_on(model, optimizer, batches_of(2, BATCH))
+
+
+def test_radams_betas_may_change_at_any_step() -> None:
+    def run(model: torch.nn.Module, optimizer: Any) -> None:
+        for step, batch in enumerate(batches_of(20, BATCH)):
+            optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * step, 0.9)
+            train_on(model, optimizer, [batch])
+
+    plain, model = new_model(), new_model()
+    run(plain, OPTIMIZERS["radam"](plain.parameters()))
+    with fastps.DistributedOptimizer(OPTIMIZERS["radam"](model.parameters())) as optimizer:
+        run(model, optimizer)
+    assert relative_difference(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("option", "level"), [("foreach", "INFO"), ("fused", "INFO"), ("capturable", "INFO"), ("differentiable", "WARNING")]
+)
+def test_options_of_how_torch_runs_an_optimizer_are_said_to_have_no_effect(
+    option: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = new_model(), new_model()
+    train_on(plain, torch.optim.Adam(plain.parameters(), lr=0.01), batches_of(20, BATCH))
+    made = torch.optim.Adam(model.parameters(), lr=0.01, **{option: True})  # type: ignore[arg-type]
+    with caplog.at_level("INFO", "fastps.torch"), fastps.DistributedOptimizer(made) as optimizer:
+        train_on(model, optimizer, batches_of(20, BATCH))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "fastps.torch"]
+    assert [name for name, _ in said] == [level]
+    assert f"Adam({option}=True) has no effect" in said[0][1]
+    assert relative_difference(model, plain) < 1e-6
