@@ -9,23 +9,23 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.policy import Policy
-from fastps.job.update_rules import Rule
+from fastps.job.update_rules import UPDATE_RULES, Rule
 from fastps.kernels.shm import arena
-from fastps.kernels.update import fold
+from fastps.kernels.update import fold, rows
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
 
-    Shard number `shard` holds and versions it.
+    Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once.
     """
 
     name: str
@@ -34,9 +34,15 @@ class Parameter:
     group: int
     offset: int
     shard: int = 0
+    is_table: bool = False
 
     @property
     def length(self) -> int:
+        """The number of floats in a weights buffer: 0 for a table."""
+        return 0 if self.is_table else self.size
+
+    @property
+    def size(self) -> int:
         """The number of floats."""
         return math.prod(self.shape)
 
@@ -144,6 +150,20 @@ class Layout:
         return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
 
     @property
+    def tables(self) -> list[tuple[int, int, int, int, int]]:
+        """For each table: its rows, the floats of a row, its number among the parameters, its group and its shard."""
+        return [
+            (parameter.shape[0], parameter.shape[1], index, parameter.group, parameter.shard)
+            for index, parameter in enumerate(self.parameters)
+            if parameter.is_table
+        ]
+
+    @property
+    def row_rule(self) -> int:
+        """The number of the rule that updates rows of tables; 0 without tables."""
+        return rows.RULES[UPDATE_RULES[self.rule.name].row_rule] if self.tables else 0
+
+    @property
     def buffer_floats(self) -> int:
         """Floats of one weights buffer, padding included."""
         if not self.parameters:
@@ -202,7 +222,7 @@ class Description:
         try:
             found = json.loads(text)
             parameters = tuple(
-                Parameter(row["name"], tuple(row["shape"]), tuple(row["stride"]), row["group"], row["offset"], row["shard"])
+                Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])})
                 for row in found["parameters"]
             )
             return Description(parameters, int(found["workers"]))
@@ -210,18 +230,23 @@ class Description:
             raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 
 
-def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:
+def place(
+    parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
+    shards: int = 1,
+    tables: Container[int] = frozenset(),
+) -> tuple[Parameter, ...]:
     """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
-    The parameters are split into at most `shards` runs of about equal length; no parameter is split.
+    The parameters are split into at most `shards` runs of about equal length; no parameter is split. `tables` has the numbers
+    of the parameters that are tables.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
     """
     placed = []
     offset = 0
-    for name, shape, stride, group in parameters:
-        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset)
+    for index, (name, shape, stride, group) in enumerate(parameters):
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, is_table=index in tables)
         placed.append(parameter)
         offset += _aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
@@ -261,7 +286,8 @@ def first_difference(mine: str, theirs: str) -> str:
 def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
         return "there is no such parameter"
-    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}"
+    kind = ", a table" if parameter.get("is_table") else ""
+    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}{kind}"
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,7 @@ from fastps.kernels.shm import plan as arena_plan
 def plan(layout: Layout) -> tuple[bytes, int, int]:
     """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
 
-    The rest is the readers' buffers, which get pages when a reader comes. Raises UsageError for a layout without parameters.
+    The rest gets pages later: the readers' buffers when a reader comes, and the rows that workers push when they push them. Raises UsageError for a layout without parameters.
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
@@ -30,5 +30,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
         servers=int(layout.has_server),
         readers=layout.readers,
+        tables=layout.tables,
+        row_rule=layout.row_rule,
     )
     return header, size, arena_plan.reader_weights_offset(header)

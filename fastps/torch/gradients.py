@@ -66,8 +66,8 @@ class Gradients:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build the embedding"
-                " with sparse=False"
+                f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build its layer with"
+                " sparse=True before wrapping, so that fastps keeps it as a table, or give up the sparse gradient"
             )
         if gradient.requires_grad:
             raise UnsupportedError(
@@ -134,11 +134,11 @@ class Gradients:
 
         The norm spans all shards. It travels as this factor, so a fold clips each push without a separate pass.
         """
-        if not self.present:
-            return 1.0
-        values = [self._values(slot, index) for index in sorted(self.present)]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values))))
-        return min(1.0, most / (norm * scale + 1e-6))
+        return min(1.0, most / (self.norm(slot) * scale + 1e-6)) if self.present else 1.0
+
+    def norm(self, slot: int) -> float:
+        """The norm of the push's gradient over all parameters that have one."""
+        return norm_of([self._values(slot, index) for index in sorted(self.present)])
 
     def _values(self, slot: int, index: int) -> torch.Tensor:
         return self.slots[slot][index]
@@ -227,6 +227,15 @@ class HalfGradients(Gradients):
         gradient = self.tensors[index].grad
         assert gradient is not None
         return gradient
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    """The norm of all values of these tensors.
+
+    >>> norm_of([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
+    5.0
+    """
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))) if tensors else 0.0
 
 
 def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:

@@ -14,6 +14,7 @@ import torch
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
+from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
 from fastps.torch.rule_optimizer import RuleOptimizer
 
 logger = logging.getLogger("fastps.torch")
@@ -33,9 +34,9 @@ _REFUSED = {
     "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD",
     "Muon": _WHOLE_TENSORS,
     "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
-    "SparseAdam": "gradients are dense here: use Adam, and sparse=False in the embeddings",
 }
-_KNOWN = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
+_KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
+_KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 

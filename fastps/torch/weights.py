@@ -87,13 +87,18 @@ class Weights:
 def shaped_tensors(store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
     """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
-    `dtype` names the tensors' type, because NumPy has no bfloat16. The memory stays mapped as long as one of them lives.
+    `dtype` names the tensors' type, because NumPy has no bfloat16. The memory stays mapped as long as one of them lives. A
+    table's view may be empty (its gradient), or have one value for each row (state of row-wise rules), and is then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
-    return [
-        torch.utils.dlpack.from_dlpack(store.memory.tensor(view.ctypes.data - begin, parameter.shape, parameter.stride, dtype))
-        for view, parameter in zip(views, store.parameters, strict=True)
-    ]
+    made = []
+    for view, parameter in zip(views, store.parameters, strict=True):
+        shape, stride = parameter.shape, parameter.stride
+        if parameter.is_table and view.size != parameter.size:
+            shape, stride = (view.size, 1), (1, 1)
+        place = view.ctypes.data - begin if view.size else 0
+        made.append(torch.utils.dlpack.from_dlpack(store.memory.tensor(place, shape, stride, dtype)))
+    return made
 
 
 @contextlib.contextmanager

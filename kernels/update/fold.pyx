@@ -98,7 +98,10 @@ def _isa_of(str name):
     return _ISAS[name]
 
 
-cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.get("FASTPS_ISA", "auto")))
+# The number of the chosen instruction set, for the loops over rows of tables.
+CHOSEN_ISA = _isa_of(os.environ.get("FASTPS_ISA", "auto"))
+
+cdef const fps_tile_functions *_chosen = fps_isa_functions(CHOSEN_ISA)
 
 
 cdef class FoldScratch:
