@@ -169,7 +169,7 @@ class Layout:
         if not self.parameters:
             return 0
         last = self.parameters[-1]
-        return _aligned(last.offset + last.length)
+        return last.offset + _aligned(last.length)
 
     @property
     def host_floats(self) -> int:
@@ -287,7 +287,9 @@ def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
         return "there is no such parameter"
     kind = ", a table" if parameter.get("is_table") else ""
-    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}{kind}"
+    return (
+        f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}{kind}"
+    )
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,8 @@ from fastps.kernels.shm import plan as arena_plan
 def plan(layout: Layout) -> tuple[bytes, int, int]:
     """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
 
-    The rest gets pages later: the readers' buffers when a reader comes, and the rows that workers push when they push them. Raises UsageError for a layout without parameters.
+    The rest gets pages later: the readers' buffers when a reader comes, and the rows of pushes when a worker needs them.
+    Raises UsageError for a layout without parameters.
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")

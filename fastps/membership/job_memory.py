@@ -140,9 +140,7 @@ class JobMemory(WeightsMemory):
         if plane >= planes:
             return np.empty(0, np.float32)
         floats = parameter.shape[0] * (words or parameter.shape[1])
-        return np.frombuffer(
-            self.memory, np.float32, floats, self.arena.table_plane_offset(self.tables.index(index), plane)
-        )
+        return np.frombuffer(self.memory, np.float32, floats, self.arena.table_plane_offset(self.tables.index(index), plane))
 
     def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """How often the rule was applied to each parameter: int64[1] each. The caller must hold the shard locks."""

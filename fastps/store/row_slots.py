@@ -25,6 +25,13 @@ class RowSlots:
         self._writer = RowWriter(store.arena, lane)
         self._reserved: dict[tuple[int, int], int] = {}  # by slot and table: rows
 
+    def number_of(self, name: str) -> int:
+        """The number of the table of this name among the parameters. Raises UsageError."""
+        names = {self._store.layout.parameters[index].name: index for index in self._store.tables}
+        if name not in names:
+            raise UsageError(f"expected the name of a table ({', '.join(names) or 'the job has none'}), found {name!r}")
+        return names[name]
+
     def put(self, slot: int, parameter: int, numbers: npt.ArrayLike, values: npt.ArrayLike) -> int:
         """Write rows of a table into a slot, in place of those that it had. Returns how many different rows these are.
 
@@ -96,8 +103,8 @@ def check_table(name: str, shape: tuple[int, ...]) -> None:
     """Raise UnsupportedError for a parameter that cannot be a table."""
     if len(shape) != 2 or not 1 <= shape[0] <= rows.MAX_ROWS or shape[1] < 1:
         raise UnsupportedError(
-            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; build the layer with"
-            " sparse=False"
+            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; build the layer"
+            " with sparse=False"
         )
 
 
@@ -107,13 +114,13 @@ def check_row_rule(rule: Rule, has_tables: bool, has_only_tables: bool) -> None:
     if has_tables and (row is None or not row.row_rule):
         known = ", ".join(name for name, each in UPDATE_RULES.items() if each.row_rule)
         raise UnsupportedError(
-            f"expected a rule for rows of tables ({known}), found {rule.name}: use SGD, Adagrad, SparseAdam or RowWiseAdagrad, in"
-            " an optimizer of their own for the tables if need be, or build the layers with sparse=False"
+            f"expected a rule for rows of tables ({known}), found {rule.name}: give the tables an optimizer of their own (SGD,"
+            " Adagrad, SparseAdam, RowWiseAdagrad), or build the layers with sparse=False"
         )
     if row is not None and row.only_rows and not has_only_tables:
         raise UnsupportedError(
-            f"{rule.name}: expected tables only (layers with sparse=True), found a dense parameter: give the dense parameters an"
-            " optimizer of their own"
+            f"{rule.name}: expected tables only (layers with sparse=True), found a dense parameter: give the dense parameters"
+            " an optimizer of their own"
         )
 
 
@@ -121,13 +128,13 @@ def check_row_policy(policy: Policy) -> None:
     """Raise UnsupportedError for options that need a second copy of a table."""
     if policy.ema:
         raise UnsupportedError(
-            f"sync {policy.spec!r}: expected no moving average of the weights beside tables, because it changes every row at every"
-            " update; leave ema= out"
+            f"sync {policy.spec!r}: expected no moving average of the weights beside tables, because it changes every row at"
+            " every update; leave ema= out"
         )
     if policy.warm_up:
         raise UnsupportedError(
-            'sync="auto" moves the job to another arena after its warm-up: expected no tables, which lie in memory once; choose a'
-            " discipline"
+            'sync="auto" moves the job to another arena after its warm-up: expected no tables, which lie in memory once; choose'
+            " a discipline"
         )
 
 
@@ -136,6 +143,6 @@ def check_row_hyper(rule: Rule, hyper: Hyper) -> None:
     if hyper.momentum or hyper.weight_decay:
         raise UnsupportedError(
             f"{rule.name}: expected momentum 0 and weight_decay 0 for tables, found momentum={hyper.momentum:g} and"
-            f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a param_group or"
-            " an optimizer of their own"
+            f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a"
+            " param_group or an optimizer of their own"
         )

@@ -28,9 +28,9 @@ from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
+from fastps.store.row_slots import check_tables
 from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import AgentPlan, ServerProcess, chosen_server
-from fastps.store.row_slots import check_tables
 from fastps.store.start import StartState
 from fastps.store.worker import Worker
 from fastps.system import numa, shared_memory

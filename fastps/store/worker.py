@@ -117,7 +117,7 @@ class Worker(LaneView):
     def put_rows(self, table: str, numbers: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Give the next push rows of a table: their numbers, and a row of values for each. Values of equal numbers are summed.
 
-        Raises UsageError for a name that is no table, a number out of range, or values of another shape; nothing is pushed then.
+        Raises UsageError for a name that is no table, a number out of range, or values of another shape.
 
         >>> import fastps
         >>> table = np.zeros((4, 2), np.float32)
@@ -129,10 +129,7 @@ class Worker(LaneView):
         """
         if self.lane.awaits:
             self.advance()  # a fold may still read the slot
-        names = [self.store.layout.parameters[index].name for index in self.store.tables]
-        if table not in names:
-            raise UsageError(f"expected the name of a table ({', '.join(names) or 'the job has none'}), found {table!r}")
-        index = self.store.tables[names.index(table)]
+        index = self.rows.number_of(table)
         self.rows.put(self.slot, index, numbers, values)
         self._put.add(index)
 

@@ -42,8 +42,8 @@ def check(
     if placement.name != "host":
         where = "several nodes" if placement.name == "node" else "GPUs"
         raise UnsupportedError(
-            f"parameter {names[min(tables)]!r} belongs to a layer with sparse=True: expected a model on the CPU of one node, found"
-            f" {where}; build the layer with sparse=False"
+            f"parameter {names[min(tables)]!r} belongs to a layer with sparse=True: expected a model on the CPU of one node,"
+            f" found {where}; build the layer with sparse=False"
         )
     check_row_rule(rule, True, len(tables) == len(names))
     check_row_policy(policy)

@@ -26,8 +26,8 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
 
     `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
     one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
-    `tables` are those of the plan. `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job ended. The policy's values are
-    those of fastps.kernels.scheduling.scheduler.Scheduler.
+    `tables` are those of the plan. `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job
+    ended. The policy's values are those of fastps.kernels.scheduling.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment

@@ -66,6 +66,12 @@ cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uin
     return 0
 
 
+cdef void _set_rows(fps_header *header, const rows_measures_t *rows) noexcept:
+    """Write the measures of the tables."""
+    header.n_tables, header.row_rule = rows.n_tables, rows.row_rule
+    header.rows_bytes, header.undo_bytes, header.row_slot_bytes = rows.rows_bytes, rows.undo_bytes, rows.row_slot_bytes
+
+
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
                uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers,
@@ -79,8 +85,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.abi = FPS_ABI
     header.n_lanes = lanes
     header.n_buffers = buffers
-    header.n_slots = slots
-    header.ring_size = ring_size
+    header.n_slots, header.ring_size = slots, ring_size
     header.n_groups = groups
     header.n_parameters = parameters
     header.presence_words = (parameters + 63) // 64
@@ -92,11 +97,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.gradient_type = gradient_type
     header.n_servers = servers
     header.n_readers = readers
-    header.n_tables = rows.n_tables
-    header.row_rule = rows.row_rule
-    header.rows_bytes = rows.rows_bytes
-    header.undo_bytes = rows.undo_bytes
-    header.row_slot_bytes = rows.row_slot_bytes
+    _set_rows(header, rows)
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
@@ -145,7 +146,8 @@ cdef int describe_tables(fps_table *words, list tables) except -1:
     return 0
 
 
-cdef int place_tables(fps_table *tables, uint32_t n_tables, uint32_t row_rule, uint32_t shards, rows_measures_t *found) except -1:
+cdef int place_tables(
+        fps_table *tables, uint32_t n_tables, uint32_t row_rule, uint32_t shards, rows_measures_t *found) except -1:
     """Complete the descriptions of tables, whose rows, width, parameter, group and shard are set, and measure them."""
     cdef uint32_t index, shard
     cdef uint64_t logged

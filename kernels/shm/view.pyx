@@ -183,7 +183,7 @@ cdef class ArenaView:
         return self.header.rows_offset + self.tables[table].planes_offset[plane]
 
     def table_slot_ranges(self, int lane, int slot, uint32_t table, int64_t rows):
-        """(offset, length) in bytes of the memory for so many rows of a table in a slot: their count and numbers, their values."""
+        """(offset, length) in bytes of the memory for so many rows of a table in a slot: count and numbers, then values."""
         cdef char *begin
         self._check_table(table)
         begin = self.row_slot(lane, slot) + self.tables[table].slot_offset

@@ -34,6 +34,8 @@ MAX_PUSHES: int
 MAX_USER_PLANES: int
 TILE: int
 
+CHOSEN_ISA: int  # the number of the instruction set that the folds use
+
 def instruction_sets() -> list[str]: ...
 def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
 def coefficients_of(

@@ -8,6 +8,8 @@ cdef extern from "update/rows.h" nogil:
     enum:
         FPS_MAX_TABLES
         FPS_ROW_PLANES
+        FPS_ROWS_SGD
+        FPS_ROWS_ADAGRAD
         FPS_N_ROW_RULES
 
     const int64_t FPS_MAX_ROWS

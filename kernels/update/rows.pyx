@@ -4,7 +4,7 @@ A worker collects the rows of a sparse gradient into its slot, each row once. A 
 writes the row; without a commit the log restores them.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport calloc
 
 from fastps.kernels.update import fold
