@@ -1,6 +1,5 @@
 """Checkpoints of jobs with tables: one version of all rows, and a resumed job has the bits of one that did not stop."""
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 import fastps
-from fastps.checkpoint.tensors_file import read_tensors, write_tensors
 from tests.support.table_models import MAKERS, TableModel, batches_of, train_on
 from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
 
@@ -56,17 +54,3 @@ def test_a_checkpoint_of_a_table_is_not_resumed_by_a_dense_layer(tmp_path: Path)
     model.bag.sparse = False
     with pytest.raises(fastps.CheckpointError, match=r"parameter 0: expected 'bag.weight' .* found 'bag.weight' .*, a table"):
         fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model, resume=folder)
-
-
-def test_tensors_are_written_and_read_without_a_copy_in_memory(tmp_path: Path) -> None:
-    big = np.arange(1 << 20, dtype=np.float32)
-    tracemalloc.start()
-    try:
-        write_tensors({"big": big, "few": np.ones((2, 3), np.int64), "none": np.empty((0, 4), np.float32)}, tmp_path / "file")
-        found = read_tensors(tmp_path / "file")
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < big.nbytes / 8
-    assert np.array_equal(found["big"], big) and found["few"].tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert found["none"].shape == (0, 4)

@@ -4,7 +4,6 @@ import os
 import pickle
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
@@ -212,19 +211,3 @@ def test_what_tables_cannot_have_is_refused_at_wrapping(
     with pytest.raises(fastps.UnsupportedError, match=message):
         fastps.DistributedOptimizer(make(model), sync, model=model)
     assert model.bag.weight.shape == (ROWS, 16)
-
-
-def test_rows_out_of_range_and_other_shapes_are_refused_before_anything_is_pushed() -> None:
-    table = np.zeros((10, 4), np.float32)
-    with fastps.Store.create({"t": table}, fastps.SGD(lr=1.0), tables=["t"]) as store, store.attach(0) as worker:
-        wrong = ([3, 10], 4, "rows 0 to 9, found row 10"), ([-1], 4, "found row -1"), ([1], 3, "shape")
-        for numbers, width, message in wrong:
-            with pytest.raises(fastps.UsageError, match=message):
-                worker.put_rows("t", numbers, np.ones((len(numbers), width)))
-        with pytest.raises(fastps.UsageError, match="the name of a table"):
-            worker.put_rows("u", [1], np.ones((1, 4)))
-        worker.step()
-        assert not worker.weights["t"].any()
-        worker.put_rows("t", [2, 2], np.ones((2, 4)))
-        worker.step()
-        assert worker.weights["t"][2].tolist() == [-2.0] * 4
