@@ -19,7 +19,7 @@ FOUND_WITHIN = {
     "acknowledge-first": 5,
     "tail-first": 100,
     "forget-helpers": 400,
-    "done-first": 1_500,
+    "done-first": 2_500,
     "forget-heads": 1_000,
     "forget-generation": 100,
     "state-in-place": 10,
