@@ -389,9 +389,6 @@ def test_what_would_change_the_arena_is_refused() -> None:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         with pytest.raises(fastps.UsageError, match="no_sync"), optimizer.no_sync():
             optimizer.step()
-        train_on(model, optimizer, batches_of(1, BATCH))
-        with pytest.raises(fastps.UsageError, match="after the first step"):
-            optimizer.load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
