@@ -168,8 +168,8 @@ def _count_sums(function: FunctionType, arguments: tuple[str, ...]) -> int:
     count = len(inspect.signature(function).parameters) - len(arguments)
     if not 0 < count <= fold.MAX_SUMS:
         raise ValueError(
-            f"rule {function.__name__!r}: expected the parameters ({', '.join(arguments)}) and then 1 to {fold.MAX_SUMS} for the"
-            f" sums, found {inspect.signature(function)}"
+            f"rule {function.__name__!r}: expected the parameters ({', '.join(arguments)}) and then 1 to {fold.MAX_SUMS} for"
+            f" the sums, found {inspect.signature(function)}"
         )
     return count
 

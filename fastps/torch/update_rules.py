@@ -27,12 +27,11 @@ _WITHOUT_EFFECT = {
 }
 """Options that choose how torch runs an optimizer, and the level of the message that they change nothing here."""
 
-_WHOLE_TENSORS = "its step needs sums over whole tensors, and the fold works float by float: use AdamW"
 _REFUSED = {
     "ASGD": "its step size and its average have state of their own for each parameter: use SGD, and ema=0.999 in the sync spec",
-    "Adafactor": _WHOLE_TENSORS,
+    "Adafactor": "its state is a row and a column for each matrix, and here it is a number for each weight: use AdamW",
     "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD",
-    "Muon": _WHOLE_TENSORS,
+    "Muon": "its step multiplies matrices, and a rule sees elements and sums over them: use AdamW (docs/how-to/own-rule.md)",
     "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
     "SparseAdam": "gradients are dense here: use Adam, and sparse=False in the embeddings",
 }

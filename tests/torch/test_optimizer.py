@@ -364,7 +364,8 @@ def test_loading_weights_before_the_first_step_is_fine() -> None:
         (lambda p: torch.optim.LBFGS(p), r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
         (lambda p: torch.optim.ASGD(p), r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),
         (lambda p: torch.optim.SparseAdam(list(p)), r"SparseAdam is not supported, because .*sparse=False"),
-        (lambda p: torch.optim.Adafactor(p), r"Adafactor is not supported, because .*whole tensors.*use AdamW"),
+        (lambda p: torch.optim.Adafactor(p), r"Adafactor is not supported, because .*a row and a column.*use AdamW"),
+        (lambda p: torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))]), "Muon is not supported.*multiplies matrices"),
     ],
 )
 def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any], torch.optim.Optimizer], message: str) -> None:
