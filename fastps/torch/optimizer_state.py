@@ -59,6 +59,38 @@ class OptimizerState(torch.optim.Optimizer):
         self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
         return super().state_dict()
 
+    def unwrap(self) -> torch.optim.Optimizer:
+        """End the job, and return the torch optimizer with the job's last state. Every worker calls it, after the same step.
+
+        The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
+        what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
+        begins with worker 0's weights and state.
+
+        >>> import fastps
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> inner = optimizer.unwrap()
+        >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
+        >>> fastps.DistributedOptimizer(inner).close()
+
+        Raises UsageError after close, UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
+        """
+        self._worker.check_usable()
+        self._worker.store.layout.check_has_state("unwrap()")
+        if self._worker.rank == 0:
+            self.wait_for_others()
+        self.state_dict()  # also fills `state`, which the torch optimizer shares
+        self.close()
+        return self._inner
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker has closed, and take the final weights."""
+        raise NotImplementedError
+
+    def close(self, failure: str | None = None) -> None:
+        """Leave the job."""
+        raise NotImplementedError
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of the wrapped optimizer, at any time between steps. Every worker calls it.
 

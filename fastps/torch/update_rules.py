@@ -38,8 +38,8 @@ _REFUSED = {
 _KNOWN = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
 
 WRAP_ANEW = (
-    "in a running job every worker, after the same step, calls state = optimizer.state_dict(), optimizer.close() and"
-    " inner.load_state_dict(state), changes the parameters, and wraps inner again (docs/how-to/own-script.md)"
+    "in a running job every worker, after the same step, calls inner = optimizer.unwrap(), changes the parameters of inner, and"
+    " wraps it again"
 )
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 

@@ -111,7 +111,7 @@ def test_parameters_that_are_added_or_exchanged_are_refused_with_the_cure() -> N
     model = new_model()
     inner = _momentum(model.parameters())
     with fastps.DistributedOptimizer(inner) as optimizer:
-        with pytest.raises(fastps.UsageError, match=r"optimizer\.close\(\) and inner\.load_state_dict\(state\)"):
+        with pytest.raises(fastps.UsageError, match=r"calls inner = optimizer\.unwrap\(\), .* wraps it again"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         train_on(model, optimizer, batches_of(1, BATCH))
         kept = list(inner.param_groups[0]["params"])
@@ -126,13 +126,12 @@ def test_parameters_that_are_added_or_exchanged_are_refused_with_the_cure() -> N
         assert optimizer.version == 2
 
 
-def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, finish: Callable[[Any], None]) -> list[torch.Tensor]:
+def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, unwrap: Callable[[Any], Any]) -> list[torch.Tensor]:
     """Train; add a layer, whose parameters get a group with another learning rate; train on."""
     model = new_model()
-    inner = _momentum(model.parameters())
-    optimizer = wrap(inner)
+    optimizer = wrap(_momentum(model.parameters()))
     train_on(model, optimizer, batches[:middle])
-    finish(optimizer)
+    inner = unwrap(optimizer)
     torch.manual_seed(5)
     model.append(torch.nn.Linear(3, 3))
     inner.add_param_group({"params": list(model[-1].parameters()), "lr": 0.02})
@@ -144,15 +143,6 @@ def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, finish: Callabl
     return found
 
 
-def _end_job(optimizer: fastps.DistributedOptimizer, inner: torch.optim.Optimizer) -> None:
-    """The lines of docs/how-to/own-script.md."""
-    if fastps.rank() == 0:
-        optimizer.wait_for_others()
-    state = optimizer.state_dict()
-    optimizer.close()
-    inner.load_state_dict(state)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-{workers}")
@@ -162,22 +152,58 @@ def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int
     def work(rank: int) -> list[list[float]]:
         os.environ["FASTPS_RANK"] = str(rank)
         mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
-        wrapped = []
-
-        def wrap(inner: torch.optim.Optimizer) -> fastps.DistributedOptimizer:
-            wrapped.append(inner)
-            return fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30)
-
-        found = _grow_and_train(wrap, mine, 4, lambda optimizer: _end_job(optimizer, wrapped[0]))
+        found = _grow_and_train(
+            lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30), mine, 4, lambda each: each.unwrap()
+        )
         return [value.flatten().tolist() for value in found]
 
     children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
     processes.finish(children, 60)
-    expected = _grow_and_train(_plain, batches, 4, lambda _: None)
+    expected = _grow_and_train(_plain, batches, 4, _plain)
     for child in children:
         assert child.exit_code == 0, child.outcome
         for found, value in zip(child.outcome, expected, strict=True):
             np.testing.assert_allclose(found, value.flatten().numpy(), rtol=0, atol=1e-5)
+
+
+def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers come to the end of the first job at different times: its last pushes are in the second one's weights."""
+    monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-asp")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+
+    def push(weights: list[torch.Tensor], optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+    def work(rank: int) -> tuple[list[float], int]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        weights = [torch.nn.Parameter(torch.zeros(3))]
+        inner = torch.optim.SGD(weights, lr=1.0)
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        push(weights, optimizer, 5)
+        time.sleep(0.1 * rank)
+        push(weights, optimizer, 10 * rank)
+        assert optimizer.unwrap() is inner
+        weights.append(torch.nn.Parameter(torch.zeros(2)))
+        inner.add_param_group({"params": weights[1:]})
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        push(weights, optimizer, 3)
+        optimizer.wait_for_others()
+        optimizer.close()
+        return [float(weight[0]) for weight in weights], optimizer.version
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [([-26.0, -6.0], 6)] * 2
+
+
+def test_unwrapping_is_for_an_open_optimizer() -> None:
+    optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
+    optimizer.close()
+    with pytest.raises(fastps.UsageError, match="worker 0 is closed"):
+        optimizer.unwrap()
 
 
 # -- loading a state dict ----------------------------------------------------------------------------
