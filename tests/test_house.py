@@ -105,6 +105,7 @@ MODULES = {
     "fastps/torch/gradients": "tests/torch/test_optimizer.py",
     "fastps/torch/join": "tests/torch/test_foreign.py",
     "fastps/torch/model_buffers": "tests/torch/test_optimizer.py",
+    "fastps/torch/named_weights": "tests/torch/test_upstream_habits.py",
     "fastps/torch/rule_optimizer": "tests/job/test_user_rules.py",
     "fastps/torch/sampler": "tests/torch/test_options.py",
     "fastps/torch/schedules": "tests/torch/test_optimizer.py",

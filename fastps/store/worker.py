@@ -416,6 +416,11 @@ class Worker(LaneView):
         if self.forked or self.closed or self._left:
             self._refuse()
 
+    def check_open(self) -> None:
+        """Raise UsageError in a forked child or after close; a worker that waits for the others may still read."""
+        if self.forked or self.closed:
+            self._refuse()
+
     def _refuse(self) -> NoReturn:
         if self.forked:
             raise self._forked_error()

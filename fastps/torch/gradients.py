@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.store.worker import presence_of
@@ -110,6 +111,7 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient is not views[index]:
+                self.check(index, gradient)
                 views[index].copy_(gradient)
             self.present.add(index)
         return self._presence()
@@ -212,6 +214,7 @@ class HalfGradients(Gradients):
             if gradient is None:
                 self.present.discard(index)
             elif index not in self.present or put is None or put[0] is not gradient or put[1] != gradient._version:
+                self.check(index, gradient)
                 self._put_into(slot, index, gradient)
         return self._presence()
 
@@ -236,6 +239,17 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     5.0
     """
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))) if tensors else 0.0
+
+
+def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Let autograd call `hook` after it has accumulated into `tensor.grad`, also once a parameter that is frozen now trains."""
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # torch refuses to hook into a frozen one
+        handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+    finally:
+        tensor.requires_grad_(trains)
 
 
 def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:

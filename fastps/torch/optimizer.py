@@ -38,7 +38,7 @@ from fastps.system.malloc import keep_freed_memory
 from fastps.torch import foreign, join, state, tables
 from fastps.torch.checkpoint import described_group
 from fastps.torch.evaluation import Evaluation
-from fastps.torch.gradients import loss_scaling
+from fastps.torch.gradients import hooked, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
@@ -72,7 +72,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
 
     Limits: parameters are float32. Weights change only in `step()`; the next `step()` rejects a write made elsewhere
     and names the parameter, except a write through `.data`, which torch does not count and all workers read. Evaluate other
-    weights with `shown_weights`; load other weights after `close()`. Under disciplines that do not wait for the fold (asp, ssp,
+    weights with `shown_weights`; load others with `replace_weights`. Under disciplines that do not wait for the fold (asp, ssp,
     dssp) `p.grad` is None after `step()`, because other workers read its memory.
 
     Args:
@@ -182,11 +182,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         """Take the job's weights and hook into backward."""
         self._use(worker)
         self._warm_up = WarmUp(self._store, self._worker) if self.policy.warm_up else None
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._hook(index))
-            for index, tensor in enumerate(self._tensors)
-            if tensor.requires_grad and index not in self._store.tables
-        ]
+        dense = [index for index in range(len(self._tensors)) if index not in self._store.tables]
+        self._hooks = [hooked(self._tensors[index], self._hook(index)) for index in dense]
         self._hooks.append(self._inner.register_load_state_dict_pre_hook(refuse_load))
         self._in_no_sync = False
         self._has_begun = False

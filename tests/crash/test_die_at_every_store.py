@@ -61,6 +61,17 @@ def own_rule(weight, gradient, mean, square, learning_rate, beta):  # type: igno
     return weight - learning_rate * mean / (square + 1e-8), mean, square
 
 
+def squares(weight, gradient, mean, square, learning_rate, beta):  # type: ignore[no-untyped-def]
+    return weight * weight, gradient * gradient
+
+
+@fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"), sums=squares)
+def summing_rule(weight, gradient, mean, square, learning_rate, beta, weights, gradients):  # type: ignore[no-untyped-def]
+    mean = beta * mean + (1 - beta) * gradient
+    square = max(beta * square, abs(gradient))
+    return weight - learning_rate * (weights / gradients) * mean / (square + 1e-8), mean, square
+
+
 ASP = {"fold": "each", "grant": "at-once"}
 CASES = [
     Case("sgd-asp", fold.RULE_SGD, 0, (0.1, 0, 0, 0.01, 0, 0, 0, 0, 0), ASP),
@@ -84,6 +95,9 @@ CASES = [
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
     Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
+    Case("summing-asp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0), ASP),
+    Case("summing-bsp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
+         {"fold": "all", "grant": "next-version"}, slots=1),
     Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
     Case("rows-sgd-asp", fold.RULE_SGD, 0, (0.1, 0, 0, 0, 0, 0, 0, 0, 0), ASP, row_rule=rows.RULES["sgd"]),
@@ -116,7 +130,7 @@ class Job:
         self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
         self.writers = [RowWriter(self.arena, index) for index in range(3)]
         for lane in self.lanes:
-            lane.set_user_rule(own_rule.address)
+            lane.set_user_rule((summing_rule if case.rule == fold.RULE_SUMMING else own_rule).address)
             lane.share_folds(1)  # uses chunks and tickets, although no worker helps
         first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
         self.floats(self.arena.weights_offset(0))[:] = first
