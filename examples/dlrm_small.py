@@ -1,7 +1,7 @@
 """A small DLRM (arXiv 1906.00091): four tables of embeddings, of which a step touches a few thousand rows, on synthetic clicks.
 
-The tables are layers with sparse=True, as in torch's own programs. Two torch optimizers step the model: Adam its perceptrons, and
-SparseAdam the tables. Each is wrapped, which makes two jobs; these two lines and close() are all that fastps changes.
+The tables are layers with sparse=True, as in torch's own programs. Two torch optimizers step the model: Adam its perceptrons,
+and SparseAdam the tables. Each is wrapped, which makes two jobs; these two lines and close() are all that fastps changes.
 
 The clicks are drawn from a known truth, so the best possible loss is known, too. It runs alone, under
 `fastps run -n 4 --sync asp examples/dlrm_small.py`, and under torchrun.

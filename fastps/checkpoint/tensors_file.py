@@ -61,7 +61,7 @@ def write_tensors(tensors: Mapping[str, Array], path: Path) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Array]:
-    """Name to array of a safetensors file. The arrays are read-only and lie in the file: a page of them is read when it is used.
+    """Name to array of a safetensors file. The arrays are read-only and lie in the file: a page is read when it is used.
 
     Raises OSError, safetensors.SafetensorError or ValueError for a file that is not whole.
     """

@@ -55,8 +55,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
         raise UnsupportedError(
-            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN)} or a fastps.RuleOptimizer, found"
-            f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
+            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN if known is not RowWiseAdagradOptimizer)}, a"
+            f" fastps.RowWiseAdagradOptimizer or a fastps.RuleOptimizer, found {kind.__module__}.{kind.__qualname__}: the fold"
+            " does not know its arithmetic"
         )
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):

@@ -30,7 +30,8 @@ DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int3
 
 def _tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {f"{dtype} \u00e9": rng.integers(0, 2, (3, 5)).astype(dtype) for dtype in DTYPES} | {"scalar": np.array(2, np.float32)}
+    found = {f"{dtype} \u00e9": rng.integers(0, 2, (3, 5)).astype(dtype) for dtype in DTYPES}
+    return found | {"scalar": np.array(2, np.float32)}
 
 
 def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor 'c': expected a dtype of bool, .* found complex128"):
+    with pytest.raises(ValueError, match=r"tensor 'c': expected a dtype of bool, .* found complex128"):
         write_tensors({"c": np.zeros(2, complex)}, tmp_path / "file")
 
 

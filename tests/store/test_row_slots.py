@@ -52,7 +52,9 @@ def test_a_push_that_no_memory_is_left_for_is_refused_and_changes_nothing(monkey
     table = np.zeros((50_000, 16), np.float32)
     with fastps.Store.create({"t": table}, fastps.SGD(lr=1.0), tables=["t"]) as store, store.attach(0) as worker:
         monkeypatch.setattr("fastps.system.shared_memory.available_bytes", lambda: (1_000, "limit of the test"))
-        with pytest.raises(fastps.ArenaError, match=r"a push of 40,000 rows of 't' needs .* found .* free \(limit of the test\)"):
+        with pytest.raises(
+            fastps.ArenaError, match=r"a push of 40,000 rows of 't' needs .* found .* free \(limit of the test\)"
+        ):
             worker.put_rows("t", np.arange(40_000), np.ones((40_000, 16)))
         monkeypatch.undo()
         worker.put_rows("t", [1], np.ones((1, 16)))

@@ -360,7 +360,10 @@ def test_loading_weights_before_the_first_step_is_fine() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: _OwnSGD(p, lr=0.1), r"Adadelta or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not know"),
+        (
+            lambda p: _OwnSGD(p, lr=0.1),
+            r"Adadelta, SparseAdam, a .* or a fastps.RuleOptimizer, found .*_OwnSGD: the fold does not",
+        ),
         (lambda p: torch.optim.Rprop(p), r"Rprop is not supported, because .*use Adam or RMSprop"),
         (lambda p: torch.optim.LBFGS(p), r"LBFGS is not supported, because .*several times a step.*use Adam or SGD"),
         (lambda p: torch.optim.ASGD(p), r"ASGD is not supported, because .*use SGD, and ema=0\.999 in the sync spec"),

@@ -87,13 +87,16 @@ def test_parameter_that_was_frozen_when_wrapped_pushes_during_backward() -> None
         assert _is_in_arena(model[0].weight.grad, optimizer)
 
 
-def test_sparse_layer_that_is_unfrozen_later_is_refused_by_name() -> None:
+def test_sparse_layer_that_is_unfrozen_later_trains() -> None:
     layer = torch.nn.Embedding(5, 3, sparse=True)
     layer.weight.requires_grad_(False)
-    with fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=layer):
+    before = layer.weight.clone()
+    with fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.5), model=layer) as optimizer:
+        optimizer.step()
         layer.weight.requires_grad_(True)
-        with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
-            layer(torch.tensor([1])).sum().backward()
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        assert torch.equal(layer.weight.detach(), before - 0.5 * torch.eye(5)[:, 1:2])
 
 
 def test_sparse_gradient_that_is_set_by_hand_is_refused_by_name() -> None:

@@ -1,5 +1,6 @@
 """Rows collected into a slot: each once, in the order of their first values, with the sum of the values."""
 
+import itertools
 import mmap
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_slots_and_tables_lie_apart() -> None:
             for table, (rows, *_) in enumerate(TABLES):
                 ranges += arena.table_slot_ranges(lane, slot, table, rows)
     ranges.sort()
-    assert all(begin + length <= following for (begin, length), (following, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(begin + length <= following for (begin, length), (following, _) in itertools.pairwise(ranges))
     assert ranges[-1][0] + ranges[-1][1] <= arena.total_bytes
 
 
