@@ -1,0 +1,201 @@
+"""What spawn hands to its workers, and what they report: files in memory that the processes inherit.
+
+cloudpickle copies what the calling program itself defines (in a notebook's cells, as a lambda or a closure) with the names that it
+uses. What a module defines goes by its name, and the worker imports it. Tensors are copied: multiprocessing's reductions, which
+would move them into shared memory, take no part.
+"""
+
+import inspect
+import linecache
+import mmap
+import os
+import pickle
+import sys
+import traceback
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import IO, Any
+
+import cloudpickle
+
+from fastps.errors import UsageError
+
+_COMPLETE = b"\1"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The part of the caller's state that a worker needs before it unpickles its work.
+
+    Attributes:
+        path, argv: the caller's `sys.path` and `sys.argv`.
+        sources: lines of source code that no file has, by the names that tracebacks give them: a notebook's cells.
+        name: the function's name.
+    """
+
+    path: list[str]
+    argv: list[str]
+    sources: dict[str, list[str]]
+    name: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """A function, its arguments after the rank, and the model whose final state comes back."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    model: Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker reports.
+
+    Attributes:
+        state: the model's final state, from worker 0 if there is a model.
+        error: the exception of a failed worker; None if it has done its work.
+        traceback: its traceback as text.
+    """
+
+    state: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+def _code(args: tuple[Any, ...], name: str) -> CodeType:
+    return CodeType(*args).replace(co_filename=name)
+
+
+def _reduced(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Keep the file's name, which cloudpickle replaces, so that a worker's tracebacks say where a function is."""
+    _, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _code, (args, code.co_filename)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    dispatch_table = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
+
+
+def name_of(fn: Any) -> str:
+    """The name of a function, for messages.
+
+    >>> name_of(len), name_of(3)
+    ('len', '3')
+    """
+    return str(getattr(fn, "__qualname__", None) or repr(fn))
+
+
+def memory_file(name: str) -> IO[bytes]:
+    """A new file in memory. It ends with the last process that has it open."""
+    return os.fdopen(os.memfd_create(f"fastps-{name}", os.MFD_CLOEXEC), "w+b")
+
+
+def write(work: Work) -> IO[bytes]:
+    """Return a new file with the work and the caller's setting. Raises UsageError if a part does not pickle."""
+    file = memory_file("work")
+    setting = Setting(list(sys.path), list(sys.argv), _cells(), name_of(work.fn))
+    try:
+        pickle.dump(setting, file)
+        _Pickler(file).dump(work)
+    except Exception as error:
+        file.close()
+        raise UsageError(
+            f"spawn cannot hand {setting.name!r} and its arguments over: expected what pickles, found {_culprit(work, error)};"
+            " make it inside the function, or give start_method='fork'"
+        ) from error
+    file.flush()
+    return file
+
+
+def read(descriptor: int) -> tuple[Setting, Callable[[], Work]]:
+    """Return the setting, and a function that unpickles the work. Other processes may read the same file at the same time."""
+    mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    setting: Setting = pickle.load(mapped)
+
+    def load() -> Work:
+        with mapped:
+            return pickle.load(mapped)  # type: ignore[no-any-return]  # our own parent's
+
+    return setting, load
+
+
+def _cells() -> dict[str, list[str]]:
+    """Lines of source code that Python knows and no file has."""
+    known = [(name, entry) for name, entry in list(linecache.cache.items()) if len(entry) == 4]
+    return {name: list(entry[2]) for name, entry in known if not Path(name).exists()}
+
+
+def remember(sources: dict[str, list[str]]) -> None:
+    """Let tracebacks of this process show these lines."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def _culprit(work: Work, error: Exception) -> str:
+    """The first part of the work that does not pickle by itself, with the reason."""
+    for what, part in _parts(work):
+        try:
+            cloudpickle.dumps(part)
+        except Exception as reason:
+            return f"{what}: {_in_a_line(reason)}"
+    return _in_a_line(error)
+
+
+def _parts(work: Work) -> Iterator[tuple[str, Any]]:
+    for number, argument in enumerate(work.args):
+        yield f"args[{number}], a {type(argument).__name__}", argument
+    if work.model is not None:
+        yield f"the model, a {type(work.model).__name__}", work.model
+    if inspect.isfunction(work.fn):
+        used = inspect.getclosurevars(work.fn)
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            yield f"{name!r}, a {type(value).__name__} that the function uses", value
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def report(outcome: int, state: Any = None, error: BaseException | None = None) -> None:
+    """Write what became of the work into the worker's file."""
+    os.ftruncate(outcome, 0)
+    with open(os.dup(outcome), "wb") as file:  # noqa: PTH123  (it has no path)
+        file.seek(len(_COMPLETE))
+        if error is None:
+            pickle.dump(Outcome(state), file)
+        else:
+            frames = error.__traceback__ and error.__traceback__.tb_next  # the first frame is ours
+            text = "".join(traceback.format_exception(type(error), error, frames))
+            pickle.dump((_in_a_line(error), text), file)
+            file.write(_pickled(error))
+    os.pwrite(outcome, _COMPLETE, 0)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """An exception as bytes; none if it does not survive that. Classes of the calling program become the caller's own again."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return b""
+    return data
+
+
+def reported(file: IO[bytes]) -> Outcome | None:
+    """What a worker has reported, after its end; None if it ended without a report."""
+    if os.pread(file.fileno(), len(_COMPLETE), 0) != _COMPLETE:
+        return None
+    file.seek(len(_COMPLETE))
+    first = pickle.load(file)
+    if isinstance(first, Outcome):
+        return first
+    line, text = first
+    try:
+        error: BaseException = pickle.load(file)
+    except Exception:  # it did not pickle, or its class cannot be imported here
+        error = RuntimeError(line)
+    return Outcome(None, error, text)
