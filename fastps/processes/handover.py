@@ -5,6 +5,7 @@ uses. What a module defines goes by its name, and the worker imports it. Tensors
 would move them into shared memory, take no part.
 """
 
+import contextlib
 import inspect
 import linecache
 import mmap
@@ -16,7 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
@@ -77,7 +78,18 @@ def _reduced(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Copies like cloudpickle, and notes the classes and functions of `__main__` by name."""
+
     dispatch_table = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.of_main: dict[str, Any] = {}
+
+    def reducer_override(self, part: Any) -> Any:
+        if isinstance(part, type | FunctionType) and part.__module__ == "__main__" and part.__qualname__ == part.__name__:
+            self.of_main[part.__name__] = part
+        return super().reducer_override(part)
 
 
 def name_of(fn: Any) -> str:
@@ -100,7 +112,9 @@ def write(work: Work) -> IO[bytes]:
     setting = Setting(list(sys.path), list(sys.argv), _cells(), name_of(work.fn))
     try:
         pickle.dump(setting, file)
-        _Pickler(file).dump(work)
+        pickler = _Pickler(file)
+        pickler.dump(work)
+        pickler.dump(pickler.of_main)
     except Exception as error:
         file.close()
         raise UsageError(
@@ -112,13 +126,21 @@ def write(work: Work) -> IO[bytes]:
 
 
 def read(descriptor: int) -> tuple[Setting, Callable[[], Work]]:
-    """Return the setting, and a function that unpickles the work. Other processes may read the same file at the same time."""
+    """Return the setting, and a function that unpickles the work. Other processes may read the same file at the same time.
+
+    That function also makes a `__main__` with the caller's classes and functions, by whose names plain pickle finds them.
+    """
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     setting: Setting = pickle.load(mapped)
 
     def load() -> Work:
-        with mapped:
-            return pickle.load(mapped)  # type: ignore[no-any-return]  # our own parent's
+        unpickler = pickle.Unpickler(mapped)
+        work: Work = unpickler.load()
+        main_module = ModuleType("__main__")
+        main_module.__dict__.update(unpickler.load())
+        sys.modules["__main__"] = main_module
+        mapped.close()
+        return work
 
     return setting, load
 
@@ -176,13 +198,16 @@ def report(outcome: int, state: Any = None, error: BaseException | None = None) 
 
 
 def _pickled(error: BaseException) -> bytes:
-    """An exception as bytes; none if it does not survive that. Classes of the calling program become the caller's own again."""
-    try:
-        data: bytes = cloudpickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return b""
-    return data
+    """An exception as bytes; none if it does not survive that. The calling program's classes become its own again there.
+
+    By its name if it has one, and by cloudpickle's number of the class if not.
+    """
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with contextlib.suppress(Exception):
+            data: bytes = dumps(error)
+            pickle.loads(data)
+            return data
+    return b""
 
 
 def reported(file: IO[bytes]) -> Outcome | None:

@@ -8,7 +8,6 @@ WORK and OUTCOME are descriptors that the process inherits. A failed worker prin
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
 
 from fastps.errors import UsageError
 from fastps.processes import handover
@@ -58,22 +57,12 @@ def _load(descriptor: int, rank: int) -> handover.Work:
     sys.path[:], sys.argv[:] = setting.path, setting.argv
     handover.remember(setting.sources)
     try:
-        work = load()
+        return load()
     except Exception as error:
         raise UsageError(
             f"worker {rank} cannot load {setting.name!r} and its arguments: expected modules that a new process can import, found"
             f" {type(error).__name__}: {error}; put the file's folder on sys.path, or give start_method='fork'"
         ) from error
-    _be_the_callers_main(work)
-    return work
-
-
-def _be_the_callers_main(work: handover.Work) -> None:
-    """Let `__main__` have what the function uses of the caller's, so that pickle finds the caller's classes in this process."""
-    names = getattr(work.fn, "__globals__", {}) if getattr(work.fn, "__module__", None) == "__main__" else {}
-    main_module = ModuleType("__main__")
-    main_module.__dict__.update({name: value for name, value in names.items() if not name.startswith("__")})
-    sys.modules["__main__"] = main_module
 
 
 if __name__ == "__main__":
