@@ -42,9 +42,7 @@ class ForkServer:
                 self.refusal = "" if self._is_ready else message.decode() or "it has ended"
         return self._is_ready
 
-    def fork(
-        self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True
-    ) -> AdoptedProcess | None:
+    def fork(self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True) -> AdoptedProcess | None:
         """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time.
 
         If its output is not `captured`, it goes where the fork server's own goes.

@@ -1,8 +1,8 @@
 """What spawn hands to its workers, and what they report: files in memory that the processes inherit.
 
-cloudpickle copies what the calling program itself defines (in a notebook's cells, as a lambda or a closure) with the names that it
-uses. What a module defines goes by its name, and the worker imports it. Tensors are copied: multiprocessing's reductions, which
-would move them into shared memory, take no part.
+cloudpickle copies what the calling program itself defines (in a notebook's cells, as a lambda or a closure) with the names that
+it uses. What a module defines goes by its name, and the worker imports it. Tensors are copied: multiprocessing's reductions,
+which would move them into shared memory, take no part.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import cloudpickle
 
@@ -80,7 +80,7 @@ def _reduced(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Copies like cloudpickle, and notes the classes and functions of `__main__` by name."""
 
-    dispatch_table = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

@@ -73,8 +73,8 @@ def spawn(
         model: after the last step it gets the final weights, and worker 0's buffers: those of this model among worker 0's
             arguments, as `fn` leaves them there. An optimizer that is still open then waits for the other workers first.
         on_worker_loss: "continue" lets the other workers go on after a failure; default: all end.
-        start_method: "forkserver": a new process imports torch and forks the workers. "spawn": a new process each. "fork": forks
-            of this process, which pickle nothing; it must not have computed with several threads, nor used a GPU.
+        start_method: "forkserver": a new process imports torch and forks the workers. "spawn": a new process each. "fork":
+            forks of this process, which pickle nothing; it must not have computed with several threads, nor used a GPU.
 
     Raises:
         UsageError: An option is wrong, `fn` or an argument cannot be copied, or this process is a worker itself. No process has
@@ -117,13 +117,13 @@ def _check(fn: Any, args: Any, workers: Any, start_method: str) -> None:
     if start_method not in _START_METHODS:
         raise UsageError(f"start_method: expected one of {', '.join(_START_METHODS)}, found {start_method!r}")
     if not callable(fn):
-        raise UsageError(f"fn: expected a function that takes a rank and `args`, found {fn!r}; pass the function without calling it")
+        raise UsageError(f"fn: expected a function that takes a rank and args, found {fn!r}; pass it without calling it")
     if not isinstance(args, list | tuple):
-        raise UsageError(f"args: expected a tuple of the arguments after the rank, found {type(args).__name__}; write args=(it,)")
+        raise UsageError(f"args: expected a tuple of the arguments after the rank, found {type(args).__name__}; write (it,)")
     if "FASTPS_RANK" in os.environ or world_size() > 1:
         raise UsageError(
-            f"spawn starts workers: expected a process that is no worker itself, found worker {rank()} of {world_size()}; call spawn"
-            " in the program that starts them, or train here with a DistributedOptimizer"
+            f"spawn starts workers: expected a process that is no worker itself, found worker {rank()} of {world_size()}; start"
+            " the program without a launcher, or train in this worker with a DistributedOptimizer"
         )
     if start_method == "fork" and multiprocessing.current_process().daemon:
         raise UsageError(

@@ -60,8 +60,8 @@ def _load(descriptor: int, rank: int) -> handover.Work:
         return load()
     except Exception as error:
         raise UsageError(
-            f"worker {rank} cannot load {setting.name!r} and its arguments: expected modules that a new process can import, found"
-            f" {type(error).__name__}: {error}; put the file's folder on sys.path, or give start_method='fork'"
+            f"worker {rank} cannot load {setting.name!r} and its arguments: expected modules that a new process can import,"
+            f" found {type(error).__name__}: {error}; put the file's folder on sys.path, or give start_method='fork'"
         ) from error
 
 

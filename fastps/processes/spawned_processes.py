@@ -1,7 +1,7 @@
 """The processes of fastps.spawn's workers: how they start, how their end is noticed, and how all of them are ended.
 
-By default a new process imports torch and forks the workers, as under `fastps run`: the state of the caller, its threads and locks,
-does not reach them. Each worker leads a process group of its own, so that Ctrl-C reaches only the caller, which passes it on.
+By default a new process imports torch and forks the workers, as under `fastps run`: the state of the caller, its threads and
+locks, does not reach them. Each worker leads a process group of its own, so Ctrl-C reaches only the caller, which passes it on.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import IO, Any, Protocol

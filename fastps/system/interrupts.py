@@ -25,8 +25,8 @@ class Interrupts:
 def counted_interrupts() -> Iterator[Interrupts]:
     """Within this context SIGINT is counted. At its end the handler of before is called, and KeyboardInterrupt is raised.
 
-    Nothing changes, and the count stays 0, where signals are not handled in Python: outside of the main thread, and where SIGINT
-    is ignored or kills.
+    Nothing changes, and the count stays 0, where Python handles no signal: outside of the main thread, and where SIGINT is
+    ignored or kills.
 
     >>> with counted_interrupts() as interrupts:
     ...     interrupts.count

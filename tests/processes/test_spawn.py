@@ -26,6 +26,7 @@ import fastps
 from fastps.processes import spawned_processes
 from tests.support.processes import children_of
 
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB", "FASTPS_SYNC")
 
 
@@ -91,7 +92,7 @@ def _training() -> Callable[..., None]:
     return train
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", METHODS)
 def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> None:
     model = _model()
     expected = copy.deepcopy(model)
@@ -136,7 +137,7 @@ def test_spawn_lets_the_others_go_on_where_it_is_told_to() -> None:
 def test_lambdas_and_closures_reach_workers_that_have_nothing_else_of_the_caller(tmp_path: Path) -> None:
     scale, held = [2.0, 3.0], threading.Lock()
     sys.modules["a_module_of_the_caller"] = types.ModuleType("a_module_of_the_caller")
-    os.environ["FASTPS_TEST_OF_SPAWN"] = "seen"
+    os.environ["A_TEST_OF_SPAWN"] = "seen"
     waiting = threading.Thread(target=held.acquire)
     try:
         with held:
@@ -149,7 +150,7 @@ def test_lambdas_and_closures_reach_workers_that_have_nothing_else_of_the_caller
                         "caller's": "a_module_of_the_caller" in sys.modules,
                         "torch": "torch" in sys.modules,
                         "group": os.getpgid(0) == os.getpid(),
-                        "environment": [os.environ["FASTPS_TEST_OF_SPAWN"], os.environ["FASTPS_RANK"]],
+                        "environment": [os.environ["A_TEST_OF_SPAWN"], os.environ["FASTPS_RANK"]],
                         "argv": sys.argv,
                         "path": sys.path,
                     }
@@ -158,7 +159,7 @@ def test_lambdas_and_closures_reach_workers_that_have_nothing_else_of_the_caller
             fastps.spawn(write, (10,), workers=2)
     finally:
         waiting.join()
-        del sys.modules["a_module_of_the_caller"], os.environ["FASTPS_TEST_OF_SPAWN"]
+        del sys.modules["a_module_of_the_caller"], os.environ["A_TEST_OF_SPAWN"]
     for rank in range(2):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert found["product"] == scale[rank] * 10
@@ -255,7 +256,7 @@ class OfTheModuleError(Exception):
 
 
 @pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 def test_exception_of_a_worker_is_raised_with_its_class_and_its_traceback(method: str) -> None:
     class LocalError(Exception):
         pass
@@ -320,7 +321,7 @@ def test_worker_that_was_killed_is_named_and_its_own_children_end_with_it(method
 @pytest.mark.usefixtures("without_torch")
 def test_worker_that_exits_has_failed_if_it_gives_a_code() -> None:
     fastps.spawn(lambda rank: sys.exit(0), workers=2)
-    with pytest.raises(fastps.WorkerDiedError, match="worker 0 .* ended with exit code 3"):
+    with pytest.raises(fastps.WorkerDiedError, match=r"worker 0 .* ended with exit code 3"):
         fastps.spawn(lambda rank: sys.exit(3), workers=1)
 
 
@@ -369,7 +370,7 @@ def _waiting(folder: Path, method: str, *, stubborn: bool = False) -> tuple["sub
     return running, numbers
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 def test_ctrl_c_ends_all_that_spawn_started(method: str, tmp_path: Path) -> None:
     running, numbers = _waiting(tmp_path, method)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal and Jupyter do
@@ -408,7 +409,7 @@ def test_ctrl_c_during_the_imports_starts_no_worker(tmp_path: Path) -> None:
     _await_end([server])
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_the_caller(method: str, tmp_path: Path) -> None:
     running, numbers = _waiting(tmp_path, method)
     running.kill()
@@ -432,8 +433,11 @@ def _any(rank: int) -> None:
         ({"workers": 0}, "workers: expected 1 to 1024, found 0"),
         ({"workers": "2"}, "workers: expected 1 to 1024, found '2'"),
         ({"start_method": "thread"}, "start_method: expected one of forkserver, spawn, fork, found 'thread'"),
-        ({"fn": None}, "fn: expected a function that takes a rank and `args`, found None; pass the function without calling it"),
-        ({"args": 3}, r"args: expected a tuple of the arguments after the rank, found int; write args=\(it,\)"),
+        (
+            {"fn": None},
+            "fn: expected a function that takes a rank and args, found None; pass it without calling it",
+        ),
+        ({"args": 3}, r"args: expected a tuple of the arguments after the rank, found int; write \(it,\)"),
         ({"args": (1, 2)}, r"_any\(rank, \*args\): expected it to take the rank and 2 more, found .*too many positional"),
         ({"fn": lambda: None}, "expected it to take the rank and 0 more, found .*too many positional arguments; make the rank"),
         ({"fn": lambda rank, it: None, "args": (threading.Lock(),)}, r"found args\[0\], a lock: TypeError: cannot pickle"),
@@ -447,7 +451,8 @@ def test_call_that_cannot_work_is_refused_in_one_sentence(arguments: dict[str, A
 
 def test_name_that_does_not_pickle_is_told_of() -> None:
     log = open(os.devnull, "w")  # noqa: SIM115, PTH123
-    with log, pytest.raises(fastps.UsageError, match="found 'log', a TextIOWrapper that the function uses: .*start_method='fork'"):
+    sentence = r"found 'log', a TextIOWrapper that the function uses: .*start_method='fork'"
+    with log, pytest.raises(fastps.UsageError, match=sentence):
         fastps.spawn(lambda rank: print(rank, file=log), workers=2)
 
 
@@ -457,7 +462,7 @@ def test_function_of_a_module_that_a_new_process_cannot_import_is_refused_by_nam
     exec("def work(rank): pass", module.__dict__)
     sys.modules[module.__name__] = module
     try:
-        with pytest.raises(fastps.UsageError, match="worker 0 cannot load 'work' .*No module named 'exists_only_here'; put the"):
+        with pytest.raises(fastps.UsageError, match=r"worker 0 cannot load 'work' .*No module named 'exists_only_here'; put"):
             fastps.spawn(module.work, workers=1)
     finally:
         del sys.modules[module.__name__]
@@ -468,7 +473,7 @@ def test_spawn_in_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
         fastps.spawn(print, workers=2)
 
-    with pytest.raises(fastps.UsageError, match="expected a process that is no worker itself, found worker [01] of 2; call spawn"):
+    with pytest.raises(fastps.UsageError, match=r"expected a process that is no worker itself, found worker [01] of 2; start"):
         fastps.spawn(work, workers=2)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")

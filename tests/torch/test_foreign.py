@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
