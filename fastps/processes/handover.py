@@ -202,7 +202,9 @@ def _pickled(error: BaseException) -> bytes:
 
     By its name if it has one, and by cloudpickle's number of the class if not.
     """
-    for dumps in (pickle.dumps, cloudpickle.dumps):
+    kind = type(error)
+    is_named = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+    for dumps in (pickle.dumps, cloudpickle.dumps) if is_named else (cloudpickle.dumps,):
         with contextlib.suppress(Exception):
             data: bytes = dumps(error)
             pickle.loads(data)
