@@ -22,7 +22,7 @@ from typing import IO, Any, ClassVar
 
 import cloudpickle
 
-from fastps.errors import UsageError
+from fastps.errors import Error, UsageError
 
 _COMPLETE = b"\1"
 
@@ -117,9 +117,11 @@ def write(work: Work) -> IO[bytes]:
         pickler.dump(pickler.of_main)
     except Exception as error:
         file.close()
+        culprit, reason = _culprit(work, error)
+        to_do = "" if isinstance(reason, Error) else "; make it inside the function, or give start_method='fork'"
         raise UsageError(
-            f"spawn cannot hand {setting.name!r} and its arguments over: expected what pickles, found {_culprit(work, error)};"
-            " make it inside the function, or give start_method='fork'"
+            f"spawn cannot hand {setting.name!r} and its arguments over: expected what pickles, found {culprit}"
+            f"{_in_a_line(reason)}{to_do}"
         ) from error
     file.flush()
     return file
@@ -157,14 +159,14 @@ def remember(sources: dict[str, list[str]]) -> None:
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
-def _culprit(work: Work, error: Exception) -> str:
-    """The first part of the work that does not pickle by itself, with the reason."""
+def _culprit(work: Work, error: Exception) -> tuple[str, Exception]:
+    """The first part of the work that does not pickle by itself, in words, and the reason."""
     for what, part in _parts(work):
         try:
             cloudpickle.dumps(part)
         except Exception as reason:
-            return f"{what}: {_in_a_line(reason)}"
-    return _in_a_line(error)
+            return f"{what}: ", reason
+    return "", error
 
 
 def _parts(work: Work) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,8 @@ def spawn(
         Exception: The exception of `fn` in the worker that failed first; its traceback is the error's cause.
     """
     _check(fn, args, workers, start_method)
+    if model is None:
+        _warn_of_copies(args)
     spec = parse_policy(sync).spec if sync is not None else None
     base = {**os.environ, **({"FASTPS_ON_WORKER_LOSS": on_worker_loss} if on_worker_loss is not None else {})}
     job = secrets.token_hex(8)
@@ -131,6 +134,18 @@ def _check(fn: Any, args: Any, workers: Any, start_method: str) -> None:
             " process, say); use 'forkserver' or 'spawn', or start the process with daemon=False"
         )
     _check_signature(fn, args)
+
+
+def _warn_of_copies(args: Sequence[Any]) -> None:
+    """Warn of a model in torch's shared memory, where the caller would look for the final weights in vain."""
+    torch = sys.modules.get("torch")
+    for number, argument in enumerate(args):
+        is_model = torch is not None and isinstance(argument, torch.nn.Module)
+        if is_model and any(parameter.is_shared() for parameter in argument.parameters()):
+            told = (
+                "args[%d] lies in shared memory, but the workers train copies of it: pass it as model=, too, to get the weights"
+            )
+            logger.warning(told, number)
 
 
 def _check_signature(fn: Callable[..., Any], args: Sequence[Any]) -> None:

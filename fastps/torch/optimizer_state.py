@@ -1,7 +1,7 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -35,6 +35,13 @@ class OptimizerState(torch.optim.Optimizer):
     def _take_weights(self) -> None:
         """Update every parameter to the newest version."""
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
+        raise UsageError(
+            "a DistributedOptimizer cannot be copied or pickled, because it is a worker of a job: expected its state_dict() or"
+            " the torch optimizer, found the worker; wrap the torch optimizer in the process that trains with it"
+        )
 
     def _entries(self) -> list[dict[str, Any]]:
         """Each parameter's entry in the torch optimizer's state; empty if it has none."""

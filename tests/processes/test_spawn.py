@@ -456,6 +456,20 @@ def test_name_that_does_not_pickle_is_told_of() -> None:
         fastps.spawn(lambda rank: print(rank, file=log), workers=2)
 
 
+def test_optimizer_that_was_wrapped_outside_of_the_function_is_told_of() -> None:
+    with (
+        _wrap(_model()) as optimizer,
+        pytest.raises(fastps.UsageError, match="found 'optimizer', a DistributedOptimizer") as caught,
+    ):
+        fastps.spawn(lambda rank: optimizer.step(), workers=2)
+    assert str(caught.value).endswith("wrap the torch optimizer in the process that trains with it")
+
+
+def test_model_in_shared_memory_whose_weights_do_not_come_back_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fastps.spawn(lambda rank, model: None, (_model().share_memory(),), workers=1, start_method="fork")
+    assert "args[0] lies in shared memory, but the workers train copies of it: pass it as model=, too" in caplog.text
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_function_of_a_module_that_a_new_process_cannot_import_is_refused_by_name() -> None:
     module = types.ModuleType("exists_only_here")

@@ -112,6 +112,13 @@ def test_parameters_in_memory_that_torch_shares_are_refused_by_name() -> None:
     _wrap(private).close()
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_worker_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
+    with _wrap(_model()) as optimizer:
+        with pytest.raises(fastps.UsageError, match="cannot be copied or pickled, because it is a worker of a job"):
+            copied(optimizer)
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
