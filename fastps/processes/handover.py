@@ -6,6 +6,7 @@ which would move them into shared memory, take no part.
 """
 
 import contextlib
+import functools
 import inspect
 import linecache
 import mmap
@@ -77,6 +78,13 @@ def _reduced(code: CodeType) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return _code, (args, code.co_filename)
 
 
+_Cached = type(functools.lru_cache(len))
+
+
+def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(fn)  # type: ignore[no-any-return]  # its type is its argument's
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Copies like cloudpickle, and notes the classes and functions of `__main__` by name."""
 
@@ -89,6 +97,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     def reducer_override(self, part: Any) -> Any:
         if isinstance(part, type | FunctionType) and part.__module__ == "__main__" and part.__qualname__ == part.__name__:
             self.of_main[part.__name__] = part
+        if isinstance(part, _Cached) and part.__module__ == "__main__":  # pickle would look for it in the worker's `__main__`
+            return _cached, (part.__wrapped__, part.cache_parameters())
         return super().reducer_override(part)
 
 

@@ -223,5 +223,7 @@ def _work(work: handover.Work, rank: int, environment: Mapping[str, str], outcom
     os.setpgid(0, 0)
     ask_to_die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
     os.environ.update(environment)
     spawned.run(lambda: work, rank, outcome)

@@ -169,7 +169,7 @@ def test_lambdas_and_closures_reach_workers_that_have_nothing_else_of_the_caller
 
 
 PROGRAM = """
-import pickle, sys
+import enum, functools, pickle, sys
 import fastps
 
 class Setting:
@@ -187,10 +187,21 @@ def work(rank, folder):
 class Failed(Exception):
     pass
 
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+@functools.lru_cache(maxsize=2)
+def squared(number):
+    return number * number
+
+def look(rank, kind):
+    assert kind is Kind.TWO and squared(3) == 9 and squared.cache_parameters()["maxsize"] == 2
+
 def fail(rank):
     raise Failed("as it had to")
 
 setting.rate = 0.75
+fastps.spawn(look, (Kind.TWO,), workers=1)
 fastps.spawn(work, (sys.argv[1],), workers=2)
 for method in ("forkserver", "fork"):
     try:
