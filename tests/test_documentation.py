@@ -157,7 +157,8 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
     blocks = blocks_of(DOCS / "how-to" / "notebooks.md")
     assert len(blocks) == 3

@@ -194,14 +194,15 @@ class Crew:
 
     def end(self) -> None:
         """End all running workers: by SIGINT after Ctrl-C, then by SIGTERM, then by SIGKILL; at a second Ctrl-C by SIGKILL."""
-        seen = self._interrupts.count
-        for number in [signal.SIGINT] * (seen > 0) + [signal.SIGTERM, signal.SIGKILL]:
-            if self._interrupts.count > max(seen, 1):
+        for number in [signal.SIGINT] * (self._interrupts.count > 0) + [signal.SIGTERM, signal.SIGKILL]:
+            if self._interrupts.count > 1:
                 number = signal.SIGKILL
             for worker in self.running:
                 worker.send(number)
             deadline_ns = self._clock.now_ns() + GRACE_NS
-            while self.running and self._clock.now_ns() < deadline_ns and self._interrupts.count <= max(seen, 1):
+            while self.running and self._clock.now_ns() < deadline_ns:
+                if self._interrupts.count > 1 and number != signal.SIGKILL:
+                    break
                 self.look()
         while self.running:
             self.look()

@@ -100,6 +100,7 @@ def _srun(rank: int, tasks: int) -> dict[str, str]:
 
 
 @needs_the_examples
+@pytest.mark.slow
 def test_tasks_of_one_srun_that_say_so_are_two_jobs() -> None:
     script = str(EXAMPLES / "slurm.py")
     running = [_start(script, **_srun(rank, 4)) for rank in range(4)]
