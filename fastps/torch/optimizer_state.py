@@ -1,7 +1,7 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Update every parameter to the newest version."""
         raise NotImplementedError
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
         raise UsageError(
             "a DistributedOptimizer cannot be copied or pickled, because it is a worker of a job: expected its state_dict() or"
