@@ -152,6 +152,23 @@ def test_code_of_readme_runs_alone(code: str, tmp_path: Path) -> None:
     _run(sys.executable, str(script))
 
 
+def blocks_of(page: Path) -> list[str]:
+    """The Python code of a page that is marked as whole."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
+    blocks = blocks_of(DOCS / "how-to" / "notebooks.md")
+    assert len(blocks) == 3
+    script = tmp_path / "script.py"
+    script.write_text("\n\n".join(blocks))
+    printed = _run(sys.executable, str(script))
+    assert len(re.findall(r"^worker [01]: loss 0\.0\d+$", printed, re.MULTILINE)) == 2
+    assert 'raise EmptyShareError("worker 1 has no samples")' in printed
+
+
 def _fastps(*arguments: str) -> str:
     return _run(sys.executable, "-m", "fastps", "run", "-n", "2", *arguments)
 

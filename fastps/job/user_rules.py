@@ -28,6 +28,12 @@ class UserRule(Rule):
     function: Callable[..., Any] = field(default=lambda: None, compare=False)
     terms: Callable[..., Any] | None = field(default=None, compare=False)
     machine_code: object = field(default=None, compare=False, repr=False)
+    source: Callable[..., Any] = field(default=lambda: None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Callable[..., "UserRule"], tuple[Any, ...]]:
+        """Pickle the function instead of its machine code, which has an address in this process; unpickling compiles it."""
+        names = (*self.hyper_names, *(("step",) if self.takes_step else ()))
+        return _made_again, (self.source, self.planes, names, self.initial)
 
     def __call__(self, **hyper: float) -> Update:
         """The rule with its hyper-parameters, given by name. Raises TypeError unless all are given and no others."""
@@ -146,9 +152,16 @@ def rule(
             compiled.function,
             compiled.terms,
             compiled,
+            function,
         )
 
     return decorate
+
+
+def _made_again(
+    function: Callable[..., Any], state: tuple[str, ...], hyper: tuple[str, ...], initial: tuple[float, ...]
+) -> UserRule:
+    return rule(state=state, hyper=hyper, initial=initial)(function)
 
 
 def _check(

@@ -114,7 +114,7 @@ def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None
             os._exit(1)  # the launcher has ended
         SYSTEM_CLOCK.sleep_ns(500_000)
     ask_to_die_with_parent(launcher)
-    for target, file in zip((1, 2), files, strict=True):
+    for target, file in zip((1, 2), files, strict=bool(files)):  # none: the output goes where this process's goes
         os.dup2(file, target)
         os.close(file)
     _seed_generators()

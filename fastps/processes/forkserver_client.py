@@ -42,8 +42,11 @@ class ForkServer:
                 self.refusal = "" if self._is_ready else message.decode() or "it has ended"
         return self._is_ready
 
-    def fork(self, environment: Mapping[str, str], arguments: Sequence[str]) -> AdoptedProcess | None:
-        """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time."""
+    def fork(self, environment: Mapping[str, str], arguments: Sequence[str], *, captured: bool = True) -> AdoptedProcess | None:
+        """Fork a worker that runs `python ARGUMENTS`. Returns None if the fork server forks none in time.
+
+        If its output is not `captured`, it goes where the fork server's own goes.
+        """
         message = json.dumps(
             {
                 "environment": {key: value for key, value in environment.items() if self.environment.get(key) != value},
@@ -53,19 +56,19 @@ class ForkServer:
         ).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             return None
-        stdout, stderr = os.pipe(), os.pipe()
-        readers = stdout[0], stderr[0]
+        pipes = [os.pipe(), os.pipe()] if captured else []
+        readers = [reader for reader, _ in pipes]
         try:
             self.control.settimeout(_ANSWER_S)
-            socket.send_fds(self.control, [message], [stdout[1], stderr[1]])
+            socket.send_fds(self.control, [message], [writer for _, writer in pipes])
             process_id = int(self.control.recv(32))
         except (OSError, ValueError):  # it has ended, or does not answer
             for reader in readers:
                 os.close(reader)
             return None
         finally:
-            os.close(stdout[1])
-            os.close(stderr[1])
+            for _, writer in pipes:
+                os.close(writer)
         streams = [cast("IO[bytes]", os.fdopen(reader, "rb", buffering=0)) for reader in readers]
         return AdoptedProcess(process_id, *streams)
 

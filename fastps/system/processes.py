@@ -48,10 +48,10 @@ class AdoptedProcess:
 
     stdin: IO[bytes] | None = None
 
-    def __init__(self, process_id: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def __init__(self, process_id: int, stdout: IO[bytes] | None = None, stderr: IO[bytes] | None = None) -> None:
         self.pid = process_id
-        self.stdout: IO[bytes] | None = stdout
-        self.stderr: IO[bytes] | None = stderr
+        self.stdout = stdout
+        self.stderr = stderr
         self.returncode: int | None = None
 
     def wait(self) -> int:

@@ -38,6 +38,13 @@ class OptimizerState(torch.optim.Optimizer):
         """Update every parameter to the newest version."""
         raise NotImplementedError
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
+        raise UsageError(
+            "a DistributedOptimizer cannot be copied or pickled, because it is a worker of a job: expected its state_dict() or"
+            " the torch optimizer, found the worker; wrap the torch optimizer in the process that trains with it"
+        )
+
     def _entries(self) -> list[dict[str, Any]]:
         """Each parameter's entry in the torch optimizer's state; empty if it has none."""
         return [self.state.get(tensor, {}) for tensor in self._tensors]

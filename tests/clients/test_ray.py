@@ -1,7 +1,11 @@
 """Ray actors: workers that Ray starts, and that outlive a job."""
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ import fastps
 from tests.clients import digits
 
 ray = pytest.importorskip("ray", reason="the extra fastps[clients] is not installed")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "launchers" / "ray_actors.py"
 
 
 @pytest.fixture
@@ -44,6 +50,14 @@ class Actor:
             digits.train(model, optimizer)
         finally:
             optimizer.close()
+
+
+def test_example_of_the_page_trains_one_job_after_the_other() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^job \d: loss ([\d.]+), the same in all workers: True$", done.stdout, re.M)]
+    assert len(losses) == 2
+    assert max(losses) < 0.5, "the first weights have 0.64"
 
 
 @pytest.mark.usefixtures("cluster")

@@ -1,12 +1,14 @@
 """Rules of the user's own: compiled as they are written, refused in one sentence, and agreed on by all workers."""
 
 import math
+import pickle
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -179,6 +181,14 @@ def test_what_cannot_be_a_rule_is_refused_in_one_sentence(function: Any, options
 def test_hyper_parameters_of_other_names_are_refused() -> None:
     with pytest.raises(TypeError, match="expected the hyper-parameters learning_rate, momentum, found learning_rate"):
         sign_sgd(learning_rate=0.1)
+
+
+@pytest.mark.parametrize("rule", [stateless, sign_sgd, root])
+def test_rule_that_was_pickled_is_the_same_rule_in_code_of_its_own(rule: Any) -> None:
+    again = pickle.loads(cloudpickle.dumps(rule))
+    assert again == rule, "names, digest and initial values; the digest has the numbers that are compiled in"
+    assert again.digest == rule.digest
+    assert again.address != rule.address
 
 
 def test_importing_fastps_does_not_import_numba() -> None:

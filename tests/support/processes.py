@@ -87,6 +87,12 @@ def is_stopped(process_id: int) -> bool:
     return states == {"T"}
 
 
+def children_of(process_id: int) -> list[int]:
+    """The children of all threads of a process."""
+    threads = Path(f"/proc/{process_id}/task").iterdir()
+    return [int(number) for thread in threads for number in (thread / "children").read_text().split()]
+
+
 @contextlib.contextmanager
 def stopped(process_id: int, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Keep a process stopped inside the block. If `unless()` is true after a stop, let it run on and stop it again."""

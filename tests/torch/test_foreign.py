@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -114,6 +112,13 @@ def test_parameters_in_memory_that_torch_shares_are_refused_by_name() -> None:
     _wrap(private).close()
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_worker_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
+    with _wrap(_model()) as optimizer:
+        with pytest.raises(fastps.UsageError, match="cannot be copied or pickled, because it is a worker of a job"):
+            copied(optimizer)
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
@@ -164,103 +169,6 @@ def test_script_that_runs_again_in_a_spawned_child_is_told_to_guard_itself(tmp_p
     assert ended.returncode == 1
     assert "guard your script" in ended.stderr
     assert "expected a new name" not in ended.stderr
-
-
-# -- fastps.spawn ----------------------------------------------------------------------------------
-
-
-def spawned_training(rank: int, model: torch.nn.Module, steps: int) -> None:
-    optimizer = _wrap(model)
-    assert (fastps.rank(), fastps.world_size()) == (rank, 2)
-    _train(model, optimizer, steps + rank)
-
-
-def spawned_failure(rank: int) -> None:
-    if rank == 1:
-        raise ValueError("no luck")
-    _train(model := _model(), _wrap(model), 10**6)
-
-
-def spawned_death(rank: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), 9)
-    _train(model := _model(), _wrap(model), 10**6)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> None:
-    model = _model()
-    expected = copy.deepcopy(model)
-    fastps.spawn(spawned_training, (model, 20), workers=2, sync="asp", model=model, start_method=method)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
-    for _ in range(20 + 21):  # the gradient is the same whatever the weights are, so each push counts alike
-        optimizer.zero_grad()
-        expected(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    assert torch.allclose(model.weight, expected.weight, atol=1e-5)
-
-
-def test_spawn_raises_what_failed_first_with_its_traceback() -> None:
-    with pytest.raises(ValueError, match="no luck") as caught:
-        fastps.spawn(spawned_failure, workers=2, start_method="fork")
-    assert "in spawned_failure" in str(caught.value.__cause__)
-
-
-def test_spawn_names_a_worker_that_was_killed() -> None:
-    with pytest.raises(fastps.WorkerDiedError, match=r"worker 1 .* SIGKILL") as caught:
-        fastps.spawn(spawned_death, workers=2, start_method="fork")
-    assert caught.value.worker == 1
-
-
-def spawned_loader(rank: int, model: torch.nn.Module) -> None:
-    data = torch.utils.data.TensorDataset(torch.ones(4, 4))
-    with _wrap(model) as optimizer:
-        for (inputs,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
-            _train_on(model, optimizer, inputs)
-
-
-def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> None:
-    before = (model := _model()).weight.clone()
-    fastps.spawn(spawned_loader, (model,), workers=2, model=model, start_method="fork")
-    assert not torch.equal(model.weight, before), "the loaders' batches were trained on"
-
-
-def test_ctrl_c_ends_all_that_spawn_started(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, time, fastps\n"
-        "def work(rank):\n    os.write(1, b'begun\\n')\n    time.sleep(60)\n"
-        "if __name__ == '__main__':\n    fastps.spawn(work, workers=2, start_method='fork')\n"
-    )
-    running = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
-    assert running.stdout is not None
-    assert [running.stdout.readline(), running.stdout.readline()] == [b"begun\n"] * 2
-    parent, asleep, deadline = psutil.Process(running.pid), 0, time.monotonic() + 20
-    while asleep < 5 and time.monotonic() < deadline:  # until it waits: in os.fork() it would tell of the interrupt twice
-        asleep = asleep + 1 if parent.status() == psutil.STATUS_SLEEPING else 0
-        time.sleep(0.01)
-    os.killpg(running.pid, signal.SIGINT)
-    _, told = running.communicate(timeout=20)
-    assert running.returncode == -signal.SIGINT
-    assert told.count(b"\nKeyboardInterrupt") == 1, told.decode()  # its own; no child tells of it, too
-
-
-def test_spawn_refuses_what_does_not_pickle() -> None:
-    with pytest.raises(fastps.UsageError, match="start_method='fork'"):
-        fastps.spawn(lambda rank: None, workers=2)
-
-
-def test_spawn_lets_the_others_go_on_where_it_is_told_to() -> None:
-    def train(rank: int, model: torch.nn.Module) -> None:
-        optimizer = _wrap(model, sync="asp")
-        _train(model, optimizer, 5)
-        if rank == 1:
-            os.kill(os.getpid(), 9)
-        _train(model, optimizer, 5)
-
-    before = (model := _model()).weight.clone()
-    fastps.spawn(train, (model,), workers=2, model=model, on_worker_loss="continue", start_method="fork")
-    assert not torch.equal(model.weight, before)
 
 
 # -- what launched workers see ---------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""Workers that neither fastps nor torchrun starts: tasks of a process pool, and tasks of SLURM by their variables.
+
+The programs are those of docs/how-to/other-launchers.md.
+"""
+
+import concurrent.futures
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastps
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "launchers"
+
+needs_the_examples = pytest.mark.skipif(not EXAMPLES.exists(), reason="tests run without the source tree")
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    """The environment of a program that no launcher has started, and these variables."""
+    told = re.compile(r"FASTPS_|RANK$|LOCAL_RANK$|WORLD_SIZE$|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI")
+    return {**{name: value for name, value in os.environ.items() if not told.match(name)}, **variables}
+
+
+def _start(*command: str, **variables: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=_environment(OMP_NUM_THREADS="1", **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _printed(running: "subprocess.Popen[str]") -> list[str]:
+    told, errors = running.communicate(timeout=100)
+    assert running.returncode == 0, errors
+    return told.splitlines()
+
+
+@needs_the_examples
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_processes_of_a_pool_train_one_job_after_the_other(method: str) -> None:
+    lines = _printed(_start(str(EXAMPLES / "pool.py"), "--method", method))
+    losses = [float(re.findall(r"loss ([\d.]+), the same in all workers: True", line)[0]) for line in lines]
+    assert len(losses) == 2
+    assert max(losses) < 0.5, "the first weights have 0.64"
+
+
+def _work(job: str, rank: int) -> None:
+    """Worker 1 is killed after its third step."""
+    model = torch.nn.Linear(4, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    with fastps.DistributedOptimizer(inner, sync="bsp", job=job, rank=rank, workers=2) as optimizer:
+        for step in range(10**6):
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
+def test_pools_tell_of_a_worker_that_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "FASTPS_RANK", "FASTPS_WORKERS", "FASTPS_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        futures = [executor.submit(_work, f"killed-{os.getpid()}", rank) for rank in range(2)]
+        with pytest.raises(BrokenProcessPool):
+            futures[1].result(timeout=60)
+    with context.Pool(2) as pool:
+        survivor, _ = [pool.apply_async(_work, (f"killed-in-pool-{os.getpid()}", rank)) for rank in range(2)]
+        with pytest.raises(fastps.WorkerDiedError, match="worker 1"):
+            survivor.get(timeout=60)
+
+
+def _srun(rank: int, tasks: int) -> dict[str, str]:
+    """What srun sets for a task on one node."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+
+
+@needs_the_examples
+@pytest.mark.slow
+def test_tasks_of_one_srun_that_say_so_are_two_jobs() -> None:
+    script = str(EXAMPLES / "slurm.py")
+    running = [_start(script, **_srun(rank, 4)) for rank in range(4)]
+    printed = [_printed(task) for task in running]
+    found = [
+        re.findall(r"learning rate ([\d.]+): loss ([\d.]+), (\d+) updates by 2 workers", "".join(lines)) for lines in printed
+    ]
+    (slow,), nothing, (fast,), nothing_either = found
+    assert nothing == nothing_either == []
+    assert (slow[0], slow[2], fast[0], fast[2]) == ("0.02", "768", "0.08", "768"), "each push is an update of its own job"
+    assert float(fast[1]) < float(slow[1]) < 0.64
+
+
+TASK = """
+import fastps, torch
+model = torch.nn.Linear(4, 1)
+with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), sync="asp") as optimizer:
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    optimizer.wait_for_others()
+    print(fastps.rank(), fastps.world_size(), optimizer.version)
+"""
+
+
+def test_tasks_of_srun_find_each_other_by_themselves(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(TASK)
+    running = [_start(str(script), **_srun(rank, 2)) for rank in range(2)]
+    assert [_printed(task) for task in running] == [["0 2 20"], ["1 2 20"]]
