@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -20,12 +20,16 @@ from fastps.job.update_rules import Rule
 from fastps.kernels.shm import arena
 from fastps.kernels.update import fold
 
+GradientType = Literal["float32", "float16", "bfloat16"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
 
-    Shard number `shard` holds and versions it.
+    Shard number `shard` holds and versions it. `type` is what the model computes with: if it is a half, the float32 values are
+    master weights, and the fold writes them once more in that type.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Parameter:
     group: int
     offset: int
     shard: int = 0
+    type: GradientType = "float32"
 
     @property
     def length(self) -> int:
@@ -61,10 +66,6 @@ def chosen_readers(given: int | None = None) -> int:
     if found < 0:
         raise UsageError(f"expected max_readers of 0 (none) or more, found {found}")
     return found
-
-
-GradientType = Literal["float32", "float16", "bfloat16"]
-GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ class Layout:
         return _aligned(last.offset + last.length)
 
     @property
+    def shown_type(self) -> GradientType:
+        """The type of the parameters that are not float32; "float32" if all are. A model has at most one half type."""
+        return next((parameter.type for parameter in self.parameters if parameter.type != "float32"), "float32")
+
+    @property
     def host_floats(self) -> int:
         """Floats of a weights buffer in the arena: 0 if the weights are on devices."""
         return 0 if self.owner_lanes else self.buffer_floats
@@ -202,7 +208,7 @@ class Description:
         try:
             found = json.loads(text)
             parameters = tuple(
-                Parameter(row["name"], tuple(row["shape"]), tuple(row["stride"]), row["group"], row["offset"], row["shard"])
+                Parameter(**{**row, "shape": tuple(row["shape"]), "stride": tuple(row["stride"])})
                 for row in found["parameters"]
             )
             return Description(parameters, int(found["workers"]))
@@ -210,18 +216,23 @@ class Description:
             raise ValueError(f"expected the description of a job, found {text[:60]!r}") from error
 
 
-def place(parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]], shards: int = 1) -> tuple[Parameter, ...]:
+def place(
+    parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
+    shards: int = 1,
+    types: Sequence[GradientType] = (),
+) -> tuple[Parameter, ...]:
     """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
-    The parameters are split into at most `shards` runs of about equal length; no parameter is split.
+    The parameters are split into at most `shards` runs of about equal length; no parameter is split. `types`: the type of each;
+    default: float32.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
     """
-    placed = []
+    placed: list[Parameter] = []
     offset = 0
     for name, shape, stride, group in parameters:
-        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset)
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, type=types[len(placed)] if types else "float32")
         placed.append(parameter)
         offset += _aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
@@ -261,7 +272,8 @@ def first_difference(mine: str, theirs: str) -> str:
 def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
         return "there is no such parameter"
-    return f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}"
+    shown = [f"{key} {parameter.get(key)}" for key in ("shape", "stride", "group", "type")]
+    return f"{parameter['name']!r} has {', '.join(shown)}"
 
 
 def _shown(value: object) -> str:

@@ -266,7 +266,8 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
-    home = replace(layout, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
+    masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
+    home = replace(layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
     if not nodes.policy.local_steps:
         return home
     return replace(home, rule=rule_for("sgd", [_outer(nodes.policy)], {}))

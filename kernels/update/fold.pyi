@@ -35,6 +35,9 @@ MAX_USER_PLANES: int
 TILE: int
 
 def instruction_sets() -> list[str]: ...
+def narrow(
+    weights: npt.NDArray[np.float32], halves: npt.NDArray[np.uint16], shown_type: int, *, instruction_set: str | None = None
+) -> None: ...
 def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
 def coefficients_of(
     rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int
@@ -61,6 +64,8 @@ class Folding:
         ema_decay: float = 0.0,
         user_rule: int = 0,
         gradient_type: int = ...,
+        shown_type: int = ...,
+        halves_out: npt.NDArray[np.uint16] | None = None,
         streaming: bool = False,
         instruction_set: str = "auto",
     ) -> None: ...
@@ -81,6 +86,8 @@ def fold(
     ema_decay: float = 0.0,
     user_rule: int = 0,
     gradient_type: int = ...,
+    shown_type: int = ...,
+    halves_out: npt.NDArray[np.uint16] | None = None,
     streaming: bool = False,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,

@@ -22,10 +22,10 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
 
 static inline int fps_begins_line(const float *address) { return (uintptr_t)address % (FPS_LINE_FLOATS * sizeof(float)) == 0; }
 
-/* Whether a rule's one loop can use non-temporal stores itself: nothing else writes the tile. */
+/* Whether a rule's one loop can use non-temporal stores itself: nothing else reads or writes the tile. */
 static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *by, int64_t first) {
     int written = fps_writes(job->rule, by->flags);
-    return job->streaming && fps_taken_at_once(job->rule) > 1 && written == (1 << job->state_planes) - 1
+    return job->streaming && !job->halves_out && fps_taken_at_once(job->rule) > 1 && written == (1 << job->state_planes) - 1
            && job->state_stride % FPS_LINE_FLOATS == 0 && fps_begins_line(job->weights_out + first)
            && (written == 0 || fps_begins_line(job->state_out + first));
 }
@@ -52,8 +52,22 @@ static inline void fps_leave_stage(const fps_fold_job *job, int64_t first, fps_p
     place->streaming = 1;
 }
 
+/* Write weights in the type that the model has. */
+static inline void fps_narrow(const fps_tile_functions *tile, int type, uint16_t *halves, const float *weights, int64_t length) {
+    if (type == FPS_FLOAT16) tile->narrow_float16(halves, weights, length);
+    else tile->narrow_bfloat16(halves, weights, length);
+}
+
+/* Write the tile's weights, which are in the cache, in half precision. */
+static inline void fps_show_tile(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length,
+                                 const fps_place *place) {
+    FPS_FAILPOINT();
+    fps_narrow(tile, job->shown_type, job->halves_out + first, place->weights_out, length);
+}
+
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
                                 int64_t length, const fps_place *place) {
+    if (job->halves_out) fps_show_tile(tile, job, first, length, place);
     if (!job->streaming || place->streaming) return;
     FPS_FAILPOINT();
     tile->stream(job->weights_out + first, stage, length);

@@ -82,6 +82,31 @@ static void FPS_ISA(widen_bfloat16)(float *restrict wide, const uint16_t *restri
     }
 }
 
+/* Rounded to the nearest bfloat16, ties to even, as torch rounds; a NaN stays one. */
+static void FPS_ISA(narrow_bfloat16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { float value; uint32_t bits; } number = {wide[i]};
+        uint32_t rounded = (number.bits + 0x7fffu + (number.bits >> 16 & 1)) >> 16;
+        halves[i] = (uint16_t)((number.bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+}
+
+/* Rounded to the nearest IEEE half, ties to even, as torch rounds; beyond the largest half an infinity, and a NaN stays one. A
+ * result that is subnormal is rounded by a sum of floats: the last digit of a half's smallest step is that of a float near 0.5. */
+static void FPS_ISA(narrow_float16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { float value; uint32_t bits; } number = {wide[i]}, small;
+        uint32_t sign = number.bits >> 16 & 0x8000u, size = number.bits & 0x7fffffffu;
+        uint32_t normal = (size - (112u << 23) + 0xfffu + (size >> 13 & 1)) >> 13;
+        small.bits = size;
+        small.value += 0.5f;
+        uint32_t half = size < 113u << 23 ? small.bits - 0x3f000000u : normal;
+        half = size >= 143u << 23 ? 0x7c00u : half;
+        half = size > 0x7f800000u ? 0x7e00u : half;
+        halves[i] = (uint16_t)(sign | half);
+    }
+}
+
 /* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t most, float value) {
     int32_t bits;
@@ -272,6 +297,8 @@ static const fps_tile_functions FPS_ISA(tile_functions) = {
     .add = FPS_ISA(add),
     .widen_float16 = FPS_ISA(widen_float16),
     .widen_bfloat16 = FPS_ISA(widen_bfloat16),
+    .narrow_float16 = FPS_ISA(narrow_float16),
+    .narrow_bfloat16 = FPS_ISA(narrow_bfloat16),
     .average = FPS_ISA(average),
     .stream = FPS_ISA(stream),
     .is_finite = FPS_ISA(is_finite),

@@ -45,6 +45,7 @@ class Case:
     hyper: tuple[float, float, float, float, float, float, float, float, int]
     policy: dict[str, Any]
     slots: int = 2
+    shown_type: int = fold.FLOAT32
 
 
 @fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"))
@@ -77,6 +78,7 @@ CASES = [
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
     Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
+    Case("adam-shown-in-bfloat16", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP, shown_type=fold.BFLOAT16),
     Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
 ]  # fmt: skip
@@ -89,7 +91,7 @@ class Job:
         header, size = plan(
             lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * SHARD_FLOATS,
             rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
-            readers=readers,
+            readers=readers, shown_type=case.shown_type,
         )  # fmt: skip
         self.case = case
         self.memory = mmap.mmap(-1, size)
@@ -197,7 +199,18 @@ class Job:
             steps = self.arena.steps_offset(state) + 8 * shard
             found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
             found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
+            if self.case.shown_type:
+                found.append(self.shown(weights, shard, version))
         return b"".join(found)
+
+    def shown(self, buffer: int, shard: int, version: int) -> bytes:
+        """The halves of a shard. Asserts that they are those of its weights, once a fold has written both."""
+        halves = np.frombuffer(self.memory, np.uint16, SHARDS * SHARD_FLOATS, self.arena.halves_offset(buffer))
+        expected = np.zeros(SHARD_FLOATS, np.uint16)
+        own = slice(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1))
+        fold.narrow(self.floats(self.arena.weights_offset(buffer))[own], expected, self.case.shown_type)
+        assert version == 0 or halves[own].tobytes() == expected.tobytes()
+        return halves[own].tobytes()
 
 
 def _die(case: Case, store: int) -> tuple[Job, int]:

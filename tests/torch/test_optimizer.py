@@ -373,9 +373,9 @@ def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any]
 
 
 def test_other_dtypes_and_sparse_gradients_are_refused_by_name() -> None:
-    half = torch.nn.Linear(2, 2).half()
-    with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected float32, found torch.float16"):
-        fastps.DistributedOptimizer(torch.optim.SGD(half.parameters(), lr=0.1), model=half)
+    double = torch.nn.Linear(2, 2).double()
+    with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected float32, bfloat16 or float16, found float64"):
+        fastps.DistributedOptimizer(torch.optim.SGD(double.parameters(), lr=0.1), model=double)
     embedding = torch.nn.Embedding(4, 2)
     with fastps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), model=embedding):
         with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
