@@ -130,6 +130,7 @@ typedef struct {
     int64_t stride;     /* floats between planes */
     int64_t out_stride; /* the same for state_out; it differs from `stride` only with `streaming` */
     int streaming;      /* the rule's own loop uses non-temporal stores: state_out is not the stage */
+    float *kept;        /* with `streaming`: where the loop also leaves the weights of whole lines, in the cache; or NULL */
 } fps_place;
 
 /* What one call of the fold writes and forgets: about 260 KB, too much for the stacks that threads are given. One caller at a

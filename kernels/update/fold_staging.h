@@ -22,10 +22,10 @@ static inline int64_t fps_tile_length(const fps_fold_job *job, int64_t first, in
 
 static inline int fps_begins_line(const float *address) { return (uintptr_t)address % (FPS_LINE_FLOATS * sizeof(float)) == 0; }
 
-/* Whether a rule's one loop can use non-temporal stores itself: nothing else reads or writes the tile. */
+/* Whether a rule's one loop can use non-temporal stores itself: nothing else writes the tile. */
 static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *by, int64_t first) {
     int written = fps_writes(job->rule, by->flags);
-    return job->streaming && !job->halves_out && fps_taken_at_once(job->rule) > 1 && written == (1 << job->state_planes) - 1
+    return job->streaming && fps_taken_at_once(job->rule) > 1 && written == (1 << job->state_planes) - 1
            && job->state_stride % FPS_LINE_FLOATS == 0 && fps_begins_line(job->weights_out + first)
            && (written == 0 || fps_begins_line(job->state_out + first));
 }
@@ -33,7 +33,7 @@ static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *b
 /* A staged tile's planes are updated in place, so that a rule's inputs and outputs have one stride. */
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length, int streams) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
-                       job->state_stride, job->state_stride, streams};
+                       job->state_stride, job->state_stride, streams, job->halves_out ? stage : NULL};
     FPS_FAILPOINT();
     if (!job->streaming || streams) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
@@ -61,8 +61,10 @@ static inline void fps_narrow(const fps_tile_functions *tile, int type, uint16_t
 /* Write the tile's weights, which are in the cache, in half precision. */
 static inline void fps_show_tile(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length,
                                  const fps_place *place) {
+    int64_t kept = place->streaming ? length - length % FPS_LINE_FLOATS : 0;
     FPS_FAILPOINT();
-    fps_narrow(tile, job->shown_type, job->halves_out + first, place->weights_out, length);
+    fps_narrow(tile, job->shown_type, job->halves_out + first, place->kept, kept);
+    fps_narrow(tile, job->shown_type, job->halves_out + first + kept, place->weights_out + kept, length - kept);
 }
 
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,

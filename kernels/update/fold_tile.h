@@ -96,14 +96,15 @@ static void FPS_ISA(narrow_bfloat16)(uint16_t *restrict halves, const float *res
 static void FPS_ISA(narrow_float16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
     for (int64_t i = 0; i < length; i++) {
         union { float value; uint32_t bits; } number = {wide[i]}, small;
-        uint32_t sign = number.bits >> 16 & 0x8000u, size = number.bits & 0x7fffffffu;
-        uint32_t normal = (size - (112u << 23) + 0xfffu + (size >> 13 & 1)) >> 13;
+        int32_t size = number.bits & 0x7fffffff; /* signed, because compilers vectorize no unsigned comparison here */
+        int32_t normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
         small.bits = size;
         small.value += 0.5f;
-        uint32_t half = size < 113u << 23 ? small.bits - 0x3f000000u : normal;
-        half = size >= 143u << 23 ? 0x7c00u : half;
-        half = size > 0x7f800000u ? 0x7e00u : half;
-        halves[i] = (uint16_t)(sign | half);
+        int32_t subnormal = small.bits - 0x3f000000;
+        int32_t half = size < 113 << 23 ? subnormal : normal;
+        half = size >= 143 << 23 ? 0x7c00 : half;
+        half = size > 0x7f800000 ? 0x7e00 : half;
+        halves[i] = (uint16_t)((number.bits >> 16 & 0x8000) | half);
     }
 }
 
@@ -205,6 +206,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
     if (streaming) {
         int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
         float weights[FPS_LINE_FLOATS] FPS_ON_LINE, states[FPS_RULE_PLANES * FPS_LINE_FLOATS] FPS_ON_LINE;
+        float *const kept = place->kept;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
@@ -219,6 +221,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
             if (writes & 2) FPS_ISA(stream_line)(state_out + out_stride + i, states + FPS_LINE_FLOATS);
             if (writes & 4) FPS_ISA(stream_line)(state_out + 2 * out_stride + i, states + 2 * FPS_LINE_FLOATS);
             FPS_ISA(stream_line)(weights_out + i, weights);
+            if (kept) memcpy(kept + i, weights, sizeof(weights));
         }
         for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
     }
