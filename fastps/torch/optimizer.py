@@ -136,8 +136,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         check_kind(optimizer)
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
         foreign.check_model(model)
-        instance = instances.following() if job is None else 0
-        self._identity = environment.identity(job, rank, workers, instance=instance)
+        foreign.keep_untraced()
+        self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
         self._tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors))

@@ -418,19 +418,6 @@ def test_a_data_loader_with_forked_workers_does_no_harm() -> None:
         assert optimizer.version == 8
 
 
-@pytest.mark.slow  # torch's compiler takes a C++ compiler's time
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model_trains_as_without_the_wrapper(mode: str) -> None:
-    def run(model: torch.nn.Module, optimizer: Any) -> None:
-        compiled = torch.compile(model, mode=mode)
-        for inputs, labels in batches_of(5, BATCH):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(compiled(inputs), labels).backward()
-            optimizer.step()
-
-    _both(run)
-
-
 def test_tied_weights_and_lstms_train() -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
