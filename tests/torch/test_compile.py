@@ -98,7 +98,10 @@ def _trained(make: Callable[[], torch.nn.Module], kind: Any, backend: str, wrap:
 def test_a_compiled_model_has_the_weights_of_the_same_model_without_fastps(kind: Any, sync: str, backend: str) -> None:
     expected = _trained(new_model, kind, backend, lambda inner: inner)
     found = _trained(new_model, kind, backend, lambda inner: fastps.DistributedOptimizer(inner, sync))
-    assert torch.equal(found, expected)
+    if kind is _whole_step:  # torch compiles its own optimizer, too, which rounds otherwise
+        assert torch.allclose(found, expected, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
     uncompiled = _trained(new_model, lambda *given: _forward(*given[:2], "eager"), backend, lambda inner: inner)
     assert torch.allclose(found, uncompiled, atol=1e-6)
 
