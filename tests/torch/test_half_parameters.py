@@ -199,6 +199,45 @@ def test_a_move_to_another_arena_takes_masters_and_halves_along() -> None:
         moved.store.close()
 
 
+def test_a_server_process_writes_halves() -> None:
+    batches = batches_of(10, 16)
+    model = _half(torch.bfloat16)
+    inner = OPTIMIZERS["momentum"](model.parameters())
+    with fastps.DistributedOptimizer(inner, server="process", model=model) as optimizer:
+        _train(model, optimizer, batches)
+        found = _vector(_masters(optimizer))
+        assert _shows_its_masters(model, optimizer)
+    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [[batch] for batch in batches])
+    assert torch.equal(found, _vector(expected))
+
+
+@fastps.rule(hyper=("learning_rate",))
+def sign_rule(weight: float, gradient: float, learning_rate: float) -> float:
+    return weight - learning_rate * (1 if gradient > 0 else -1)
+
+
+def test_a_users_rule_updates_masters() -> None:
+    model = _half(torch.float16)
+    first = _vector(model.parameters()).float()
+    inner = fastps.RuleOptimizer(model.parameters(), sign_rule, learning_rate=2.0**-12)
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        _train(model, optimizer, batches_of(1, 16))
+        assert torch.equal((_vector(_masters(optimizer)) - first).abs(), torch.full_like(first, 2.0**-12))
+        assert _shows_its_masters(model, optimizer)
+
+
+def test_spawned_workers_leave_the_final_halves_in_the_model() -> None:
+    def work(rank: int, model: torch.nn.Module) -> None:
+        with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
+            _train(model, optimizer, batches_of(20, 16)[rank::2])
+
+    model = _half(torch.bfloat16)
+    fastps.spawn(work, (model,), workers=2, model=model, start_method="fork")
+    batches = batches_of(20, 16)
+    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [batches[step : step + 2] for step in range(0, 20, 2)])
+    assert torch.equal(_vector(model.parameters()), _vector(expected).bfloat16())
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -301,6 +340,17 @@ def test_a_checkpoint_has_the_masters_and_resumes_from_the_same_bits(dtype: torc
         assert all(torch.equal(buffer, statistics[name]) for name, buffer in resumed.named_buffers())
         _train(resumed, optimizer, batches[10:])
         assert torch.equal(_vector(_masters(optimizer)), expected)
+
+
+def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path) -> None:
+    model, half = new_model(), _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches_of(5, 16))
+        fastps.save(optimizer, tmp_path)
+        saved = _vector(_masters(optimizer))
+    with fastps.DistributedOptimizer(ADAM(half.parameters()), model=half, resume=tmp_path) as optimizer:
+        assert torch.equal(_vector(_masters(optimizer)), saved)
+        assert _shows_its_masters(half, optimizer)
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
