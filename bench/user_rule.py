@@ -1,8 +1,9 @@
-"""The speed of a user's own rule beside the built-in rule of the same arithmetic, SGD with momentum.
+"""The speed of a user's own rule beside the built-in rule of the same arithmetic, SGD with momentum, and with two sums more.
 
-Run it: python -m fastps.bench.user_rule. It prints medians of interleaved folds and their ratio.
+Run it: python -m fastps.bench.user_rule. It prints medians of interleaved folds and their ratios.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,19 @@ def momentum_sgd(weight, gradient, momentum_buffer, learning_rate, momentum):  #
     return weight - learning_rate * momentum_buffer, momentum_buffer
 
 
+def squares(weight, gradient, momentum_buffer, learning_rate, momentum):  # type: ignore[no-untyped-def]
+    """Return the terms of the squared norms of the weights and of the step."""
+    momentum_buffer = momentum * momentum_buffer + gradient
+    return weight * weight, momentum_buffer * momentum_buffer
+
+
+@fastps.rule(state=("momentum_buffer",), hyper=("learning_rate", "momentum"), sums=squares)
+def summing_sgd(weight, gradient, momentum_buffer, learning_rate, momentum, weights, steps):  # type: ignore[no-untyped-def]
+    """Compute the same with a trust ratio, as LARS has it."""
+    momentum_buffer = momentum * momentum_buffer + gradient
+    return weight - learning_rate * math.sqrt(weights / steps) * momentum_buffer, momentum_buffer
+
+
 def folding(rule: int, address: int) -> Callable[[], None]:
     """Return a function that folds one push into LENGTH weights FOLDS times, from and to the same memory each time."""
     random = np.random.default_rng(0)
@@ -43,6 +57,7 @@ def folding(rule: int, address: int) -> Callable[[], None]:
 def main() -> None:
     """Print both medians and the ratio."""
     sides = {"built-in": folding(fold.RULE_SGD, 0), "user": folding(fold.RULE_USER, momentum_sgd.address)}
+    sides["two sums"] = folding(fold.RULE_SUMMING, summing_sgd.address)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         for name, run in sides.items():
@@ -52,7 +67,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
         print(f"{name:10} {median * 1e6:8.1f} us for {LENGTH:,} parameters")
-    print(f"ratio      {medians['user'] / medians['built-in']:8.2f}")
+    print(f"ratios     {medians['user'] / medians['built-in']:8.2f} {medians['two sums'] / medians['user']:8.2f}")
 
 
 if __name__ == "__main__":

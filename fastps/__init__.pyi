@@ -31,6 +31,8 @@ from fastps.job.update_rules import Adamax as Adamax
 from fastps.job.update_rules import NAdam as NAdam
 from fastps.job.update_rules import RAdam as RAdam
 from fastps.job.update_rules import RMSProp as RMSProp
+from fastps.job.update_rules import RowWiseAdagrad as RowWiseAdagrad
+from fastps.job.update_rules import SparseAdam as SparseAdam
 from fastps.job.user_rules import UserRule as UserRule
 from fastps.job.user_rules import rule as rule
 from fastps.membership.node_board import NodeStatistics as NodeStatistics
@@ -46,6 +48,7 @@ from fastps.torch.checkpoint import optimizer_state_dict as optimizer_state_dict
 from fastps.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from fastps.torch.reader import Reader as Reader
 from fastps.torch.reader import reader as reader
+from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer as RowWiseAdagradOptimizer
 from fastps.torch.rule_optimizer import RuleOptimizer as RuleOptimizer
 from fastps.torch.sampler import BatchSampler as BatchSampler
 from fastps.torch.schedules import GlobalStepLR as GlobalStepLR

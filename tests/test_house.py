@@ -19,6 +19,9 @@ ROOMS = {
 }
 # Modules that are tested through another, which is named.
 MODULES = {
+    "fastps/torch/table_gradients": "tests/torch/test_tables.py",
+    "kernels/protocol/row_fold": "tests/crash/test_die_at_every_store.py",
+    "kernels/baseline/row_loop": "tests/bench/test_bench.py",
     "fastps/checkpoint/snapshot": "tests/checkpoint/test_checkpoint.py",
     "fastps/job/plan": "tests/store/test_store.py",
     "fastps/membership/job_memory": "tests/store/test_store.py",
@@ -102,6 +105,7 @@ MODULES = {
     "fastps/torch/gradients": "tests/torch/test_optimizer.py",
     "fastps/torch/join": "tests/torch/test_foreign.py",
     "fastps/torch/model_buffers": "tests/torch/test_optimizer.py",
+    "fastps/torch/named_weights": "tests/torch/test_upstream_habits.py",
     "fastps/torch/rule_optimizer": "tests/job/test_user_rules.py",
     "fastps/torch/sampler": "tests/torch/test_options.py",
     "fastps/torch/schedules": "tests/torch/test_optimizer.py",

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import safetensors
-from safetensors.numpy import load_file
 
+from fastps.checkpoint.tensors_file import read_tensors
 from fastps.errors import CheckpointError
 from fastps.job.layout import Layout, Parameter
 from fastps.membership.job_memory import JobMemory
@@ -95,8 +95,8 @@ class Checkpoint:
         """Raise CheckpointError that names the first difference from this model or rule."""
         saved = self.description["parameters"]
         for index in range(max(len(saved), len(layout.parameters))):
-            expected = described(layout.parameters[index]) if index < len(layout.parameters) else None
-            found = {key: saved[index].get(key) for key in ("name", "shape", "group")} if index < len(saved) else None
+            expected = _identity_of(described(layout.parameters[index])) if index < len(layout.parameters) else None
+            found = _identity_of(saved[index]) if index < len(saved) else None
             if expected != found:
                 raise self._refused(f"parameter {index}", f"{_shown(expected)} as in this model", _shown(found))
         groups = len(self.description["param_groups"])
@@ -131,7 +131,8 @@ class Checkpoint:
             planes.append(("average/", store.plane_views(0, layout.planes - 1)))
         for prefix, views in planes:
             for parameter, view in zip(layout.parameters, views, strict=True):
-                shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
+                if has_values(view, parameter):
+                    shaped(view, parameter)[...] = self.tensors[prefix + parameter.name]
         for count, described in zip(store.rule_steps(0), self.description["parameters"], strict=True):
             count[0] = described["steps"]
 
@@ -145,8 +146,18 @@ def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointErr
 
 
 def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[np.float32]:
-    """A view with the parameter's shape and strides over a flat view of its memory."""
+    """A view with the parameter's shape and strides over a flat view of its memory.
+
+    State with one value for each row of a table is a column.
+    """
+    if parameter.is_table and view.size != parameter.size:
+        return view.reshape(-1, 1)
     return strided(view, parameter.shape, parameter.stride)
+
+
+def has_values(view: npt.NDArray[np.float32], parameter: Parameter) -> bool:
+    """Whether a flat view belongs to the parameter: the rule of a table's rows may lack state that dense parameters have."""
+    return view.size > 0 or not parameter.is_table
 
 
 def strided(view: npt.NDArray[np.float32], shape: Sequence[int], stride: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -177,7 +188,7 @@ def read(folder: Path) -> Checkpoint:
     if not (folder / TENSORS_FILE).is_file():  # opening a pipe would block
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", "no file")
     try:
-        tensors = load_file(folder / TENSORS_FILE)
+        tensors = read_tensors(folder / TENSORS_FILE)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise refused(folder, TENSORS_FILE, "a whole safetensors file", f"a damaged one ({error})") from None
     _check_tensors(folder, description, tensors)
@@ -224,9 +235,14 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
         for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:
             found = tensors.get(name)
             expected = f"float32 of shape {parameter['shape']}"
+            shapes = [parameter["shape"]]
+            if parameter.get("table") and name.startswith("state/"):
+                if found is None:
+                    continue  # the rule of rows has less state
+                shapes.append([*parameter["shape"][:1], 1])
             if found is None:
                 raise refused(folder, f"parameter {parameter['name']!r}: tensor {name!r}", expected, "no such tensor")
-            if found.dtype != np.float32 or list(found.shape) != parameter["shape"]:
+            if found.dtype != np.float32 or list(found.shape) not in shapes:
                 raise refused(
                     folder,
                     f"parameter {parameter['name']!r}: tensor {name!r}",
@@ -249,7 +265,13 @@ def checksum_of(array: Array) -> int:
 
 def described(parameter: Parameter) -> dict[str, Any]:
     """A parameter's description in the JSON file, without its steps."""
-    return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group}
+    kind = {"table": True} if parameter.is_table else {}
+    return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group, **kind}
+
+
+def _identity_of(parameter: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal of a parameter's description."""
+    return {key: parameter.get(key) for key in ("name", "shape", "group")} | {"table": bool(parameter.get("table"))}
 
 
 def described_rule(layout: Layout) -> dict[str, Any]:
@@ -261,4 +283,5 @@ def described_rule(layout: Layout) -> dict[str, Any]:
 def _shown(parameter: dict[str, Any] | None) -> str:
     if parameter is None:
         return "no such parameter"
-    return f"{parameter['name']!r} of shape {parameter['shape']} in group {parameter['group']}"
+    kind = ", a table" if parameter["table"] else ""
+    return f"{parameter['name']!r} of shape {parameter['shape']} in group {parameter['group']}{kind}"

@@ -1,7 +1,8 @@
 """Periodic checkpoints: a thread writes one every so many updates while the workers go on.
 
 The live worker of the lowest rank pins a version between two of its steps and hands it to the thread. If an earlier checkpoint
-is still being written, by this worker or another, the next one is delayed until a later step. If a checkpoint cannot be written
+is still being written, by this worker or another, the next one is delayed until a later step. A job with tables has no thread
+for it: the worker writes, and the others do not fold meanwhile. If a checkpoint cannot be written
 (a full disk), the error is logged and counted, and training goes on.
 """
 
@@ -90,6 +91,9 @@ class Checkpointing:
             return
         self._next = (version // self._every + 1) * self._every
         buffers = {name: array.copy() for name, array in self._buffers().items()}
+        if self._worker.store.tables:  # the version is held by this worker's locks, which its own thread gives back
+            self._write(pinned, buffers)
+            return
         self._thread = threading.Thread(target=self._write, args=(pinned, buffers), name="fastps-checkpoint", daemon=True)
         self._thread.start()
 

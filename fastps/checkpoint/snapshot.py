@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from fastps.checkpoint.format import (
     FORMAT,
@@ -26,10 +25,12 @@ from fastps.checkpoint.format import (
     checksum_of,
     described,
     described_rule,
+    has_values,
     number_of,
     shaped,
     whole,
 )
+from fastps.checkpoint.tensors_file import write_tensors
 from fastps.errors import CheckpointError, ProtocolError
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
@@ -144,7 +145,8 @@ class PinnedVersion:
             planes.append(("average/", self._store.plane_views(self._state, layout.planes - 1)))
         for prefix, views in planes:
             for parameter, view in zip(layout.parameters, views, strict=True):
-                yield prefix + parameter.name, shaped(view, parameter)
+                if has_values(view, parameter):
+                    yield prefix + parameter.name, shaped(view, parameter)
 
     def close(self) -> None:
         """Unpin the buffers. May be called twice."""
@@ -158,6 +160,37 @@ class PinnedVersion:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class HeldVersion(PinnedVersion):
+    """A whole version of a job with tables. The other workers do not fold while it is copied.
+
+    A table lies in memory once, so only the shard locks keep its rows at one version. The worker's own thread copies it.
+    """
+
+    def __init__(self, worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool) -> None:
+        self._worker: Worker | None = worker
+        worker.lock_shards()
+        try:
+            super().__init__(worker, param_groups, extra, waits=waits)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unpin the buffers, and release the shard locks. May be called twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            super().close()
+            worker.unlock_shards(False)
+
+
+def pinned_version(
+    worker: Worker, param_groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool = True
+) -> PinnedVersion:
+    """Pin a whole version of a worker's job: without holding the others up, unless the job has tables."""
+    kind = HeldVersion if worker.store.tables else PinnedVersion
+    return kind(worker, param_groups, extra, waits=waits)
 
 
 def _pin(worker: CopyingLane, shard: int, waits: bool) -> tuple[int, int, int, list[int]]:
@@ -194,7 +227,7 @@ def pin(source: Source | Worker, extra: Mapping[str, Any], *, waits: bool = True
     if not isinstance(source, Worker):
         return source.pin_whole_version(extra, waits=waits)
     groups = [dict(hyper._asdict()) for hyper in source.store.hypers]
-    return PinnedVersion(source, groups, extra, waits=waits)
+    return pinned_version(source, groups, extra, waits=waits)
 
 
 def save(
@@ -259,7 +292,7 @@ def _write_files(folder: Path, pinned: Pinned, buffers: Mapping[str, Array]) -> 
     tensors = {name: np.asarray(array, order="C") for name, array in pinned.arrays()}
     tensors.update({f"buffers/{name}": np.asarray(array, order="C") for name, array in buffers.items()})
     checksums = {name: checksum_of(array) for name, array in tensors.items()}
-    save_file(tensors, folder / TENSORS_FILE)
+    write_tensors(tensors, folder / TENSORS_FILE)
     del tensors
     pinned.close()
     with (folder / JSON_FILE).open("w") as stream:

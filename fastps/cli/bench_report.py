@@ -81,6 +81,17 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             **_RATIO,
         },
     ),
+    "rows": (
+        "one step of a model with four tables of embeddings, and one push of rows; bound: a plain C loop over the push's rows",
+        {
+            "side": lambda row: row["name"],
+            "optimizer": lambda row: row["optimizer"],
+            **_SIZES,
+            "batch": lambda row: f"{row['batch_size']:,}",
+            **_TIMES,
+            **_RATIO,
+        },
+    ),
     "nodes": (
         "one step of two nodes with two workers each; bound: plain sockets that carry the floats both ways at once",
         {
@@ -120,7 +131,7 @@ _WIDE = (
     "with headers",
     "CPU s/GB",
 )  # columns that a narrow terminal does without
-_TEXTS = ("kernel", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
+_TEXTS = ("optimizer", "kernel", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:

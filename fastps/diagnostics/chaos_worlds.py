@@ -89,5 +89,6 @@ def plan_of(seed: int) -> Plan:
         "busy_factor": rng.choice((1, 1, 10, 100)),
         "skew_ns": rng.choice((0.0, 1e4, 1e7)),
         "policy": dict(_values_of(spec, workers)),
+        "tables": seed % 3 == 2,
     }
     return Plan(seed, spec, measures)

@@ -9,16 +9,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.fault_policy import DEFAULT_FAULTS, FaultPolicy
 from fastps.job.policy import Policy
-from fastps.job.update_rules import Rule
+from fastps.job.update_rules import UPDATE_RULES, Rule
 from fastps.kernels.shm import arena
-from fastps.kernels.update import fold
+from fastps.kernels.update import fold, rows
 
 GradientType = Literal["float32", "float16", "bfloat16"]
 GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
@@ -28,8 +28,8 @@ GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16":
 class Parameter:
     """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
 
-    Shard number `shard` holds and versions it. `type` is what the model computes with: if it is a half, the float32 values are
-    master weights, and the fold writes them once more in that type.
+    Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once. `type` is
+    that of the model's parameter: for a half the float32 values are master weights, which the fold writes once more in it.
     """
 
     name: str
@@ -38,10 +38,16 @@ class Parameter:
     group: int
     offset: int
     shard: int = 0
+    is_table: bool = False
     type: GradientType = "float32"
 
     @property
     def length(self) -> int:
+        """The number of floats in a weights buffer: 0 for a table."""
+        return 0 if self.is_table else self.size
+
+    @property
+    def size(self) -> int:
         """The number of floats."""
         return math.prod(self.shape)
 
@@ -145,12 +151,26 @@ class Layout:
         return list(zip(begins, [*begins[1:], self.buffer_floats], strict=True))
 
     @property
+    def tables(self) -> list[tuple[int, int, int, int, int]]:
+        """For each table: its rows, the floats of a row, its number among the parameters, its group and its shard."""
+        return [
+            (parameter.shape[0], parameter.shape[1], index, parameter.group, parameter.shard)
+            for index, parameter in enumerate(self.parameters)
+            if parameter.is_table
+        ]
+
+    @property
+    def row_rule(self) -> int:
+        """The number of the rule that updates rows of tables; 0 without tables."""
+        return rows.RULES[UPDATE_RULES[self.rule.name].row_rule] if self.tables else 0
+
+    @property
     def buffer_floats(self) -> int:
         """Floats of one weights buffer, padding included."""
         if not self.parameters:
             return 0
         last = self.parameters[-1]
-        return _aligned(last.offset + last.length)
+        return last.offset + _aligned(last.length)
 
     @property
     def shown_type(self) -> GradientType:
@@ -219,20 +239,22 @@ class Description:
 def place(
     parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
     shards: int = 1,
+    tables: Container[int] = frozenset(),
     types: Sequence[GradientType] = (),
 ) -> tuple[Parameter, ...]:
     """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
-    The parameters are split into at most `shards` runs of about equal length; no parameter is split. `types`: the type of each;
-    default: float32.
+    The parameters are split into at most `shards` runs of about equal length; no parameter is split. `tables` has the numbers
+    of the parameters that are tables. `types`: the type of each; default: float32.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
     """
     placed: list[Parameter] = []
     offset = 0
-    for name, shape, stride, group in parameters:
-        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, type=types[len(placed)] if types else "float32")
+    for index, (name, shape, stride, group) in enumerate(parameters):
+        kind = types[index] if types else "float32"
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, is_table=index in tables, type=kind)
         placed.append(parameter)
         offset += _aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
@@ -273,7 +295,8 @@ def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
         return "there is no such parameter"
     shown = [f"{key} {parameter.get(key)}" for key in ("shape", "stride", "group", "type")]
-    return f"{parameter['name']!r} has {', '.join(shown)}"
+    kind = ", a table" if parameter.get("is_table") else ""
+    return f"{parameter['name']!r} has {', '.join(shown)}{kind}"
 
 
 def _shown(value: object) -> str:

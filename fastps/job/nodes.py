@@ -265,6 +265,11 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
         raise UnsupportedError(
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"
         )
+    if layout.rule.number == fold.RULE_SUMMING and not nodes.policy.local_steps:
+        raise UnsupportedError(
+            f"rule {layout.rule.name!r} reads sums over whole parameters, and a job of several nodes cuts parameters into"
+            " parts: expected a rule without sums, or --local-steps (FASTPS_LOCAL_STEPS), with which each node applies it"
+        )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
     masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
     home = replace(layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")

@@ -9,7 +9,8 @@ from fastps.kernels.shm import plan as arena_plan
 def plan(layout: Layout) -> tuple[bytes, int, int]:
     """The header of a layout's arena, the arena's size in bytes, and how many of them the job needs from the beginning.
 
-    The rest is the readers' buffers, which get pages when a reader comes. Raises UsageError for a layout without parameters.
+    The rest gets pages later: the readers' buffers when a reader comes, and the rows of pushes when a worker needs them.
+    Raises UsageError for a layout without parameters.
     """
     if not layout.parameters:
         raise UsageError("expected at least one parameter, found none")
@@ -31,5 +32,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         shown_type=GRADIENT_NUMBERS[layout.shown_type],
         servers=int(layout.has_server),
         readers=layout.readers,
+        tables=layout.tables,
+        row_rule=layout.row_rule,
     )
     return header, size, arena_plan.reader_weights_offset(header)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastps.kernels.update import fold
+from fastps.kernels.update import fold, rows
 
 
 class Hyper(NamedTuple):
@@ -84,6 +84,8 @@ class UpdateRule:
         initial_option: the option whose value fills the state tensors before the first step.
         has_steps: whether torch's state counts steps.
         fixed_options: the options that must stay the same, because state is computed from them and the count of steps.
+        row_rule: the rule of kernels/update/rows.h for rows of tables; "": the rule has none.
+        only_rows: whether the rule updates nothing but rows of tables.
         scalars: what torch's state has for a parameter of a group beside tensors and steps, by name, after so many steps.
     """
 
@@ -96,6 +98,8 @@ class UpdateRule:
     initial_option: str = ""
     has_steps: bool = True
     fixed_options: tuple[str, ...] = ()
+    row_rule: str = ""
+    only_rows: bool = False
     scalars: Callable[[Options, int], dict[str, float]] = lambda options, steps: {}
 
     def used_state(self, group: Options) -> list[str]:
@@ -114,7 +118,7 @@ def rule_for(name: str, groups: Sequence[Options], defaults: Options) -> Rule:
     planes = max((index + 1 for index, tensor in enumerate(row.state) if tensor in used), default=0)
     # torch fills the state in its constructor, from the defaults: one value holds for all groups.
     initial = (float(defaults[row.initial_option]),) * planes if row.initial_option else ()
-    return Rule(name, fold.RULES[name], row.state[:planes], initial)
+    return Rule(name, fold.RULE_SGD if row.only_rows else fold.RULES[name], row.state[:planes], initial)
 
 
 def _update(name: str, **options: Any) -> Update:
@@ -346,6 +350,35 @@ def _rmsprop_hyper(options: Options) -> Hyper:
     return Hyper(float(options["lr"]), options["momentum"], 0.0, decay, 0.0, alpha, options["eps"], 0.0, flags)
 
 
+def SparseAdam(  # noqa: N802
+    lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, maximize: bool = False
+) -> Update:
+    """Adam on the rows that a push has, as torch.optim.SparseAdam defines it. All parameters must be tables.
+
+    >>> SparseAdam().rule.planes
+    ('exp_avg', 'exp_avg_sq')
+    """
+    return _update("sparse_adam", lr=lr, betas=betas, eps=eps, maximize=maximize)
+
+
+def _sparse_adam_hyper(options: Options) -> Hyper:
+    beta1, beta2 = options["betas"]
+    return Hyper(float(options["lr"]), 0.0, 0.0, 0.0, float(beta1), float(beta2), options["eps"], flags=_maximize(options))
+
+
+def RowWiseAdagrad(lr: float = 1e-2, eps: float = 1e-10, maximize: bool = False) -> Update:  # noqa: N802
+    """Adagrad with one accumulator for each row: it adds the mean of the row's squares. All parameters must be tables.
+
+    >>> RowWiseAdagrad().rule.planes
+    ('sum',)
+    """
+    return _update("row_wise_adagrad", lr=lr, eps=eps, maximize=maximize)
+
+
+def _row_wise_adagrad_hyper(options: Options) -> Hyper:
+    return Hyper(float(options["lr"]), epsilon=options["eps"], flags=_maximize(options))
+
+
 UPDATE_RULES = {
     "sgd": UpdateRule(
         hyper=_sgd_hyper,
@@ -358,6 +391,7 @@ UPDATE_RULES = {
         },
         only_with={"momentum_buffer": "momentum"},
         has_steps=False,
+        row_rule="sgd",
     ),
     "adam": UpdateRule(
         hyper=_adam_hyper,
@@ -378,6 +412,7 @@ UPDATE_RULES = {
         examples=lambda: {"adagrad": Adagrad(0.05, lr_decay=0.05, weight_decay=0.01)},
         squares=("sum",),
         initial_option="initial_accumulator_value",
+        row_rule="adagrad",
     ),
     "rmsprop": UpdateRule(
         hyper=_rmsprop_hyper,
@@ -427,11 +462,30 @@ UPDATE_RULES = {
         examples=lambda: {"adadelta": Adadelta(0.5, weight_decay=0.01)},
         squares=("square_avg", "acc_delta"),
     ),
+    "sparse_adam": UpdateRule(
+        hyper=_sparse_adam_hyper,
+        state=("exp_avg", "exp_avg_sq"),
+        optimizers=("SparseAdam",),
+        examples=dict,
+        squares=("exp_avg_sq",),
+        row_rule="sparse_adam",
+        only_rows=True,
+    ),
+    "row_wise_adagrad": UpdateRule(
+        hyper=_row_wise_adagrad_hyper,
+        state=("sum",),
+        optimizers=(),
+        examples=dict,
+        squares=("sum",),
+        row_rule="row_wise_adagrad",
+        only_rows=True,
+    ),
 }
-if UPDATE_RULES.keys() != fold.RULES.keys():
+_OF_FOLD = {name for name, row in UPDATE_RULES.items() if not row.only_rows}
+if fold.RULES.keys() != _OF_FOLD or not {row.row_rule for row in UPDATE_RULES.values()} - {""} == rows.RULES.keys():
     raise ImportError(
         "expected a row of UPDATE_RULES for each rule of kernels/update/rules.h, found a difference in"
-        f" {sorted(UPDATE_RULES.keys() ^ fold.RULES.keys())}"
+        f" {sorted(_OF_FOLD ^ fold.RULES.keys())} or in the rules of rows.h"
     )
 
 

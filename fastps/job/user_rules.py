@@ -24,7 +24,9 @@ class UserRule(Rule):
 
     hyper_names: tuple[str, ...] = ()
     takes_step: bool = False
+    sums: int = 0
     function: Callable[..., Any] = field(default=lambda: None, compare=False)
+    terms: Callable[..., Any] | None = field(default=None, compare=False)
     machine_code: object = field(default=None, compare=False, repr=False)
 
     def __call__(self, **hyper: float) -> Update:
@@ -46,18 +48,39 @@ class UserRule(Rule):
         learning_rate: float,
         steps: int,
     ) -> tuple[npt.NDArray[np.float32], list[npt.NDArray[np.float32]]]:
-        """Apply the function in Python, element by element. Tests compare the compiled rule with this."""
+        """Apply the function in Python, element by element, to a whole parameter. Tests compare the compiled rule with this."""
         numbers = [np.float32(learning_rate), *(np.float32(value) for value in hyper[1 : len(self.hyper_names)])]
         if self.takes_step:
             numbers.append(np.float32(steps + 1))
+        elements = list(zip(weight, gradient, *state, strict=True))
+        if self.terms is not None:
+            terms = np.array([self.terms(*element, *numbers) for element in elements], np.float32)
+            numbers += [np.float32(total) for total in _sums(terms.reshape(len(weight), self.sums))]
         out = np.empty((1 + len(state), len(weight)), np.float32)
-        for index in range(len(weight)):
-            out[:, index] = self.function(weight[index], gradient[index], *(plane[index] for plane in state), *numbers)
+        for index, element in enumerate(elements):
+            out[:, index] = self.function(*element, *numbers)
         return out[0], list(out[1:])
 
 
+def _sums(terms: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """The sum of each column in double precision, in the order of the compiled rule: a tile in eight lanes, then its lanes."""
+    total = np.zeros(terms.shape[1])
+    for first in range(0, len(terms), fold.TILE):
+        tile = np.zeros((-(-min(fold.TILE, len(terms) - first) // 8) * 8, terms.shape[1]))
+        tile[: len(terms) - first] = terms[first : first + fold.TILE]
+        lanes = np.add.accumulate(tile.reshape(-1, 8, terms.shape[1]))[-1]
+        while len(lanes) > 1:
+            lanes = lanes[::2] + lanes[1::2]
+        total += lanes[0]
+    return total
+
+
 def rule(
-    *, state: Sequence[str] = (), hyper: Sequence[str] = ("learning_rate",), initial: Sequence[float] = ()
+    *,
+    state: Sequence[str] = (),
+    hyper: Sequence[str] = ("learning_rate",),
+    initial: Sequence[float] = (),
+    sums: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], UserRule]:
     """Make an update rule from a function of one element: `(weight, gradient, *state, *hyper) -> (weight, *state)`.
 
@@ -72,10 +95,23 @@ def rule(
     >>> shrinking(learning_rate=0.1, decay=0.01).hyper.learning_rate
     0.1
 
+    A rule that needs a norm, such as LAMB, reads sums over a whole parameter. `sums` is a second function of one element: its
+    results are added up over the parameter, in double precision and always in the same order. The rule takes the sums behind
+    its hyper-parameters, under any names:
+
+    >>> def squares(weight, gradient, learning_rate):
+    ...     return weight * weight, gradient * gradient
+    >>> @rule(sums=squares)
+    ... def lars(weight, gradient, learning_rate, weights, gradients):
+    ...     return weight - learning_rate * (weights / gradients) ** 0.5 * gradient
+    >>> lars.sums
+    2
+
     Args:
         state: names of the state floats of each weight; at most 8.
         hyper: names of the hyper-parameters, `learning_rate` first; at most 8, not counting `step`.
         initial: the initial value of each state; zeros if omitted.
+        sums: `(weight, gradient, *state, *hyper) -> term, ...`: what one element adds to each sum; at most 7 sums.
 
     Raises ValueError for a function that cannot be a rule.
     """
@@ -86,20 +122,29 @@ def rule(
         planes, names = tuple(state), tuple(hyper)
         takes_step = names[-1:] == ("step",)
         numbers = names[:-1] if takes_step else names
-        _check(function, planes, names, numbers, initial)
+        _check(function.__name__, planes, names, numbers, initial)
+        arguments = ("weight", "gradient", *planes, *names)
+        if sums is not None and not isinstance(sums, FunctionType):
+            raise ValueError(f"rule {function.__name__!r}: expected sums= to be a plain function, found {type(sums).__name__}")
+        count = _count_sums(function, arguments) if sums is not None else 0
+        _check_arguments(function, arguments, count)
+        if sums is not None:
+            _check_arguments(sums, arguments, 0)
         from fastps.kernels.update import jit
 
-        compiled = jit.compile_rule(function, len(planes), len(numbers), takes_step)
+        compiled = jit.compile_rule(function, len(planes), len(numbers), takes_step, sums, count)
         return UserRule(
             function.__name__,
-            fold.RULE_USER,
+            fold.RULE_SUMMING if count else fold.RULE_USER,
             planes,
             tuple(float(value) for value in initial),
             compiled.digest,
             compiled.address,
             numbers,
             takes_step,
+            count,
             compiled.function,
+            compiled.terms,
             compiled,
         )
 
@@ -107,9 +152,8 @@ def rule(
 
 
 def _check(
-    function: FunctionType, planes: tuple[str, ...], names: tuple[str, ...], numbers: tuple[str, ...], initial: Sequence[float]
+    name: str, planes: tuple[str, ...], names: tuple[str, ...], numbers: tuple[str, ...], initial: Sequence[float]
 ) -> None:
-    name = function.__name__
     if numbers[:1] != ("learning_rate",) or len(numbers) > _MAX_HYPERS or len(planes) > fold.MAX_USER_PLANES:
         raise ValueError(
             f"rule {name!r}: expected learning_rate as the first of at most {_MAX_HYPERS} hyper-parameters, and at most"
@@ -117,12 +161,26 @@ def _check(
         )
     if len(initial) not in (0, len(planes)):
         raise ValueError(f"rule {name!r}: expected an initial value for each of {len(planes)} states, found {len(initial)}")
-    expected = ("weight", "gradient", *planes, *names)
-    parameters = inspect.signature(function).parameters.values()
+
+
+def _count_sums(function: FunctionType, arguments: tuple[str, ...]) -> int:
+    """The number of a rule's parameters for sums, which come last."""
+    count = len(inspect.signature(function).parameters) - len(arguments)
+    if not 0 < count <= fold.MAX_SUMS:
+        raise ValueError(
+            f"rule {function.__name__!r}: expected the parameters ({', '.join(arguments)}) and then 1 to {fold.MAX_SUMS} for"
+            f" the sums, found {inspect.signature(function)}"
+        )
+    return count
+
+
+def _check_arguments(function: FunctionType, arguments: tuple[str, ...], more: int) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    expected = (*arguments, *(each.name for each in parameters[len(arguments) :][:more]))
     if tuple(each.name for each in parameters) != expected or any(
         each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not each.empty for each in parameters
     ):
         raise ValueError(
-            f"rule {name!r}: expected the parameters ({', '.join(expected)}), without defaults, found"
+            f"rule {function.__name__!r}: expected the parameters ({', '.join(expected)}), without defaults, found"
             f" {inspect.signature(function)}"
         )

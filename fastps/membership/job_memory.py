@@ -14,7 +14,7 @@ from fastps.job.layout import Layout, Parameter
 from fastps.job.update_rules import Hyper
 from fastps.kernels.shm import arena
 from fastps.kernels.shm.mapping import SharedMapping
-from fastps.kernels.update import fold
+from fastps.kernels.update import fold, rows
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
 
@@ -29,28 +29,32 @@ class WeightsMemory:
         parameters: the place of each parameter in a weights buffer.
         memory: the mapping.
         arena: typed access to the header and the lanes.
+        tables: the numbers of the parameters that are tables.
     """
 
     def __init__(self, memory: SharedMapping, parameters: tuple[Parameter, ...]) -> None:
         self.parameters = parameters
         self.memory = memory
         self.arena = arena.Arena(memory)
+        self.tables = [index for index, parameter in enumerate(parameters) if parameter.is_table]
 
     def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
         """A flat view of one parameter's floats in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
         return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
-        """A flat view of each parameter in one weights buffer, or in one buffer per shard."""
+        """A flat view of each parameter in one weights buffer, or in one buffer per shard. A table is the same in each."""
         return [
             self.floats_at(self.arena.weights_offset(_buffer_of(buffers, parameter)), parameter)
-            for parameter in self.parameters
+            if not parameter.is_table
+            else np.frombuffer(self.memory, np.float32, parameter.size, self.arena.table_offset(self.tables.index(index)))
+            for index, parameter in enumerate(self.parameters)
         ]
 
     def half_views(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.uint16]]:
         """A flat view of each parameter in the half precision of the job's parameters, as bits; `buffers` as in weight_views.
 
-        Raises ValueError for a job whose parameters are all float32.
+        A table has none. Raises ValueError for a job whose parameters are all float32.
         """
         return [
             np.frombuffer(
@@ -70,7 +74,7 @@ class WeightsMemory:
         if not self.arena.shown_type:
             return
         for weights, halves in zip(self.weight_views(buffers), self.half_views(buffers), strict=True):
-            fold.narrow(weights, halves, self.arena.shown_type)
+            fold.narrow(weights[: len(halves)], halves, self.arena.shown_type)
 
 
 class JobMemory(WeightsMemory):
@@ -132,7 +136,10 @@ class JobMemory(WeightsMemory):
     # -- views -------------------------------------------------------------------------------------
 
     def gradient_views(self, lane: int, slot: int) -> list[npt.NDArray[Any]]:
-        """A flat view of each parameter's gradient in a slot of a lane, in the layout's dtype; bfloat16 is viewed as uint16."""
+        """A flat view of each parameter's gradient in a slot of a lane, in the layout's dtype; bfloat16 is viewed as uint16.
+
+        A table's is empty: a push has rows of it.
+        """
         dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
         offset = self.arena.gradient_offset(lane, slot)
         return [
@@ -147,8 +154,18 @@ class JobMemory(WeightsMemory):
         """
         return [
             self.floats_at(self.arena.plane_offset(_buffer_of(buffers, parameter), plane), parameter)
-            for parameter in self.layout.parameters
+            if not parameter.is_table
+            else self._table_plane(index, plane)
+            for index, parameter in enumerate(self.layout.parameters)
         ]
+
+    def _table_plane(self, index: int, plane: int) -> Floats:
+        """A flat view of a table's optimizer-state tensor; empty if the rule of its rows has none of this number."""
+        parameter, (planes, words) = self.layout.parameters[index], rows.PLANES[self.layout.row_rule]
+        if plane >= planes:
+            return np.empty(0, np.float32)
+        floats = parameter.shape[0] * (words or parameter.shape[1])
+        return np.frombuffer(self.memory, np.float32, floats, self.arena.table_plane_offset(self.tables.index(index), plane))
 
     def rule_steps(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """How often the rule was applied to each parameter: int64[1] each. The caller must hold the shard locks."""

@@ -1,9 +1,9 @@
 """The parts of a home: ranges of the model's floats, each with its own arena, so that many travel at once.
 
 While one part is summed, the part before it travels, another is folded, and another comes back. A part may begin inside a
-parameter, because update rules work float by float. A model has several parts only under a discipline whose versions contain
-the pushes of all nodes: all parts then make the same decisions. Under other disciplines parts could fold different pushes, but
-a worker must read weights of one version.
+parameter, because update rules work float by float; rules that sum over a parameter are refused. A model has several parts only
+under a discipline whose versions contain the pushes of all nodes: all parts then make the same decisions. Under other
+disciplines parts could fold different pushes, but a worker must read weights of one version.
 
 With homes="spread" every node has a home, and each home has a share of the model: one range of floats, cut into parts like a
 whole model.

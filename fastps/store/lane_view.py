@@ -96,9 +96,12 @@ class LaneView(LaneWaiter):
 
     @property
     def gradients(self) -> Mapping[str, npt.NDArray[Any]]:
-        """Name to array in the slot of the next push. The slot holds old contents: write every array."""
+        """Name to array in the slot of the next push, without tables. The slot holds old contents: write every array."""
         if self.slot not in self._named_gradients:
-            self._named_gradients[self.slot] = self._named(self.store.gradient_views(self.rank, self.slot))
+            named = zip(self.store.layout.parameters, self.store.gradient_views(self.rank, self.slot), strict=True)
+            self._named_gradients[self.slot] = MappingProxyType(
+                {parameter.name: view.reshape(parameter.shape) for parameter, view in named if not parameter.is_table}
+            )
         return self._named_gradients[self.slot]
 
     def _named(self, views: Sequence[npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:

@@ -162,5 +162,5 @@ def picklable(layout: Layout) -> tuple[Layout, bytes]:
 
     assert isinstance(rule, UserRule)
     plain = Rule(rule.name, rule.number, rule.planes, rule.initial, rule.digest)
-    source = rule.function, len(rule.planes), len(rule.hyper_names), rule.takes_step
+    source = rule.function, len(rule.planes), len(rule.hyper_names), rule.takes_step, rule.terms, rule.sums
     return replace(layout, rule=plain), bytes(cloudpickle.dumps(source))  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fastps.kernels.shm import arena
 from fastps.kernels.shm.format import format_memory
 from fastps.membership import discovery, rendezvous
 from fastps.membership.job_memory import JobMemory, Views
+from fastps.store.row_slots import check_tables
 from fastps.store.served_worker import ServedWorker
 from fastps.store.server_process import AgentPlan, ServerProcess, chosen_server
 from fastps.store.start import StartState
@@ -74,6 +75,7 @@ class Store(JobMemory):
         *,
         sync: str | Policy = "bsp",
         workers: int = 1,
+        tables: Collection[str] = (),
         on_worker_loss: str | None = None,
         nonfinite: str | None = None,
         max_workers: int | None = None,
@@ -90,6 +92,7 @@ class Store(JobMemory):
         For `on_worker_loss`, `nonfinite` and `max_workers` see FaultPolicy. `server` selects the processes that combine: the
         waiting "workers" (the default, unless FASTPS_SERVER is set), or a server "process", which this call starts.
         `max_readers`: the most processes at a time that `fastps.reader` lets read; default: FASTPS_MAX_READERS, else 8.
+        `tables` names matrices of which a push carries rows (`Worker.put_rows`): they lie in memory once and change in place.
 
         With `gradient_type` "float16" workers push half as many bytes; gradients are summed in single precision.
         Raises PolicyError; UnsupportedError for a dtype other than float32, or a gradient type that NumPy lacks; ArenaError if
@@ -110,8 +113,9 @@ class Store(JobMemory):
                 f"sync {policy.spec!r} is for fastps.DistributedOptimizer, which can move a model: choose a discipline"
             )
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
+        numbers = check_tables(arrays, tables, update.rule, policy, update.hyper)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        placed = place(rows, policy.shards)
+        placed = place(rows, policy.shards, numbers)
         layout = Layout(
             placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=chosen_server(server)
         )
@@ -148,7 +152,7 @@ class Store(JobMemory):
         if resume is not None:
             resume.check_layout(layout)
         header, size, needed = plan(layout)
-        floats = sum(parameter.length for parameter in layout.parameters)
+        floats = sum(parameter.size for parameter in layout.parameters)
         store: Store | None = None
         descriptor = shared_memory.create(size, f"{floats:,} parameters and {layout.lanes} workers", needed)
         try:
@@ -158,6 +162,7 @@ class Store(JobMemory):
                 header,
                 [(parameter.offset, parameter.length, parameter.group) for parameter in layout.parameters],
                 shards=layout.host_shards,
+                tables=layout.tables,
                 started=layout.workers,
                 **(resume.beginning(layout) if resume is not None else {}),
                 **values,

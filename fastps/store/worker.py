@@ -24,6 +24,7 @@ from fastps.membership.membership import Membership
 from fastps.store.background import Background
 from fastps.store.lane_view import LaneView
 from fastps.store.late_responses import LateResponses
+from fastps.store.row_slots import RowSlots
 from fastps.store.transfers import Transfers
 from fastps.tracing.recorder import Recorder, recorder_for
 
@@ -50,6 +51,7 @@ class Worker(LaneView):
         posts: pushes and null pushes so far; with overlap the last may still be in flight.
         delays: the arguments of `delay_responses`, or None.
         recorder: the recorder of this worker's part of a trace, or None.
+        rows: the rows of tables in this worker's slots.
         injected_transfer_ns: the duration given to `transfer_ms`, in ns.
     """
 
@@ -79,6 +81,8 @@ class Worker(LaneView):
         self.delays: tuple[float, float, int] | None = None
         self._background: Background | None = None
         self.transfer_ms(0.0)
+        self.rows = RowSlots(store, rank)
+        self._put: set[int] = set()  # tables whose rows the next push has
         self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
         self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
@@ -97,6 +101,8 @@ class Worker(LaneView):
     def step(self, gradients: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Push the gradients in the slot, wait for the grant, and pull. `gradients`, if given, are first copied into the slot.
 
+        The push has the rows that `put_rows` gave since the last one; a table without such rows stays as it is.
+
         Raises WorkerDiedError and TimeoutExceededError; KeyError or ValueError for gradients of other names or shapes.
         """
         if self.lane.awaits:
@@ -107,6 +113,25 @@ class Worker(LaneView):
         self.push(self.store.hypers)
         self.advance()
         self.pull()
+
+    def put_rows(self, table: str, numbers: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """Give the next push rows of a table: their numbers, and a row of values for each. Values of equal numbers are summed.
+
+        Raises UsageError for a name that is no table, a number out of range, or values of another shape.
+
+        >>> import fastps
+        >>> table = np.zeros((4, 2), np.float32)
+        >>> with fastps.Store.create({"t": table}, fastps.SGD(lr=1.0), tables=["t"]) as store, store.attach(0) as worker:
+        ...     worker.put_rows("t", [1, 3, 1], [[1, 0], [0, 2], [4, 0]])
+        ...     worker.step()
+        ...     worker.weights["t"].tolist()
+        [[0.0, 0.0], [-5.0, 0.0], [0.0, 0.0], [0.0, -2.0]]
+        """
+        if self.lane.awaits:
+            self.advance()  # a fold may still read the slot
+        index = self.rows.number_of(table)
+        self.rows.put(self.slot, index, numbers, values)
+        self._put.add(index)
 
     def push(
         self,
@@ -132,7 +157,7 @@ class Worker(LaneView):
             )
         now_ns, lane = self._clock.now_ns(), self.lane
         if not null:
-            slot, present = lane.slot, self._everything if presence is None else presence
+            slot, present = lane.slot, self._given() if presence is None else presence
             if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
                 self._write_slot_header(slot, hypers, present)
         if self._pushes_itself and self.recorder is None and not self._has_transfers:
@@ -145,6 +170,18 @@ class Worker(LaneView):
             self._responses.draw(lane.steps)
         if now_ns - self._looked_ns > limits.LIVENESS_NS:
             self._look(now_ns)
+
+    def _given(self) -> bytes:
+        """The presence bitmap of a push whose caller gives none: all dense parameters, and the tables that got rows."""
+        if not self.store.tables:
+            return self._everything
+        present = [
+            index
+            for index, parameter in enumerate(self.store.layout.parameters)
+            if not parameter.is_table or index in self._put
+        ]
+        self._put.clear()
+        return presence_of(present, len(self.store.layout.parameters))
 
     def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
         """Handle the outcome of a push: an error while combining, a step before that is not granted yet, or a full ring."""
@@ -377,6 +414,11 @@ class Worker(LaneView):
     def check_usable(self) -> None:
         """Raise UsageError in a forked child or after close."""
         if self.forked or self.closed or self._left:
+            self._refuse()
+
+    def check_open(self) -> None:
+        """Raise UsageError in a forked child or after close; a worker that waits for the others may still read."""
+        if self.forked or self.closed:
             self._refuse()
 
     def _refuse(self) -> NoReturn:

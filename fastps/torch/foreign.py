@@ -1,7 +1,7 @@
 """Checks for uses of a model by the program or by other libraries that would silently give wrong results.
 
-Detected: wrappers that average gradients themselves, memory that other processes share, layers with sparse gradients. Each
-check raises an error that names the cause, and changes nothing.
+Detected: wrappers that average gradients themselves, and memory that other processes share. Each check raises an error that
+names the cause, and changes nothing. Layers with sparse gradients are found, too.
 """
 
 import gc
@@ -58,19 +58,15 @@ def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
             )
 
 
-def check_dense(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise UnsupportedError for a parameter of a layer with sparse=True; the message has the cost of a dense layer."""
+def sparse_parameters(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The numbers of the parameters that belong to a layer with sparse=True, which makes sparse gradients."""
     places = {id(tensor): index for index, tensor in enumerate(tensors)}
+    found = set()
     for layer in _objects_of(_SPARSE_LAYERS):
         index = places.get(id(layer.__dict__.get("_parameters", {}).get("weight")))
-        if index is None or not layer.sparse or not tensors[index].requires_grad:
-            continue
-        size = tensors[index].numel()
-        raise UnsupportedError(
-            f"parameter {names[index]!r} belongs to a layer with sparse=True ({type(layer).__name__}): expected dense"
-            " gradients, because sparse ones are not supported yet; build the layer with sparse=False, which costs a pass over"
-            f" all {tensors[index].shape[0]:,} rows ({4 * size / 2**20:.1f} MiB) in each backward, push and fold"
-        )
+        if index is not None and layer.sparse:
+            found.add(index)
+    return found
 
 
 def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:

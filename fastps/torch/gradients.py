@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.store.worker import presence_of
@@ -66,8 +67,8 @@ class Gradients:
         """Raise UnsupportedError for a gradient that cannot be pushed."""
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build the embedding"
-                " with sparse=False"
+                f"parameter {self._name(index)!r}: expected a dense gradient, found {gradient.layout}; build its layer with"
+                " sparse=True before wrapping, so that fastps keeps it as a table, or give up the sparse gradient"
             )
         if gradient.requires_grad:
             raise UnsupportedError(
@@ -110,6 +111,7 @@ class Gradients:
             if gradient is None:
                 continue
             if gradient is not views[index]:
+                self.check(index, gradient)
                 views[index].copy_(gradient)
             self.present.add(index)
         return self._presence()
@@ -134,11 +136,11 @@ class Gradients:
 
         The norm spans all shards. It travels as this factor, so a fold clips each push without a separate pass.
         """
-        if not self.present:
-            return 1.0
-        values = [self._values(slot, index) for index in sorted(self.present)]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values, dtype=torch.float32))))
-        return min(1.0, most / (norm * scale + 1e-6))
+        return min(1.0, most / (self.norm(slot) * scale + 1e-6)) if self.present else 1.0
+
+    def norm(self, slot: int) -> float:
+        """The norm of the push's gradient over all parameters that have one."""
+        return norm_of([self._values(slot, index) for index in sorted(self.present)])
 
     def _values(self, slot: int, index: int) -> torch.Tensor:
         return self.slots[slot][index]
@@ -214,6 +216,7 @@ class HalfGradients(Gradients):
             if gradient is None:
                 self.present.discard(index)
             elif index not in self.present or put is None or put[0] is not gradient or put[1] != gradient._version:
+                self.check(index, gradient)
                 self._put_into(slot, index, gradient)
         return self._presence()
 
@@ -229,6 +232,26 @@ class HalfGradients(Gradients):
         gradient = self.tensors[index].grad
         assert gradient is not None
         return gradient
+
+
+def norm_of(tensors: list[torch.Tensor]) -> float:
+    """The norm of all values of these tensors.
+
+    >>> norm_of([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
+    5.0
+    """
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)))) if tensors else 0.0
+
+
+def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Let autograd call `hook` after it has accumulated into `tensor.grad`, also once a parameter that is frozen now trains."""
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # torch refuses to hook into a frozen one
+        handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+    finally:
+        tensor.requires_grad_(trains)
 
 
 def loss_scaling(left: Mapping[str, Any]) -> tuple[float, bool]:

@@ -35,10 +35,10 @@ from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
-from fastps.torch import foreign, join, state
+from fastps.torch import foreign, join, state, tables
 from fastps.torch.checkpoint import described_group
 from fastps.torch.evaluation import Evaluation
-from fastps.torch.gradients import loss_scaling
+from fastps.torch.gradients import hooked, loss_scaling
 from fastps.torch.join import Joining
 from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
@@ -70,13 +70,14 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     Guarantees: a forward or backward reads weights of one version. Every push is folded exactly once, or counted as dropped.
     With "bsp" the result equals that of one process that trains on the batches of all workers together.
 
-    Limits: parameters are dense, and float32, or bfloat16 or float16 with float32 master weights. Weights change only in
-    `step()`; the next `step()` rejects a write made elsewhere and names the parameter, except a write through `.data`, which
-    torch does not count and all workers read. Evaluate other weights with `shown_weights`; load others after `close()`. Under
+    Limits: parameters are float32, or bfloat16 or float16 with float32 master weights. Weights change only in `step()`; the
+    next `step()` rejects a write made elsewhere and names the parameter, except a write through `.data`, which torch does not
+    count and all workers read. Evaluate other weights with `shown_weights`; load others with `replace_weights`. Under
     disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
 
     Args:
-        optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim. It
+        optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim; for
+            tables (layers with sparse=True) SGD, Adagrad, SparseAdam or a RowWiseAdagradOptimizer. It
             shares its param_groups with this optimizer, so lr schedulers work on either.
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp". "auto" runs the first 32 steps under
             bsp and chooses a discipline from their times (docs/how-to/profiling.md).
@@ -171,22 +172,18 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             self._publish_state()
 
     def _check_model(self, layout: Layout) -> None:
-        """Reject models that would train wrongly: shared, sparse or overlapping parameters, gradients averaged elsewhere."""
+        """Reject models that would train wrongly: shared or overlapping parameters, gradients averaged elsewhere."""
         names = [parameter.name for parameter in layout.parameters]
         foreign.check_memory(self._tensors, names)
         foreign.check_not_averaged(self._tensors)
-        foreign.check_dense(self._tensors, names)
         join.check_apart(self._tensors, layout)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         """Take the job's weights and hook into backward."""
         self._use(worker)
         self._warm_up = WarmUp(self._store, self._worker) if self.policy.warm_up else None
-        self._hooks = [
-            tensor.register_post_accumulate_grad_hook(self._hook(index))
-            for index, tensor in enumerate(self._tensors)
-            if tensor.requires_grad
-        ]
+        dense = [index for index in range(len(self._tensors)) if index not in self._store.tables]
+        self._hooks = [hooked(self._tensors[index], self._hook(index)) for index in dense]
         self._hooks.append(self._inner.register_load_state_dict_pre_hook(refuse_load))
         self._in_no_sync = False
         self._has_begun = False
@@ -212,9 +209,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._weights = Weights(self._tensors, self._store, partial(self._placement.shown_views, self._store))
         self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
-        self._gradients = self._placement.gradients_kind()(
-            self._tensors, slots, keeps=self.policy.waits_for_fold, name=self._name
-        )
+        self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
         self._rounds = BufferRounds(self._buffers, worker)
         exit_handlers.register(worker, self.close, self.wait_for_others)
         try:
@@ -244,7 +239,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         old.store.close()
 
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
-        parameters = place(rows_of(self.param_groups, model), policy.shards, types_of(self._tensors))
+        rows, numbers = rows_of(self.param_groups, model), tables.tables_of(self._tensors, self._rule)
+        tables.check(numbers, [row[0] for row in rows], self.param_groups, self._rule, policy, self._placement)
+        parameters = place(rows, policy.shards, numbers, types_of(self._tensors))
         groups, workers, extra_bytes = len(self.param_groups), self._identity.workers, self._buffers.nbytes + room_bytes(policy)
         layout = Layout(parameters, groups, self._rule, policy, workers, extra_bytes, faults, pushed)
         return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
@@ -256,8 +253,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
             """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
-            buffers = [0] * store.arena.shards
-            state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
+            state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
 
         return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
 

@@ -1,6 +1,6 @@
 """A wrapped optimizer's state and weights in torch's own terms: state_dict, load_state_dict, param groups."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from fastps.errors import UsageError
 from fastps.job.update_rules import Rule
 from fastps.store.worker import Worker
 from fastps.torch import state
-from fastps.torch.update_rules import Hypers, check_saved
+from fastps.torch.named_weights import NamedWeights
+from fastps.torch.update_rules import WRAP_ANEW, Hypers, check_saved
 from fastps.torch.weights import Weights
 
 
@@ -17,6 +18,7 @@ class OptimizerState(torch.optim.Optimizer):
     """The part of a DistributedOptimizer that loads and saves state and weights."""
 
     _worker: Worker
+    _model: torch.nn.Module | None
     _weights: Weights
     _wrapped: bool
     _tensors: list[Any]
@@ -41,31 +43,63 @@ class OptimizerState(torch.optim.Optimizer):
         return [self.state.get(tensor, {}) for tensor in self._tensors]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError, because the arena exists already: add the group to the torch optimizer before wrapping it."""
+        """Raise UsageError, because the arena has its size: end this job and begin one with the new parameters."""
         if self._wrapped:
             raise UsageError(
-                "add_param_group() after wrapping is not supported, because the arena exists already: add the group"
-                " to the torch optimizer first, then wrap it"
+                "add_param_group() after wrapping is not supported, because the arena exists already: add the group to the"
+                f" torch optimizer first, then wrap it; {WRAP_ANEW}"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the optimizer's state at one version, in a form that the wrapped optimizer can load."""
-        self._worker.check_usable()
+        self._worker.check_open()
         groups = [group for group in self.param_groups for _ in group["params"]]
         found = state.entries(self._worker, self._tensor_views, self._rule, groups)
         self.state.update({tensor: entry for tensor, entry in zip(self._tensors, found, strict=True) if entry is not None})
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this or of the wrapped optimizer. Every worker calls it before its first step.
+    def unwrap(self) -> torch.optim.Optimizer:
+        """End the job, and return the torch optimizer with the job's last state. Every worker calls it, after the same step.
 
-        Worker 0's state becomes the job's. Raises UsageError after the first step, ValueError for another model's state,
-        and UnsupportedError for state that the fold would compute differently.
+        The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
+        what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
+        begins with worker 0's weights and state.
+
+        >>> import fastps
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> optimizer = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> inner = optimizer.unwrap()
+        >>> inner.add_param_group({"params": model.append(torch.nn.Linear(2, 1))[1].parameters(), "lr": 0.01})
+        >>> fastps.DistributedOptimizer(inner).close()
+
+        Raises UsageError after close, UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
         """
         self._worker.check_usable()
-        if self._total_steps:
-            raise UsageError("load_state_dict() after the first step is not supported: load right after wrapping")
+        self._worker.store.layout.check_has_state("unwrap()")
+        if self._worker.rank == 0:
+            self.wait_for_others()
+        self.state_dict()  # also fills `state`, which the torch optimizer shares
+        self.close()
+        return self._inner
+
+    def wait_for_others(self) -> None:
+        """Wait until every other worker has closed, and take the final weights."""
+        raise NotImplementedError
+
+    def close(self, failure: str | None = None) -> None:
+        """Leave the job."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of the wrapped optimizer, at any time between steps. Every worker calls it.
+
+        Worker 0's state becomes the job's, under all shard locks: each fold sees the old state or the new one. The options (lr
+        and others) are each worker's own, and travel with its next push. Weights, version and the number of updates stay.
+
+        Raises ValueError for another model's state, and UnsupportedError for state that the fold would compute differently.
+        """
+        self._worker.check_usable()
         check_saved(self._rule, state_dict)
         super().load_state_dict(state_dict)
         self._keep_floats(state_dict)
@@ -84,25 +118,36 @@ class OptimizerState(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
                     self.state[tensor][name] = value.detach().clone()
 
-    def replace_weights(self, values: Iterable[torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]) -> None:
-        """Make these tensors, one per parameter in the order of the param_groups, the weights of the whole job.
+    def replace_weights(
+        self,
+        values: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | Callable[[list[torch.Tensor]], Iterable[torch.Tensor]],
+    ) -> None:
+        """Make these tensors the weights of the whole job. One worker calls it, at any time between steps.
 
-        One worker calls it, at any time between steps. The others take the weights with their next pull, and pushes that are
-        under way apply to them. A function receives copies of the newest weights and returns their replacements, so no update
-        is lost: `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])` clamps as WGAN does. The
-        optimizer's state, the version and the step counts stay.
+        They are one for each parameter in the order of the param_groups, or a state dict of the model that was given as
+        `model=`. Its entries for buffers (BatchNorm) and for parameters that this optimizer does not train are loaded into this
+        worker's model alone. The others take the weights with their next pull, and pushes that are under way apply to them.
 
-        Raises ValueError for tensors of other shapes, and the errors of waiting for the shard locks; nothing changes then.
+        A function receives copies of the newest weights and returns their replacements, so no update is lost:
+        `optimizer.replace_weights(lambda weights: [w.clamp(-c, c) for w in weights])` clamps as WGAN does. The optimizer's
+        state, the version and the step counts stay.
+
+        Raises ValueError for tensors of other shapes or names, UsageError for names without `model=`, and the errors of waiting
+        for the shard locks; nothing changes then.
         """
         self._worker.check_usable()
-        make = values if callable(values) else lambda _: values
+        named = NamedWeights(self._model, self._tensors, values) if isinstance(values, Mapping) else None
+        given: Any = values if named is None else named.in_order()
+        make = given if callable(given) else lambda _: given
         state.publish_weights(self._worker, self._tensor_views, lambda newest: list(make(newest)))
+        if named is not None:
+            named.load_others()
         self._take_weights()
         self._weights.remember()
 
     def _publish_state(self) -> None:
-        """Make worker 0's optimizer state the job's."""
-        if self._worker.rank == 0 and not self._worker.generation:
+        """Make worker 0's optimizer state the job's; not that of its replacement, whose script loads before its first step."""
+        if self._worker.rank == 0 and (not self._worker.generation or self._worker.own_steps):
             state.publish(self._worker, self._tensor_views, self._rule, self._entries())
             self._take_weights()
 
@@ -120,5 +165,5 @@ def refuse_load(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     """Raise UsageError. The wrapped optimizer's load_state_dict calls it, until `close`."""
     raise UsageError(
         "load_state_dict() of an optimizer that is wrapped changes nothing in the job: load before wrapping it, or into the"
-        " DistributedOptimizer before the first step"
+        " DistributedOptimizer"
     )

@@ -130,8 +130,8 @@ def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any
             others.append(parameter.name)
     if others:
         logger.warning(
-            "the loaded master weights of %s are of other weights than the model's, and are not used: load the model's state"
-            " dict of the same moment before wrapping",
+            "the loaded master weights of %s are of other weights than the model's, and are not used: load the model's weights"
+            " of the same moment first",
             ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else ""),
         )
 
@@ -157,6 +157,13 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
         _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
 
 
+def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+    """Write these entries of torch's state into the first buffers, and the masters among them over the first weights."""
+    write(store, [0] * store.arena.shards, tensors_of, rule, given)
+    if store.layout.shown_type != "float32":
+        _refine(store, tensors_of(store.weight_views(0)), given)
+
+
 def write(
     store: JobMemory, buffers: Sequence[int], tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -176,4 +183,5 @@ def write(
 
 def _copy(sources: Sequence[Any], views: Sequence[Any]) -> None:
     for source, view in zip(sources, views, strict=True):
-        view[:] = source
+        if source.ctypes.data != view.ctypes.data:  # a table lies in memory once
+            view[:] = source

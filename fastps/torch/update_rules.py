@@ -6,6 +6,7 @@ maps the fold's optimizer-state tensors to torch's names.
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
+from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
 from fastps.torch.rule_optimizer import RuleOptimizer
 
 logger = logging.getLogger("fastps.torch")
@@ -27,17 +29,20 @@ _WITHOUT_EFFECT = {
 }
 """Options that choose how torch runs an optimizer, and the level of the message that they change nothing here."""
 
-_WHOLE_TENSORS = "its step needs sums over whole tensors, and the fold works float by float: use AdamW"
 _REFUSED = {
     "ASGD": "its step size and its average have state of their own for each parameter: use SGD, and ema=0.999 in the sync spec",
-    "Adafactor": _WHOLE_TENSORS,
+    "Adafactor": "its state is a row and a column for each matrix, and here it is a number for each weight: use AdamW",
     "LBFGS": "it evaluates the loss several times a step and needs dot products over all parameters: use Adam or SGD",
-    "Muon": _WHOLE_TENSORS,
+    "Muon": "its step multiplies matrices, and a rule sees elements and sums over them: use AdamW (docs/how-to/own-rule.md)",
     "Rprop": "it follows the signs of gradients of the whole data set, which those of batches contradict: use Adam or RMSprop",
-    "SparseAdam": "gradients are dense here: use Adam, and sparse=False in the embeddings",
 }
-_KNOWN = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
+_KNOWN: dict[type, str] = {getattr(torch.optim, kind): name for name, row in UPDATE_RULES.items() for kind in row.optimizers}
+_KNOWN[RowWiseAdagradOptimizer] = "row_wise_adagrad"
 
+WRAP_ANEW = (
+    "in a running job every worker, after the same step, calls inner = optimizer.unwrap(), changes the parameters of inner, and"
+    " wraps it again"
+)
 _OF_PARAMETERS = ("params", "param_names")  # a param_group's keys that describe parameters, not the rule
 
 
@@ -51,8 +56,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(f"torch.optim.{name} is not supported, because {_REFUSED[name]}")
     if kind not in _KNOWN:
         raise UnsupportedError(
-            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN)} or a fastps.RuleOptimizer, found"
-            f" {kind.__module__}.{kind.__qualname__}: the fold does not know its arithmetic"
+            f"expected torch.optim.{', '.join(known.__name__ for known in _KNOWN if known is not RowWiseAdagradOptimizer)}, a"
+            f" fastps.RowWiseAdagradOptimizer or a fastps.RuleOptimizer, found {kind.__module__}.{kind.__qualname__}: the fold"
+            " does not know its arithmetic"
         )
     for option, level in _WITHOUT_EFFECT.items():
         if any(group.get(option) for group in optimizer.param_groups):
@@ -95,16 +101,30 @@ class Hypers:
         self._groups: list[dict[str, Any]] | None = None  # the last groups; None if they cannot be compared
         self._made: list[Hyper] = []
         self._fixed: list[dict[str, Any]] | None = None  # the options that must stay, of each group
+        self._tensors: list[list[torch.Tensor]] | None = None  # the parameters of each group
 
     def of(self, groups: list[dict[str, Any]]) -> list[Hyper]:
         """The current hyper-parameters, one per group. The caller must not change the list."""
-        if self._groups is None or self._groups != groups:
+        if self._groups is None or _differ(self._groups, groups):
             self._check_fixed(groups)
+            self._check_tensors(groups)
             self._made = [hyper_of(group, self._rule) for group in groups]
             options = [value for group in groups for key, value in group.items() if key not in _OF_PARAMETERS]
-            # "params" holds the same list object, so the comparison does not look into it.
-            self._groups = [dict(group) for group in groups] if all(map(_cannot_change, options)) else None
+            # A comparison of lists looks into no tensor that is the same object in both.
+            kept = [{**group, "params": list(group["params"])} for group in groups]
+            self._groups = kept if all(map(_cannot_change, options)) else None
         return self._made
+
+    def _check_tensors(self, groups: list[dict[str, Any]]) -> None:
+        """Raise UsageError if a group has other parameters than at the first call: the arena has no place for them."""
+        now = [list(group["params"]) for group in groups]
+        before = self._tensors = self._tensors if self._tensors is not None else now
+        for index, (old, new) in enumerate(zip(before, now, strict=False)):
+            if len(old) != len(new) or any(map(operator.is_not, old, new)):
+                raise UsageError(
+                    f"param_groups[{index}]: expected the {len(old)} parameters that it had when it was wrapped, found"
+                    f" {len(new)}, or others in their place; {WRAP_ANEW}"
+                )
 
     def _check_fixed(self, groups: list[dict[str, Any]]) -> None:
         names = () if isinstance(self._rule, UserRule) else UPDATE_RULES[self._rule.name].fixed_options
@@ -117,6 +137,13 @@ class Hypers:
                 f"{changed[0]} changed after the first step, and {self._rule.name} computes state from it and the number of"
                 " steps: keep it as it is (OneCycleLR and CyclicLR: cycle_momentum=False)"
             )
+
+
+def _differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    try:
+        return one != other
+    except RuntimeError:  # two tensors of several numbers were compared, so one was exchanged for another
+        return True
 
 
 def _cannot_change(value: object) -> bool:

@@ -101,14 +101,19 @@ def shaped_tensors(
     """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
     `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16. The memory stays mapped as long as one
-    of them lives.
+    of them lives. A table's view may be empty (its gradient), or have one value for each row (state of row-wise rules), and is
+    then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
     names = [dtypes] * len(views) if isinstance(dtypes, str) else dtypes
-    return [
-        torch.utils.dlpack.from_dlpack(store.memory.tensor(view.ctypes.data - begin, parameter.shape, parameter.stride, dtype))
-        for view, parameter, dtype in zip(views, store.parameters, names, strict=True)
-    ]
+    made = []
+    for view, parameter, dtype in zip(views, store.parameters, names, strict=True):
+        shape, stride = parameter.shape, parameter.stride
+        if parameter.is_table and view.size != parameter.size:
+            shape, stride = (view.size, 1), (1, 1)
+        place = view.ctypes.data - begin if view.size else 0
+        made.append(torch.utils.dlpack.from_dlpack(store.memory.tensor(place, shape, stride, dtype)))
+    return made
 
 
 @contextlib.contextmanager

@@ -358,7 +358,7 @@ def job_note(worker: Recorded) -> dict[str, Any]:
         "policy": asdict(layout.policy),
         "workers": layout.workers,
         "shards": worker.store.arena.shards,
-        "parameters": sum(parameter.length for parameter in layout.parameters),
+        "parameters": sum(parameter.size for parameter in layout.parameters),
         "model_bytes": 4 * layout.buffer_floats,
         "slots": layout.slots,
         "spins": worker.cores.spins,

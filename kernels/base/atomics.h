@@ -16,6 +16,7 @@
  *   [WORK]     work.ticket    combiner -> helpers        a fold in the making; a claim takes one chunk of it
  *   [HELP]     lane.helping   helper   -> combiner       that chunks may be in this lane's hands; 0: and what it wrote
  *   [CHUNK]    work.done      helper   -> combiner       a chunk's results; one that is missing is folded again
+ *   [UNDO]     undo.bytes     combiner -> next combiner  the old words of rows, before a fold writes these rows in place
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
  * Three places need more than acquire and release, because each side writes one word and then reads the other's:
@@ -249,6 +250,23 @@ static inline void fps_chunks_clear(uint64_t *done) {
 static inline void fps_yield(void) {
     FPS_FAILPOINT_INSTEAD(yield);
     sched_yield();
+}
+
+/* -- [UNDO] ------------------------------------------------------------------------------------------------------------ */
+/* Publishes to the combiner that recovers this one's lock: the logged rows below. A full barrier, and not a release: the rows are
+ * written only after the count, too. */
+static inline void fps_undo_publish(uint64_t *bytes, uint64_t value) {
+    fps_failpoint_store();
+    (void)__atomic_exchange_n(bytes, value, __ATOMIC_SEQ_CST);
+}
+static inline uint64_t fps_undo_load(const uint64_t *bytes) {
+    fps_failpoint_load();
+    return __atomic_load_n(bytes, __ATOMIC_SEQ_CST);
+}
+/* Reserve bytes of the log; returns how many others had reserved. Nothing is published: each pusher allocates up to its end. */
+static inline uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes) {
+    fps_failpoint_store();
+    return __atomic_fetch_add(reserved, bytes, __ATOMIC_RELAXED);
 }
 
 /* -- [USERS]: within one process, so no failpoint ------------------------------------------------------------------------ */

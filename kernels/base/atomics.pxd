@@ -49,6 +49,8 @@ cdef extern from "base/atomics.h" nogil:
     void fps_chunks_clear(uint64_t *done)
     void fps_yield()
 
+    uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes)
+
     void fps_counter_set(int64_t *counter, int64_t value)
     int64_t fps_counter_get(const int64_t *counter)
     uint64_t fps_drawn_add(uint64_t *drawn, uint64_t samples)

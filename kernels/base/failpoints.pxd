@@ -23,6 +23,8 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_FORGET_GENERATION
         FPS_MUTANT_STATE_IN_PLACE
         FPS_MUTANT_FORGET_READERS
+        FPS_MUTANT_FORGET_UNDO
+        FPS_MUTANT_ROWS_LATE
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.

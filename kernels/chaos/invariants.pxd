@@ -11,10 +11,12 @@ cdef enum:
     MAX_WATCHED_SHARDS = 2
     REMEMBERED = 64         # versions whose weights are kept for readers; a power of two
     SHARD_FLOATS = 256      # MAX_WORKERS * MAX_STEPS
+    ROW_FLOATS = 2          # of a table's rows: one for each worker and step, then one that every push has
 
 # What is known of one shard.
 cdef struct watched_t:
     uint64_t commit
+    uint64_t lock                       # when the rows were compared last
     uint64_t record_state               # the state buffer of the last commit
     int64_t cursor[MAX_WORKERS]
     int64_t granted[MAX_WORKERS]
@@ -38,6 +40,7 @@ cdef class InvariantChecker:
     cdef bint is_mean
     cdef bint may_drop
     cdef bint has_state
+    cdef bint has_tables
     cdef int64_t bound                  # of clocks at a grant, or -1
     cdef int64_t flips
     cdef watched_t *shards
@@ -48,10 +51,13 @@ cdef class InvariantChecker:
 
     cdef void look(self, int32_t runs) noexcept nogil
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil
+    cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil
     cdef void end(self, uint32_t dead, uint32_t unnoticed) noexcept nogil
     cdef void fail(self, const char *what, int64_t a, int64_t b, int64_t c) noexcept nogil
 
     cdef void _begin(self)
+    cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil
+    cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil
     cdef float *_range(self, uint32_t shard, uint64_t buffer) noexcept nogil
     cdef void _watch_lane_shards(self, uint32_t shard, const scheduler_t *state) noexcept nogil
     cdef void _watch_flip(self, uint32_t shard, uint64_t commit, int32_t runs) noexcept nogil

@@ -3,6 +3,8 @@
 It knows only what the protocol promises, not how the protocol works, and reads what is published: commit words, records,
 cursors, weights, rule state, heads and grants. Each push has a gradient of its own: 1 in the one place that belongs to its
 worker and step, 0 elsewhere. So the difference of two versions' weights tells exactly which pushes were folded, and how often.
+Where a shard has a table, a push also has the row of its worker and step, which must move as its weight does, and one row that
+all pushes have.
 """
 
 from libc.math cimport fabs
@@ -55,6 +57,7 @@ cdef class InvariantChecker:
         self.is_mean = is_mean
         self.may_drop = may_drop
         self.has_state = arena.header.state_planes > 0
+        self.has_tables = arena.header.n_tables > 0
         self.bound = bound
         self.shards = <watched_t *> calloc(self.n_shards, sizeof(watched_t))
         if not self.shards:
@@ -93,6 +96,9 @@ cdef class InvariantChecker:
             state = self.arena.scheduler(shard, fps_commit_record(commit))
             self._watch_lane_shards(shard, state)
             lock = self.arena.shard_header(shard).lock
+            if fps_lock_owner(lock) == 0 and lock != self.shards[shard].lock:
+                self.watch_rows(shard, self._range(shard, fps_commit_buffer(commit)), b"under a free lock")
+            self.shards[shard].lock = lock
             if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
                     if state_workers(state)[index].consumed < self.promised[index]:
@@ -152,6 +158,7 @@ cdef class InvariantChecker:
                       fps_commit_version(commit), record.version, state.version)
             return
         n = self._watch_weights(shard, state, before, commit)
+        self.watch_rows(shard, self._range(shard, fps_commit_buffer(commit)), b"at the flip")
         self._watch_cursors(shard, state, &passed)
         expected = passed
         if self.is_sum and self.may_drop:
@@ -195,6 +202,28 @@ cdef class InvariantChecker:
                 known.folded[index] += 1
         memcpy(known.weights[fps_commit_version(after) % REMEMBERED], new, SHARD_BYTES)
         return n
+
+    cdef void watch_rows(self, uint32_t shard, const float *weights, const char *what) noexcept nogil:
+        """The rows of the shard's table are those of a version with these weights, and nothing is folded half or twice."""
+        cdef const float *rows
+        cdef int32_t index, column
+        cdef double total = 0
+        if not self.has_tables:
+            return
+        rows = <const float *> (self.arena.rows() + self.arena.tables[shard].weights_offset)
+        for index in range(SHARD_FLOATS):
+            total += weights[index]
+            for column in range(ROW_FLOATS):
+                if _differs(rows[index * ROW_FLOATS + column], weights[index]):
+                    self._fail_rows(what, shard, index, rows[index * ROW_FLOATS + column], weights[index])
+                    return
+        if not self.has_state and _differs(rows[SHARD_FLOATS * ROW_FLOATS], total):
+            self._fail_rows(what, shard, SHARD_FLOATS, rows[SHARD_FLOATS * ROW_FLOATS], total)
+
+    cdef void _fail_rows(self, const char *what, int64_t shard, int64_t row, double found, double expected) noexcept nogil:
+        if self.message[0] == 0:
+            snprintf(self.message, sizeof(self.message), b"rows: %s row %ld of shard %ld is %g, and its weight %g", what, row,
+                     shard, found, expected)
 
     cdef void _watch_cursors(self, uint32_t shard, const scheduler_t *state, int64_t *passed) noexcept nogil:
         """Cursors only move on, not beyond what was posted, and pass no push that is not folded (or may be dropped)."""
@@ -241,6 +270,17 @@ cdef class InvariantChecker:
             if plane[index] != known.state[index] and (known.state[index] != 0 or _differs(plane[index], gradient * gradient)):
                 self.fail(b"state: float %ld of shard %ld is %ld millionths", index, shard, <int64_t> (1e6 * plane[index]))
         memcpy(known.state, plane, SHARD_BYTES)
+        if self.has_tables:
+            self._watch_row_state(shard, plane)
+
+    cdef void _watch_row_state(self, uint32_t shard, const float *plane) noexcept nogil:
+        """The state of the table's rows goes with that of the weights."""
+        cdef const float *rows = <const float *> (self.arena.rows() + self.arena.tables[shard].planes_offset[0])
+        cdef int32_t index
+        for index in range(SHARD_FLOATS):
+            if _differs(rows[index * ROW_FLOATS], plane[index]):
+                self._fail_rows(b"the state of", shard, index, rows[index * ROW_FLOATS], plane[index])
+                return
 
     cdef void _watch_grants(self, uint32_t shard, const scheduler_t *state) noexcept nogil:
         """No worker is granted a step that is too far ahead of the slowest.

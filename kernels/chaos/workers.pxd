@@ -33,6 +33,7 @@ cdef class Workers:
     cdef int32_t spins
     cdef bint at_once
     cdef bint is_partial
+    cdef bint reads_rows                # whether a step reads rows of one version: all wait for all
     cdef uint32_t null_share            # of 2 ** 16
 
     cdef void play(self, double skew_ns, int64_t shared_least)
@@ -45,6 +46,7 @@ cdef class Workers:
     cdef void _read(self, int32_t index) noexcept nogil
     cdef void _check_reader(self, int32_t index) noexcept nogil
     cdef void _check_reads(self, int32_t index) noexcept nogil
+    cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil
     cdef void _write_slot(self, int32_t index, int64_t position) noexcept nogil
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil
     cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil

@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_grant_acquire, fps_pin_exchange, fps_state_acquire, fps_tail_acquire
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
-from fastps.kernels.chaos.invariants cimport MAX_STEPS, SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport MAX_STEPS, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport Machine
 from fastps.kernels.protocol.combiner cimport Combiner
 from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_FENCED
@@ -31,6 +31,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_member_state,
 )
 from fastps.kernels.update.fold cimport fps_hyper
+from fastps.kernels.update.rows cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
     # The live store's limits, in simulated time.
@@ -60,17 +61,18 @@ cdef class Workers:
 
     `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
-    `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null.
+    `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null. `reads_rows`: what a step
+    reads of tables is of the version that it pulled.
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
                   list lanes not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
-                  uint32_t null_share):
+                  uint32_t null_share, bint reads_rows):
         cdef int index, generation
         self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
-        self.null_share = null_share
+        self.null_share, self.reads_rows = null_share, reads_rows
         for index, reader in enumerate(readers):
             self._readers[index] = <PyObject *> reader
         for index, owners in enumerate(lanes):
@@ -194,6 +196,9 @@ cdef class Workers:
             if not self.checker.is_content(shard, version, self.checker._range(shard, self.lives[index].buffers[shard])):
                 self.checker.fail(b"torn read: worker %ld reads version %ld of shard %ld, and it has changed", index, version,
                                   shard)
+            if self.reads_rows and not (<WorkerLane> self._lanes[index]).awaits:
+                self.checker.watch_rows(
+                    shard, self.checker._range(shard, self.lives[index].buffers[shard]), b"a step reads that")
 
     # -- pushes, and waiting for what follows ------------------------------------------------------
 
@@ -215,7 +220,31 @@ cdef class Workers:
         FPS_FAILPOINT()
         hyper.learning_rate = 1.0
         hyper.epsilon = 1e-10  # the floats without a gradient are 0 / (0 + epsilon)
-        (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.n_shards) - 1
+        (<uint64_t *> (slot + self.arena.header.slot_presence_offset))[0] = (1 << self.arena.header.n_parameters) - 1
+        self._write_rows(index, position)
+
+    cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil:
+        """The row of the worker and step, and the row that every push has, of each table."""
+        cdef char *slot = self.arena.row_slot(index, (<WorkerLane> self._lanes[index]).slot)
+        cdef const fps_table *table
+        cdef fps_rows *rows
+        cdef float *values
+        cdef uint32_t number
+        cdef int32_t i
+        for number in range(self.arena.header.n_tables):
+            table = &self.arena.tables[number]
+            rows = <fps_rows *> (slot + table.slot_offset)
+            values = <float *> (<char *> rows + fps_rows_values_offset(table))
+            FPS_FAILPOINT()
+            rows.count = SHARD_FLOATS  # garbage: a premature read would write all rows
+            for i in range(SHARD_FLOATS * ROW_FLOATS):
+                values[i] = GARBAGE
+            FPS_FAILPOINT()
+            rows.count = 2
+            (<uint32_t *> (rows + 1))[0] = index * MAX_STEPS + position
+            (<uint32_t *> (rows + 1))[1] = SHARD_FLOATS
+            for i in range(2 * ROW_FLOATS):
+                values[i] = 1.0
 
     cdef void _push(self, int32_t index, uint32_t kind) noexcept nogil:
         cdef int outcome

@@ -32,4 +32,5 @@ class World:
         skew_ns: float,
         policy: Mapping[str, Any],
         reads: bool = False,
+        tables: bool = False,
     ) -> dict[str, Any]: ...

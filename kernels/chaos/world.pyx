@@ -27,9 +27,10 @@ from fastps.kernels.chaos.machine cimport (
 )
 from fastps.kernels.chaos.workers cimport Workers
 from fastps.kernels.update.fold cimport FPS_RULE_ADAGRAD, FPS_RULE_SGD
+from fastps.kernels.update.rows cimport FPS_ROWS_ADAGRAD, FPS_ROWS_SGD
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport WorkerLane
-from fastps.kernels.chaos.invariants cimport SHARD_FLOATS, InvariantChecker
+from fastps.kernels.chaos.invariants cimport ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 
 cdef enum:
     RING_SIZE = 8
@@ -45,7 +46,7 @@ cdef class World:
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
             bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
             double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
-            int busy_factor, double skew_ns, dict policy not None, bint reads=False):
+            int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -60,10 +61,11 @@ cdef class World:
             null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
             policy: the scheduler's values.
             reads: each process is a reader, too.
+            tables: each shard has a table, of which every push has rows.
         """
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
-        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads)
+        lanes = self._make(workers, shards, slots, adagrad, helpers, restarts, policy, reads, tables)
         readers = [ReaderPins(self.arena, index) for index in range(workers)] if reads else []
         self.checker = InvariantChecker(
             self.arena, workers, steps, is_sum=is_sum, is_mean=is_mean, may_drop=may_drop, bound=bound)
@@ -74,22 +76,29 @@ cdef class World:
         machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
         machine.busy_factor = busy_factor
         self.workers = Workers(machine, self.arena, self.checker, lanes, readers, steps=steps, spins=spins, at_once=at_once,
-                               is_partial=partial, null_share=<uint32_t> (null * (1 << 16)))
+                               is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
+                               reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once)
         self.workers.play(skew_ns, shared_least)
         self._end(workers)
         return self._outcome()
 
-    def _make(self, int workers, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy, bint reads):
+    def _make(self, int workers, int shards, int slots, bint adagrad, int helpers, int restarts, dict policy, bint reads,
+              bint tables):
         """A fresh arena in the same memory; returns, for each lane, those of the processes that may have it."""
+        described = [(SHARD_FLOATS + 1, ROW_FLOATS, shards + shard, 0, shard) for shard in range(shards if tables else 0)]
         header, size = plan(
-            lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards, buffer_floats=shards * SHARD_FLOATS,
-            rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD, state_planes=1 if adagrad else 0, extra_bytes=0,
-            buffers=workers + 2, shards=shards, readers=workers if reads else 0)
+            lanes=workers, slots=slots, ring_size=RING_SIZE, groups=1, parameters=shards + len(described),
+            buffer_floats=shards * SHARD_FLOATS, rule=FPS_RULE_ADAGRAD if adagrad else FPS_RULE_SGD,
+            state_planes=1 if adagrad else 0, extra_bytes=0,
+            buffers=workers + 2, shards=shards, readers=workers if reads else 0, tables=described,
+            row_rule=FPS_ROWS_ADAGRAD if adagrad else FPS_ROWS_SGD)
         if size > self.memory_bytes:
             self.memory, self.memory_bytes = mmap.mmap(-1, 2 * size), 2 * size
         cdef unsigned char[::1] view = self.memory
         memset(&view[0], 0, size)
-        format_memory(self.memory, header, [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)],
+        segments = [(SHARD_FLOATS * i, SHARD_FLOATS, 0) for i in range(shards)]
+        segments += [(SHARD_FLOATS * i, 0, 0) for i in range(len(described))]
+        format_memory(self.memory, header, segments, tables=described,
                       shards=[(SHARD_FLOATS * i, SHARD_FLOATS * (i + 1)) for i in range(shards)], **policy)
         self.arena = Arena(self.memory)
         lanes = [[WorkerLane(self.arena, index) for _ in range(1 + min(restarts, MOST_LIVES - 1))] for index in range(workers)]

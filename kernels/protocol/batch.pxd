@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_folded_push, fps_shard_header
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
 
@@ -15,6 +16,7 @@ cdef class Batch:
     cdef fps_shard_header *shard_header
     cdef uint32_t shard
     cdef SharedFold fold        # whose work item the pushes are written into
+    cdef RowFold rows           # of the same item
     cdef int bad_lane           # of the last push that could not be taken
     cdef uint32_t n_pushes      # in the batch
     cdef int64_t samples        # of all of them
@@ -39,4 +41,5 @@ cdef class Batch:
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,
                              int64_t staleness) noexcept nogil
     cdef void _count_rejection(self, const fps_folded_push *push, int32_t parameter) noexcept nogil
+    cdef float _largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef double _rate_scale(self, const policy_t *policy) noexcept nogil

@@ -11,6 +11,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport (
     FOLD_EACH,
@@ -54,11 +55,12 @@ cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
 cdef class Batch:
     """What the next commit of shard `shard` folds, written into the work item of `fold`. For the combiner only."""
 
-    def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None):
+    def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None, RowFold rows not None):
         self.arena = arena
         self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
+        self.rows = rows
 
     cdef void begin(self) noexcept nogil:
         """Begin without pushes."""
@@ -171,7 +173,7 @@ cdef class Batch:
         cdef float most = -1, size
         cdef fps_folded_push push
         for index in range(self.n_pushes):
-            size = self.fold.largest(index, &parameter)
+            size = self._largest(index, &parameter)
             if size > most:
                 most = size
                 largest = index
@@ -179,7 +181,7 @@ cdef class Batch:
             push = self.fold.item.push(index)
             if push.lane >= self.arena.header.n_lanes:
                 return False
-            size = self.fold.largest(index, &parameter)
+            size = self._largest(index, &parameter)
             if size == INFINITY or (most < INFINITY and index == largest):
                 self._count_rejection(&push, parameter)
                 state_workers(state)[push.lane].folded -= 1
@@ -191,6 +193,14 @@ cdef class Batch:
                 kept += 1
         self.n_pushes = kept
         return True
+
+    cdef float _largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
+        """The largest absolute value of a push, dense or in rows, and its parameter; infinite where a value is not finite."""
+        cdef int32_t of_rows = -1
+        cdef float dense = self.fold.largest(index, parameter), rows = self.rows.largest(index, &of_rows)
+        if rows > dense:
+            parameter[0] = of_rows
+        return max(dense, rows)
 
     # -- what the fold is told ---------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena cimport Arena
@@ -18,6 +19,7 @@ cdef class Combiner:
     cdef uint64_t lock          # the lock word while this lane holds it
     cdef int64_t now_ns         # when the lock was tried: decides which timers are due
     cdef SharedFold fold
+    cdef RowFold rows
     cdef Batch batch
     cdef Commit commit
     cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining

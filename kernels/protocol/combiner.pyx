@@ -36,6 +36,7 @@ from fastps.kernels.protocol.commit cimport (
     Commit,
 )
 from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.decisions cimport (
     ACTION_DROP,
@@ -101,8 +102,9 @@ cdef class Combiner:
         self.shard_header = arena.shard_header(shard)
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
-        self.batch = Batch(arena, shard, self.fold)
-        self.commit = Commit(arena, shard, self.fold, self.batch)
+        self.rows = RowFold(arena, shard, self.fold.item)
+        self.batch = Batch(arena, shard, self.fold, self.rows)
+        self.commit = Commit(arena, shard, self.fold, self.rows, self.batch)
         self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
@@ -254,7 +256,7 @@ cdef class Combiner:
         A combiner that continued would stay for as long as the others push, and not push itself.
         """
         cdef uint32_t index
-        if self.fold.chunks < 2 or self.fold.on_device or self.arena.header.n_servers:
+        if (self.fold.chunks < 2 and not self.rows.is_long) or self.fold.on_device or self.arena.header.n_servers:
             return False
         if self._undecided(self.lane):
             return False

@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_shard_header
 from fastps.kernels.protocol.batch cimport Batch
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
@@ -28,6 +29,8 @@ cdef class Commit:
     cdef uint32_t shard
     cdef SharedFold fold
     cdef Batch batch            # what is folded
+    cdef RowFold rows           # the rows of it, which are written in place
+    cdef bint is_damaged        # whether the rows of an unfinished commit could not be restored
     cdef uint64_t seen          # the commit word that the flip expects
     cdef scheduler_t expected   # what must hold of the shard's scheduler state
     cdef bint is_checked        # whether the state was checked since the lock was taken

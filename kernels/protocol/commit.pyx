@@ -29,9 +29,12 @@ from fastps.kernels.base.failpoints cimport (
     FPS_MUTANT_FLIP_FIRST,
     FPS_MUTANT_FORGET_HEADS,
     FPS_MUTANT_FORGET_READERS,
+    FPS_MUTANT_FORGET_UNDO,
+    FPS_MUTANT_ROWS_LATE,
     fps_mutant,
 )
 from fastps.kernels.protocol.batch cimport Batch
+from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold
 from fastps.kernels.scheduling.policy cimport policy_check
 from fastps.kernels.scheduling.decisions cimport scheduler_due
@@ -74,11 +77,13 @@ cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
 cdef class Commit:
     """The commits of shard `shard`, one after the other. Only the lane that holds the shard's lock may use it."""
 
-    def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None, Batch batch not None):
+    def __cinit__(
+            self, Arena arena not None, uint32_t shard, SharedFold fold not None, RowFold rows not None, Batch batch not None):
         self.arena = arena
         self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
+        self.rows = rows
         self.batch = batch
         state_remember(&self.expected, arena.scheduler(shard, fps_commit_record(fps_commit_load(&self.shard_header.commit))),
                        arena.header.n_lanes)
@@ -103,6 +108,8 @@ cdef class Commit:
     cdef scheduler_t *_prepare(self) noexcept nogil:
         cdef scheduler_t *state = self._inactive()
         cdef const scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(self.seen))
+        if self.is_damaged:
+            return NULL
         if not self.is_checked and not state_can_be_followed(active, &self.expected):
             return NULL
         state_catch_up(state, active)
@@ -147,6 +154,8 @@ cdef class Commit:
         """Commit what was folded, unless the fold was refused or helpers still have chunks."""
         if outcome == FOLD_AWAITING:
             return COMBINE_AWAITING
+        if outcome == FOLD_DONE and not fps_mutant(FPS_MUTANT_ROWS_LATE):
+            outcome = self.rows.run(fps_commit_version(self.seen))
         if outcome == FOLD_NONFINITE:
             if not self.batch.reject(self._inactive()):
                 return COMBINE_BAD_FOLD
@@ -154,7 +163,10 @@ cdef class Commit:
             return self.fold_and_flip(self._inactive())
         if outcome != FOLD_DONE:
             return COMBINE_BAD_FOLD
-        return self._write_record(self._inactive(), self.spare_state)
+        outcome = self._write_record(self._inactive(), self.spare_state)
+        if outcome == COMBINE_DONE and fps_mutant(FPS_MUTANT_ROWS_LATE):
+            self.rows.run(fps_commit_version(self.seen))
+        return outcome
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""
@@ -301,12 +313,14 @@ cdef class Commit:
                 return
 
     cdef void repair(self) noexcept nogil:
-        """Restore the inactive copy after an unfinished commit, and write every derived word again."""
+        """Restore the inactive copy and the rows after an unfinished commit, and write every derived word again."""
         cdef uint64_t commit = fps_commit_load(&self.shard_header.commit)
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
         cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
         cdef uint32_t index
         self.batch.forget_update()
+        if not fps_mutant(FPS_MUTANT_FORGET_UNDO) and not self.rows.roll_back(fps_commit_version(commit)):
+            self.is_damaged = True
         if not self._is_sound(active):
             return  # nothing follows from a damaged state; the next commit reports it
         FPS_FAILPOINT()

@@ -38,7 +38,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_ticket_left,
     fps_ticket_pack,
 )
-from fastps.kernels.update.fold cimport FPS_TILE, FoldScratch, fps_fold, fps_largest
+from fastps.kernels.update.fold cimport FPS_RULE_SUMMING, FPS_TILE, FoldScratch, fps_fold, fps_largest
 
 cdef extern from "<sched.h>" nogil:
     int sched_getcpu()
@@ -196,11 +196,16 @@ cdef class SharedFold:
                 return
 
     cdef uint64_t _cut(self) noexcept nogil:
-        """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size."""
+        """Write the size of a chunk, in whole tiles, and return the number of chunks. All but the last have that size.
+
+        A rule that sums over whole parameters has one chunk: a chunk's border may be inside a parameter.
+        """
         cdef int64_t floats = self.last - self.first, chunk_floats
         cdef int64_t moved = floats * (self.item.job.n_pushes + 2 * (1 + self.item.job.state_planes))
         cdef int64_t chunks
         if self.helpers == 0 or moved < (SHARED_LEAST if self.arena.header.n_shards == 1 else SHARD_SHARED_LEAST):
+            return 1
+        if self.arena.header.rule == FPS_RULE_SUMMING:
             return 1
         chunks = min(max(moved // CHUNK_LEAST, <int64_t> 2), <int64_t> FPS_MAX_CHUNKS)
         chunk_floats = (floats + chunks * FPS_TILE - 1) // (chunks * FPS_TILE) * FPS_TILE

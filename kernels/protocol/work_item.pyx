@@ -13,7 +13,7 @@ from libc.string cimport memset
 from fastps.kernels.base.atomics cimport FPS_ASSERT
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_STATE_IN_PLACE, fps_mutant
 from fastps.kernels.shm.arena_h cimport FPS_STATE_BUFFERS
-from fastps.kernels.update.fold cimport FPS_MAX_PUSHES, FPS_RULE_USER, fps_hyper
+from fastps.kernels.update.fold cimport FPS_IS_USERS, FPS_MAX_PUSHES, fps_hyper
 
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
 
@@ -68,7 +68,7 @@ cdef class WorkItem:
         self.words.n_pushes = n_pushes
         self.words.scale = scale
         self.words.rate_scale = rate_scale
-        self.words.streaming = self.streaming and self.arena.header.rule != FPS_RULE_USER
+        self.words.streaming = self.streaming and not FPS_IS_USERS(<int> self.arena.header.rule)
         FPS_FAILPOINT()
         self.words.weights_in = weights_in
         self.words.weights_out = weights_out

@@ -8,8 +8,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "update/rows.h"
+
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 11
+#define FPS_ABI 12
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -156,8 +158,9 @@ typedef struct {
     uint8_t pad_reader[56];
     uint64_t drawn; /* of shard 0: samples that all workers have drawn from their shared order */
     uint8_t pad_drawn[56];
+    fps_undo undo; /* the log of its tables' rows */
 } fps_shard_header;
-_Static_assert(sizeof(fps_shard_header) == 8 * FPS_LINE, "lock, commit and the records are each on a line of their own");
+_Static_assert(sizeof(fps_shard_header) == 9 * FPS_LINE, "lock, commit and the records are each on a line of their own");
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
@@ -240,6 +243,8 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
     WORD(uint32_t, shown_type) /* FPS_FLOAT32, or the half in which each weights buffer has the weights once more */     \
     WORD(uint32_t, n_readers) /* the most processes that only read weights, each with a buffer more */                   \
+    WORD(uint32_t, n_tables)                                                                                             \
+    WORD(uint32_t, row_rule) /* FPS_ROWS_* of rows.h, if there are tables */                                             \
     WORD(uint32_t, n_servers) /* 1: behind the n_lanes workers' lanes lies one of the job's server process, without slots */ \
     WORD(double, ema_decay) /* of the moving average of the weights, which is the last plane; 0: there is none */        \
     WORD(uint64_t, buffer_floats) /* floats of a weights buffer, parameters padded to whole lines */                     \
@@ -249,6 +254,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, work_offset)                                                                                          \
     WORD(uint64_t, work_bytes) /* n_shards of them */                                                                    \
     WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
+    WORD(uint64_t, tables_offset) /* fps_table[n_tables] */                                                              \
     WORD(uint64_t, lanes_offset)                                                                                         \
     WORD(uint64_t, lane_bytes)                                                                                           \
     WORD(uint64_t, lane_shards_offset)                                                                                   \
@@ -256,6 +262,8 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                             \
     WORD(uint64_t, scheduler_offset)                                                                                     \
     WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
+    WORD(uint64_t, rows_offset) /* the tables' rows: weights and state, one copy */                                      \
+    WORD(uint64_t, rows_bytes)                                                                                           \
     WORD(uint64_t, weights_offset)                                                                                       \
     WORD(uint64_t, weights_bytes) /* n_buffers of them: the floats, then with a shown type the halves */                 \
     WORD(uint64_t, state_offset)                                                                                         \
@@ -269,6 +277,10 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, extra_offset)                                                                                         \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
     WORD(uint64_t, reader_weights_offset) /* n_readers weights buffers; without pages until a reader has the place */    \
+    WORD(uint64_t, undo_offset) /* shard-major; without pages until a push reserves them, as the rest of the arena */    \
+    WORD(uint64_t, undo_bytes)                                                                                           \
+    WORD(uint64_t, row_slots_offset) /* lane-major: the rows in each slot */                                             \
+    WORD(uint64_t, row_slot_bytes)                                                                                       \
     WORD(uint64_t, total_bytes)
 
 typedef struct {

@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from fastps.kernels.update.rows cimport fps_undo
+
 cdef extern from "shm/arena.h" nogil:
     const uint64_t FPS_MAGIC
     const uint32_t FPS_ABI
@@ -91,6 +93,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t rejections
         uint64_t reader
         uint64_t drawn
+        fps_undo undo
 
     ctypedef struct fps_folded_push:
         uint32_t lane
@@ -156,6 +159,8 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t gradient_type
         uint32_t shown_type
         uint32_t n_readers
+        uint32_t n_tables
+        uint32_t row_rule
         uint32_t n_servers
         double ema_decay
         uint64_t buffer_floats
@@ -165,6 +170,7 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t work_offset
         uint64_t work_bytes
         uint64_t segments_offset
+        uint64_t tables_offset
         uint64_t lanes_offset
         uint64_t lane_bytes
         uint64_t lane_shards_offset
@@ -172,6 +178,8 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t push_outcomes_offset
         uint64_t scheduler_offset
         uint64_t scheduler_bytes
+        uint64_t rows_offset
+        uint64_t rows_bytes
         uint64_t weights_offset
         uint64_t weights_bytes
         uint64_t state_offset
@@ -185,6 +193,10 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t extra_offset
         uint64_t extra_bytes
         uint64_t reader_weights_offset
+        uint64_t undo_offset
+        uint64_t undo_bytes
+        uint64_t row_slots_offset
+        uint64_t row_slot_bytes
         uint64_t total_bytes
 
     ctypedef struct fps_readers:

@@ -7,6 +7,7 @@ def format_memory(
     *,
     shards: list[tuple[int, int]] | None = None,
     started: int = 0,
+    tables: list[tuple[int, int, int, int, int]] | None = None,
     versions: list[int] | None = None,
     clocks: list[int] | None = None,
     drawn: int = 0,

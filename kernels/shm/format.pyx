@@ -3,9 +3,11 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from fastps.kernels.shm.plan cimport describe_tables, place_tables, rows_measures_t
 from fastps.kernels.shm.view cimport ArenaView
 from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
+from fastps.kernels.update.rows cimport fps_table
 from fastps.kernels.scheduling.policy cimport policy_from_values
 from fastps.kernels.scheduling.state cimport (
     policy_t,
@@ -19,19 +21,20 @@ from fastps.kernels.scheduling.state cimport (
 
 
 def format_memory(unsigned char[::1] memory not None, bytes header_bytes not None, list segments not None, *, list shards=None,
-                  int started=0, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
+                  int started=0, list tables=None, list versions=None, list clocks=None, uint64_t drawn=0, **policy_values):
     """Write a fresh arena into zeroed `memory`: header, segments, shards, schedulers, first records.
 
     `segments`: (offset, length, group) in floats, one a parameter. `shards`: (first, last) in floats, one a shard; by default
     one that holds everything. `started`: lanes whose workers are counted from the beginning, 0: all; the others may join.
-    `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job ended. The policy's values are
-    those of fastps.kernels.scheduling.scheduler.Scheduler.
+    `tables` are those of the plan. `versions` (one a shard), `clocks` (one a started lane) and `drawn` continue where a job
+    ended. The policy's values are those of fastps.kernels.scheduling.scheduler.Scheduler.
     """
     cdef fps_header *header = <fps_header *> &memory[0]
     cdef fps_segment *segment
     cdef fps_shard_header *shard_header
     cdef policy_t policy
     cdef uint32_t index
+    cdef rows_measures_t rows
     cdef ArenaView arena
     memcpy(header, <char *> header_bytes, sizeof(fps_header))
     started = started or header.n_lanes
@@ -51,6 +54,9 @@ def format_memory(unsigned char[::1] memory not None, bytes header_bytes not Non
     for index, (first, last) in enumerate(shards):
         shard_header = <fps_shard_header *> (&memory[0] + header.shard_headers_offset) + index
         shard_header.first, shard_header.last = first, last
+    if tables:
+        describe_tables(<fps_table *> (&memory[0] + header.tables_offset), tables)
+        place_tables(<fps_table *> (&memory[0] + header.tables_offset), len(tables), header.row_rule, header.n_shards, &rows)
     arena = ArenaView(memory)
     versions = versions or [0] * len(shards)
     if len(versions) != len(shards) or not all(0 <= version < 1 << 40 for version in versions):

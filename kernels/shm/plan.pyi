@@ -17,5 +17,7 @@ def plan(
     shown_type: int = ...,
     servers: int = 0,
     readers: int = 0,
+    tables: list[tuple[int, int, int, int, int]] | None = None,
+    row_rule: int = 0,
 ) -> tuple[bytes, int]: ...
 def reader_weights_offset(header_bytes: bytes) -> int: ...

@@ -29,6 +29,14 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.update.rows cimport (
+    FPS_MAX_ROWS,
+    FPS_MAX_TABLES,
+    FPS_N_ROW_RULES,
+    fps_place_table,
+    fps_rows_bytes,
+    fps_table,
+)
 
 
 cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
@@ -61,22 +69,31 @@ cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uin
     return 0
 
 
+cdef void _set_rows(fps_header *header, const rows_measures_t *rows) noexcept:
+    """Write the measures of the tables."""
+    header.n_tables, header.row_rule = rows.n_tables, rows.row_rule
+    header.rows_bytes, header.undo_bytes, header.row_slot_bytes = rows.rows_bytes, rows.undo_bytes, rows.row_slot_bytes
+
+
+cdef uint64_t _weight_bytes(uint32_t shown_type) noexcept:
+    """What a weight takes in a buffer: a float, and with a shown type its half."""
+    return sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
+
+
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
                uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t shown_type,
-               uint32_t servers, uint32_t readers) except -1:
+               uint32_t servers, uint32_t readers, const rows_measures_t *rows) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
-    cdef uint64_t weight_bytes = sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
     _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, shown_type, servers, readers)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
     header.n_lanes = lanes
     header.n_buffers = buffers
-    header.n_slots = slots
-    header.ring_size = ring_size
+    header.n_slots, header.ring_size = slots, ring_size
     header.n_groups = groups
     header.n_parameters = parameters
     header.presence_words = (parameters + 63) // 64
@@ -85,16 +102,17 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.n_shards = shards
     header.checks_finite = checks_finite
     header.ema_decay = ema_decay
-    header.gradient_type = gradient_type
-    header.shown_type = shown_type
+    header.gradient_type, header.shown_type = gradient_type, shown_type
     header.n_servers = servers
     header.n_readers = readers
+    _set_rows(header, rows)
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
     header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
     offset = header.segments_offset = offset + shards * header.work_bytes
-    offset = header.lanes_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
+    offset = header.tables_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
+    offset = header.lanes_offset = offset + _aligned(rows.n_tables * sizeof(fps_table), PAGE)
     header.lane_shards_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
     header.push_outcomes_offset = header.lane_shards_offset + shards * sizeof(fps_lane_shard)
     header.lane_bytes = header.push_outcomes_offset + shards * ring_size * sizeof(fps_push_outcome)
@@ -104,8 +122,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
-    offset = header.weights_offset = offset + 2 * shards * header.scheduler_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * weight_bytes, PAGE)
+    offset = header.rows_offset = offset + 2 * shards * header.scheduler_bytes
+    offset = header.weights_offset = offset + rows.rows_bytes
+    header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(shown_type), PAGE)
     offset = header.state_offset = offset + buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
@@ -117,8 +136,52 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes
-    header.total_bytes = offset + readers * header.weights_bytes
+    offset = header.undo_offset = offset + readers * header.weights_bytes
+    offset = header.row_slots_offset = offset + shards * header.undo_bytes
+    header.total_bytes = offset + <uint64_t> lanes * slots * header.row_slot_bytes
     return _check_size(header)
+
+
+cdef int describe_tables(fps_table *words, list tables) except -1:
+    """Write (rows, width, parameter, group, shard) of each table."""
+    cdef fps_table *table
+    if len(tables) > FPS_MAX_TABLES:
+        raise ValueError(f"expected at most {FPS_MAX_TABLES} tables, found {len(tables)}")
+    memset(words, 0, len(tables) * sizeof(fps_table))
+    for index, (rows, width, parameter, group, shard) in enumerate(tables):
+        table = &words[index]
+        table.rows, table.width, table.parameter, table.group, table.shard = rows, width, parameter, group, shard
+    return 0
+
+
+cdef int place_tables(
+        fps_table *tables, uint32_t n_tables, uint32_t row_rule, uint32_t shards, rows_measures_t *found) except -1:
+    """Complete the descriptions of tables, whose rows, width, parameter, group and shard are set, and measure them."""
+    cdef uint32_t index, shard
+    cdef uint64_t logged
+    if n_tables > FPS_MAX_TABLES:
+        raise ValueError(f"expected at most {FPS_MAX_TABLES} tables, found {n_tables}")
+    if row_rule >= FPS_N_ROW_RULES:
+        raise ValueError(f"expected a rule of rows of 0 to {FPS_N_ROW_RULES - 1}, found {row_rule}")
+    memset(found, 0, sizeof(rows_measures_t))
+    found.n_tables, found.row_rule = n_tables, row_rule
+    for index in range(n_tables):
+        if not 1 <= tables[index].rows <= FPS_MAX_ROWS or tables[index].width < 1 or <uint32_t> tables[index].shard >= shards:
+            raise ValueError(f"expected a table of 1 to {FPS_MAX_ROWS} rows, a width of 1 or more and a shard of 0 to"
+                             f" {shards - 1}, found {tables[index].rows} rows of {tables[index].width} in shard"
+                             f" {tables[index].shard}")
+        found.rows_bytes = fps_place_table(&tables[index], row_rule, found.rows_bytes)
+        tables[index].slot_offset = found.row_slot_bytes
+        found.row_slot_bytes += fps_rows_bytes(&tables[index])
+    found.rows_bytes = _aligned(found.rows_bytes, PAGE)
+    found.row_slot_bytes = _aligned(found.row_slot_bytes, PAGE)
+    for shard in range(shards):
+        logged = 0
+        for index in range(n_tables):
+            if <uint32_t> tables[index].shard == shard:
+                logged += tables[index].undo_bytes * tables[index].rows
+        found.undo_bytes = max(found.undo_bytes, _aligned(logged, PAGE))
+    return 0
 
 
 cdef int _check_size(const fps_header *header) except -1:
@@ -129,6 +192,8 @@ cdef int _check_size(const fps_header *header) except -1:
     cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
     cdef double all_buffers = <double> header.n_buffers + header.n_readers
     cdef double buffers = all_buffers * 1.5 * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    cdef double rows = 1.0 * header.rows_bytes + 1.0 * header.n_shards * header.undo_bytes
+    lanes += all_lanes * header.n_slots * header.row_slot_bytes + rows
     if lanes + rings + buffers + tables > 2.0 ** 56:
         raise ValueError(f"expected an arena of at most 2^56 bytes, found {lanes + rings + buffers + tables:g}")
     return 0
@@ -136,24 +201,30 @@ cdef int _check_size(const fps_header *header) except -1:
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
-         int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0):
+         int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
+         int row_rule=0):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
     `shown_type`: the half precision in which each weights buffer has the weights once more; FPS_FLOAT32: none.
+    `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
     """
     cdef fps_header header
+    cdef rows_measures_t rows
+    cdef fps_table words[FPS_MAX_TABLES]
     if lanes < 1:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
+    describe_tables(words, tables or [])
+    place_tables(words, len(tables or []), row_rule, max(shards, 1), &rows)
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type, shown_type, servers, readers)
+          shards, ema_decay, checks_finite, gradient_type, shown_type, servers, readers, &rows)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
 def reader_weights_offset(bytes header_bytes not None):
-    """Where the buffers of readers begin, in bytes: they are the last part of an arena."""
+    """Where the buffers of readers begin, in bytes: what lies behind gets pages only when it is needed."""
     if len(header_bytes) != sizeof(fps_header):
         raise ValueError(f"expected a header of {sizeof(fps_header)} bytes, found {len(header_bytes)}")
     return (<const fps_header *> <const char *> header_bytes).reader_weights_offset
@@ -162,9 +233,12 @@ def reader_weights_offset(bytes header_bytes not None):
 cdef int check_header(const fps_header *found, int64_t size) except -1:
     """Compute the header again from its measures: a place that differs would be dereferenced otherwise."""
     cdef fps_header own
+    cdef rows_measures_t rows
+    rows.n_tables, rows.row_rule, rows.rows_bytes = found.n_tables, found.row_rule, found.rows_bytes
+    rows.undo_bytes, rows.row_slot_bytes = found.undo_bytes, found.row_slot_bytes
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
           found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type, found.shown_type, found.n_servers, found.n_readers)
+          found.checks_finite, found.gradient_type, found.shown_type, found.n_servers, found.n_readers, &rows)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0

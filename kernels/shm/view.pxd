@@ -16,6 +16,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.update.fold cimport fps_segment
+from fastps.kernels.update.rows cimport fps_table, fps_undo_log
 
 
 cdef class ArenaView:
@@ -25,10 +26,12 @@ cdef class ArenaView:
     cdef fps_header own_header
     cdef fps_header *header     # own_header
     cdef fps_segment *segments  # one a parameter
+    cdef fps_table *tables      # n_tables of them
     cdef int64_t first[FPS_MAX_SHARDS]  # of each shard: its floats of every buffer are [first, last)
     cdef int64_t last[FPS_MAX_SHARDS]
 
     cdef int _copy_places(self) except -1
+    cdef int _copy_tables(self) except -1
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil
     cdef fps_lane_shard *lane_shard(self, uint32_t lane, uint32_t shard) noexcept nogil
     cdef fps_push_outcome *push_outcome(self, uint32_t lane, uint32_t shard, uint64_t position) noexcept nogil
@@ -43,3 +46,7 @@ cdef class ArenaView:
     cdef float *weights(self, uint64_t buffer) noexcept nogil
     cdef uint16_t *halves(self, uint64_t buffer) noexcept nogil
     cdef char *state(self, uint64_t buffer) noexcept nogil
+    cdef char *rows(self) noexcept nogil
+    cdef char *row_slot(self, uint32_t lane, uint32_t slot) noexcept nogil
+    cdef fps_undo_log undo_log(self, uint32_t shard) noexcept nogil
+    cdef int _check_table(self, uint32_t table) except -1

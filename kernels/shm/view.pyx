@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport (
@@ -19,8 +19,9 @@ from fastps.kernels.shm.arena_h cimport (
     fps_statistics,
     fps_work,
 )
-from fastps.kernels.shm.plan cimport PAGE, check_header
+from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, rows_measures_t
 from fastps.kernels.update.fold cimport FPS_FLOAT32, fps_segment
+from fastps.kernels.update.rows cimport fps_rows_values_offset, fps_table, fps_undo_log
 
 cdef enum:
     FLOATS_OF_LINE = FPS_LINE // 4  # parameters and shards begin on a line, which non-temporal stores need
@@ -48,9 +49,11 @@ cdef class ArenaView:
                              "all processes of a job must run the same fastps")
         check_header(self.header, view.shape[0])
         self._copy_places()
+        self._copy_tables()
 
     def __dealloc__(self):
         free(self.segments)
+        free(self.tables)
 
     cdef int _copy_places(self) except -1:
         """Copy the places of parameters and shards, checked once, for every fold."""
@@ -74,6 +77,30 @@ cdef class ArenaView:
             if not 0 <= self.first[index] <= self.last[index] <= floats or self.first[index] % FLOATS_OF_LINE:
                 raise ValueError(
                     f"expected a shard within {floats} floats, found {self.first[index]} to {self.last[index]}")
+        return 0
+
+    cdef int _copy_tables(self) except -1:
+        """Copy the descriptions of tables, computed again from their measures."""
+        cdef const fps_table *found = <const fps_table *> (self.base + self.header.tables_offset)
+        cdef rows_measures_t rows
+        cdef fps_table *table
+        cdef uint32_t index
+        self.tables = <fps_table *> calloc(max(1, self.header.n_tables), sizeof(fps_table))
+        if self.tables == NULL:
+            raise MemoryError()
+        for index in range(self.header.n_tables):
+            table = &self.tables[index]
+            table.rows, table.width, table.parameter = found[index].rows, found[index].width, found[index].parameter
+            table.group, table.shard = found[index].group, found[index].shard
+            if (not 0 <= table.parameter < <int64_t> self.header.n_parameters
+                    or not 0 <= table.group < <int64_t> self.header.n_groups):
+                raise ValueError(f"expected table {index} to be one of {self.header.n_parameters} parameters in one of"
+                                 f" {self.header.n_groups} groups, found {table.parameter} in group {table.group}")
+        place_tables(self.tables, self.header.n_tables, self.header.row_rule, self.header.n_shards, &rows)
+        if (memcmp(self.tables, found, self.header.n_tables * sizeof(fps_table)) != 0
+                or rows.rows_bytes != self.header.rows_bytes or rows.undo_bytes != self.header.undo_bytes
+                or rows.row_slot_bytes != self.header.row_slot_bytes):
+            raise ValueError("the arena's tables are damaged: their places do not follow from their measures")
         return 0
 
     cdef fps_lane *lane(self, uint32_t index) noexcept nogil:
@@ -126,6 +153,54 @@ cdef class ArenaView:
 
     cdef char *state(self, uint64_t buffer) noexcept nogil:
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
+
+    # -- tables -------------------------------------------------------------
+
+    cdef char *rows(self) noexcept nogil:
+        return self.base + self.header.rows_offset
+
+    cdef char *row_slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
+        return (self.base + self.header.row_slots_offset
+                + (<uint64_t> lane * self.header.n_slots + slot) * self.header.row_slot_bytes)
+
+    cdef fps_undo_log undo_log(self, uint32_t shard) noexcept nogil:
+        """The log of a shard's rows."""
+        cdef fps_undo_log log
+        log.words = &self.shard_header(shard).undo
+        log.entries = self.base + self.header.undo_offset + shard * self.header.undo_bytes
+        log.room = self.header.undo_bytes
+        return log
+
+    cdef int _check_table(self, uint32_t table) except -1:
+        if table >= self.header.n_tables:
+            raise IndexError(f"expected a table of 0 to {<int64_t> self.header.n_tables - 1}, found {table}")
+        return 0
+
+    def table_offset(self, uint32_t table):
+        """Byte offset of a table's weights."""
+        self._check_table(table)
+        return self.header.rows_offset + self.tables[table].weights_offset
+
+    def table_plane_offset(self, uint32_t table, uint32_t plane):
+        """Byte offset of one of a table's state tensors."""
+        self._check_table(table)
+        if plane >= <uint32_t> self.tables[table].n_planes:
+            raise IndexError(f"expected a state tensor of 0 to {self.tables[table].n_planes - 1}, found {plane}")
+        return self.header.rows_offset + self.tables[table].planes_offset[plane]
+
+    def table_slot_ranges(self, int lane, int slot, uint32_t table, int64_t rows):
+        """(offset, length) in bytes of the memory for so many rows of a table in a slot: count and numbers, then values."""
+        cdef char *begin
+        self._check_table(table)
+        begin = self.row_slot(lane, slot) + self.tables[table].slot_offset
+        return ((begin - self.base, 64 + 4 * rows),
+                (begin - self.base + fps_rows_values_offset(&self.tables[table]), 4 * rows * self.tables[table].width))
+
+    def undo_range(self, uint32_t table):
+        """(offset, length) in bytes of the log of a table's shard, and the bytes of one of the table's rows in it."""
+        self._check_table(table)
+        return (self.header.undo_offset + self.tables[table].shard * self.header.undo_bytes, self.header.undo_bytes,
+                self.tables[table].undo_bytes)
 
     # -- places, for views --------------------------------------------------
 

@@ -23,6 +23,7 @@
 
 #define FPS_MAX_PUSHES 1024
 #define FPS_MAX_USER_PLANES 8
+#define FPS_MAX_SUMS 7 /* that a user's rule reads of a parameter */
 #ifndef FASTPS_HOOKS
 #define FPS_TILE 1024 /* floats: a fold's working set stays in the first-level cache */
 #define FPS_LONG_TILE 8192 /* of a single-pass tile: nothing of it is read again */
@@ -36,11 +37,13 @@
 #define FPS_FOLD_TOO_MANY (-1)     /* more pushes than FPS_MAX_PUSHES */
 #define FPS_FOLD_UNKNOWN_RULE (-2) /* no such rule, too few state planes for it, or an average outside the last plane */
 #define FPS_FOLD_UNKNOWN_TYPE (-3)
+#define FPS_FOLD_PART (-4) /* a part of a parameter, and a rule that sums over whole ones */
 
 /* The hyper-parameters of one param_group in a push, named as in torch.optim. RMSprop's alpha and Adadelta's rho are beta2;
  * NAdam's momentum decay is learning_rate_decay. */
 typedef struct {
-    double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, learning_rate_decay, reserved[7];
+    double learning_rate, momentum, dampening, weight_decay, beta1, beta2, epsilon, learning_rate_decay;
+    double sums[FPS_MAX_SUMS]; /* a fold's own copy has the sums of the parameter; no push has any */
     uint64_t flags;
 } fps_hyper;
 _Static_assert(sizeof(fps_hyper) == 128, "hyper-parameters are two cache lines, with room for more rules");
@@ -63,10 +66,10 @@ typedef struct {
 
 /* A user's rule on `length` floats, at most FPS_TILE. `hyper` points to fps_hyper's doubles with the scaled learning rate,
  * `gradient` is summed and scaled, `steps` counts the applications before this one, and planes are `state_stride` floats apart.
- * An output may alias its input at the same element, never at a shifted one. */
-typedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper, const float *gradient,
-                              const float *weight_in, float *weight_out, const float *state_in, float *state_out,
-                              int64_t state_stride);
+ * An output may alias its input at the same element, never at a shifted one. With FPS_RULE_SUMMING a call without outputs
+ * (NULL) adds these floats' terms to the sums behind the hyper-parameters. Calls with outputs, which read the sums, follow. */
+typedef void (*fps_user_rule)(int64_t length, int64_t steps, double *hyper, const float *gradient, const float *weight_in,
+                              float *weight_out, const float *state_in, float *state_out, int64_t state_stride);
 
 /* Everything a fold reads and writes; inputs and outputs never overlap. `steps` counts a parameter's applications of the rule.
  *
@@ -77,7 +80,7 @@ typedef struct {
     int32_t gradient_type; /* FPS_FLOAT32, or a half of it */
     int32_t shown_type;    /* the type of halves_out */
     int32_t streaming; /* whether results use non-temporal stores: faster when they exceed the caches, slower when they fit */
-    fps_user_rule user_rule; /* FPS_RULE_USER only */
+    fps_user_rule user_rule; /* of users' rules only */
     int32_t state_planes; /* the rule's own, then the average's if there is one */
     int32_t ema_plane;    /* the last plane where it holds the moving average of the weights, or -1 */
     double ema_decay;     /* average = decay * average + (1 - decay) * weight */

@@ -7,6 +7,7 @@ cdef extern from "update/fold.h" nogil:
         FPS_RULE_SGD  # of the rules, those that compiled callers name
         FPS_RULE_ADAGRAD
         FPS_RULE_USER
+        FPS_RULE_SUMMING
         FPS_FOLD_SUM
         FPS_FOLD_EACH
         FPS_FLOAT32
@@ -19,6 +20,7 @@ cdef extern from "update/fold.h" nogil:
         FPS_HYPER_AMSGRAD
         FPS_MAX_PUSHES
         FPS_MAX_USER_PLANES
+        FPS_MAX_SUMS
         FPS_TILE
 
     ctypedef struct fps_hyper:
@@ -45,9 +47,11 @@ cdef extern from "update/fold.h" nogil:
         double scale
         double rate_scale
 
-    ctypedef void (*fps_user_rule)(int64_t length, int64_t steps, const double *hyper, const float *gradient,
+    ctypedef void (*fps_user_rule)(int64_t length, int64_t steps, double *hyper, const float *gradient,
                                    const float *weight_in, float *weight_out, const float *state_in, float *state_out,
                                    int64_t state_stride) noexcept nogil
+
+    bint FPS_IS_USERS(int rule)
 
     ctypedef struct fps_fold_job:
         int32_t rule

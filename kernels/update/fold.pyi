@@ -20,6 +20,7 @@ RULE_RADAM: int
 RULE_ADAMAX: int
 RULE_ADADELTA: int
 RULE_USER: int
+RULE_SUMMING: int
 FOLD_SUM: int
 FOLD_EACH: int
 FLOAT32: int
@@ -32,7 +33,10 @@ HYPER_CENTERED: int
 HYPER_AMSGRAD: int
 MAX_PUSHES: int
 MAX_USER_PLANES: int
+MAX_SUMS: int
 TILE: int
+
+CHOSEN_ISA: int  # the number of the instruction set that the folds use
 
 def instruction_sets() -> list[str]: ...
 def narrow(

@@ -68,6 +68,7 @@ RULES = {fps_rule_names[index].name.decode(): fps_rule_names[index].number for i
 MOST_PLANES = {number: fps_most_planes(number) for number in RULES.values()}
 globals().update({f"RULE_{name.upper()}": number for name, number in RULES.items()})
 RULE_USER = FPS_RULE_USER
+RULE_SUMMING = FPS_RULE_SUMMING
 FOLD_SUM = FPS_FOLD_SUM
 FOLD_EACH = FPS_FOLD_EACH
 FLOAT32 = FPS_FLOAT32
@@ -80,6 +81,7 @@ HYPER_CENTERED = FPS_HYPER_CENTERED
 HYPER_AMSGRAD = FPS_HYPER_AMSGRAD
 MAX_PUSHES = FPS_MAX_PUSHES
 MAX_USER_PLANES = FPS_MAX_USER_PLANES
+MAX_SUMS = FPS_MAX_SUMS
 TILE = FPS_TILE
 
 _ISAS = {"baseline": FPS_ISA_BASELINE, "avx2": FPS_ISA_AVX2, "avx512": FPS_ISA_AVX512}
@@ -99,7 +101,10 @@ def _isa_of(str name):
     return _ISAS[name]
 
 
-cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa_of(os.environ.get("FASTPS_ISA", "auto")))
+# The number of the chosen instruction set, for the loops over rows of tables.
+CHOSEN_ISA = _isa_of(os.environ.get("FASTPS_ISA", "auto"))
+
+cdef const fps_tile_functions *_chosen = fps_isa_functions(CHOSEN_ISA)
 
 
 cdef class FoldScratch:
@@ -252,13 +257,14 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
             one a parameter; scale of the gradient; and optionally scale of the learning rates, 1 by default).
         scale: multiplies the sum of the gradients under FOLD_SUM.
         ema_plane, ema_decay: the last plane of state if it holds a moving average of the weights, and its decay.
-        user_rule: the address of a user's rule, for RULE_USER.
+        user_rule: the address of a user's rule, for RULE_USER and RULE_SUMMING.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
         gradient_type: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
         shown_type, halves_out: as in Folding.
         streaming: whether results use non-temporal stores.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
-        ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once.
+        ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once. With
+            RULE_SUMMING they hold whole parameters.
 
     Returns (weights, state, steps) as new arrays. Raises ValueError for inconsistent sizes.
     """
@@ -347,7 +353,7 @@ def _words_of(values, int gradient_type):
 
 
 def _hyper_words(groups):
-    """Return fps_hyper's 16 words a group: 8 doubles, 7 reserved, and the flags as an integer's bits."""
+    """Return fps_hyper's 16 words a group: 8 doubles, 7 for a fold's own sums, and the flags as an integer's bits."""
     words = np.zeros((len(groups), 16))
     for index, (*numbers, flags) in enumerate(groups):
         words[index, :8] = numbers

@@ -111,6 +111,7 @@ static inline int fps_most_planes(int rule) {
     switch (rule) {
         FPS_UPDATE_RULES(FPS_MOST_PLANES)
         case FPS_RULE_USER: return FPS_MAX_USER_PLANES;
+        case FPS_RULE_SUMMING: return FPS_MAX_USER_PLANES;
     }
 #undef FPS_MOST_PLANES
     return -1;
@@ -163,7 +164,7 @@ static inline int fps_flags_of(int rule, const fps_hyper *hyper, int64_t steps) 
 /* Number of planes that a push with these hyper-parameters uses, or -1 for an unknown rule. The last plane that it writes
  * counts, and all before: RMSprop's mean of gradients is the third plane also without a momentum buffer, the second. */
 static inline int fps_planes_needed(int rule, const fps_hyper *hyper) {
-    if (rule == FPS_RULE_USER) return 0;
+    if (FPS_IS_USERS(rule)) return 0;
     if (fps_most_planes(rule) < 0) return -1;
     unsigned written = (unsigned)fps_writes(rule, fps_flags_of(rule, hyper, 1));
     return written ? 32 - __builtin_clz(written) : 0;

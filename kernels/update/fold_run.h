@@ -17,7 +17,7 @@ static inline int fps_rule_planes(const fps_fold_job *job) {
 /* Whether the rule is known and the state has the planes that this push writes. */
 static inline int fps_is_possible(const fps_fold_job *job, const fps_push *push, int32_t group) {
     int needed = fps_planes_needed(job->rule, &push->hypers[group]);
-    if (job->rule == FPS_RULE_USER && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
+    if (FPS_IS_USERS(job->rule) && (!job->user_rule || fps_rule_planes(job) > FPS_MAX_USER_PLANES)) return 0;
     return needed >= 0 && needed <= fps_rule_planes(job);
 }
 
@@ -41,14 +41,15 @@ static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by
             memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
 }
 
-static void fps_apply_user(const fps_fold_job *job, const fps_coefficients *by, int64_t length, const float *gradient,
-                           const fps_place *place) {
+/* Call a user's rule; `hyper` is a copy that it may write to. */
+static void fps_call_user(const fps_fold_job *job, const fps_coefficients *by, fps_hyper *hyper, int64_t length,
+                          const float *gradient, const fps_place *place) {
     float scaled[FPS_TILE];
     if (by->scale != 1) {
         for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
         gradient = scaled;
     }
-    job->user_rule(length, by->steps, &by->hyper.learning_rate, gradient, place->weights, place->weights_out, place->state,
+    job->user_rule(length, by->steps, &hyper->learning_rate, gradient, place->weights, place->weights_out, place->state,
                    place->state_out, place->stride);
 }
 
@@ -88,8 +89,9 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
                       const float *const *gradients, int count, int each, fps_place *place) {
     int finite;
     FPS_FAILPOINT();
-    if (job->rule == FPS_RULE_USER) {
-        fps_apply_user(job, by, length, gradients[0], place);
+    if (FPS_IS_USERS(job->rule)) {
+        fps_hyper hyper = by->hyper;
+        fps_call_user(job, by, &hyper, length, gradients[0], place);
         finite = fps_is_finite(tile, job, length, place);
     } else
         finite = tile->rules[job->rule][place->streaming](by, length, gradients, count, each, place);
@@ -160,6 +162,18 @@ static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, cons
            && sum->steps == job->steps_in[segment->parameter];
 }
 
+/* Add up the pushes' gradients on one tile, in order. */
+static void fps_add_up(const fps_tile_functions *tile, const fps_fold_job *job, int same_scale, const fps_push *pushes, int count,
+                       int64_t first, int64_t length, float *total) {
+    float room[FPS_TILE] FPS_ON_LINE;
+    if (same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
+    else
+        for (int push = 0; push < count; push++) {
+            const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
+            tile->add(total, gradient, same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
+        }
+}
+
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
                          int count, int64_t first, int64_t last) {
     float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
@@ -171,13 +185,9 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
         length = fps_tile_length(job, first, last, passes_once);
         const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length, streams);
-        if (!in_loop && sum->same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
-        else
-            for (int push = 0; push < count; push++) {
-                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room[in_loop ? push : 0]);
-                if (in_loop) gradients[push] = gradient;
-                else tile->add(total, gradient, sum->same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
-            }
+        if (!in_loop) fps_add_up(tile, job, sum->same_scale, pushes, count, first, length, total);
+        for (int push = 0; in_loop && push < count; push++)
+            gradients[push] = fps_gradient(tile, job, &pushes[push], first, length, room[push]);
         fps_apply(tile, job, &sum->by, length, gradients, in_loop ? count : 1, 0, &place);
         fps_end_tile(tile, job, stage, first, length, &place);
     }
@@ -234,6 +244,64 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
     }
 }
 
+/* One tile of a whole parameter: read from the published buffers, or `again` from those that this fold has written. */
+static inline fps_place fps_place_of(const fps_fold_job *job, int64_t first, int again) {
+    fps_place place = {(again ? job->weights_out : job->weights_in) + first, job->weights_out + first,
+                       (again ? job->state_out : job->state_in) + first, job->state_out + first, job->state_stride,
+                       job->state_stride, 0};
+    return place;
+}
+
+/* Apply a rule that sums over the whole parameter [first, last): one pass for the sums, and one for the results. Both cut the
+ * parameter into the same tiles, so the sums have the same bits in every process. `count` pushes are one sum. */
+static void fps_apply_whole(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *given,
+                            const fps_push *pushes, int count, int same_scale, int again, int64_t first, int64_t last) {
+    float room[FPS_TILE] FPS_ON_LINE;
+    fps_coefficients by = *given;
+    int finite = 1;
+    memset(by.hyper.sums, 0, sizeof(by.hyper.sums));
+    for (int writes = 0; writes < 2; writes++)
+        for (int64_t from = first, length; from < last; from += length) {
+            length = last - from < FPS_TILE ? last - from : FPS_TILE;
+            fps_place place = fps_place_of(job, from, again);
+            const float *gradient = room;
+            if (count == 1) gradient = fps_gradient(tile, job, pushes, from, length, room);
+            else fps_add_up(tile, job, same_scale, pushes, count, from, length, room);
+            if (writes) fps_apply(tile, job, &by, length, &gradient, 1, 0, &place);
+            else {
+                place.weights_out = place.state_out = NULL;
+                fps_call_user(job, &by, &by.hyper, length, gradient, &place);
+            }
+        }
+    for (int sum = 0; sum < FPS_MAX_SUMS; sum++) finite &= isfinite(by.hyper.sums[sum]) != 0;
+    fps_flag(job, finite);
+}
+
+/* Write the halves of a parameter that such a rule has updated. */
+static void fps_show_whole(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    FPS_FAILPOINT();
+    fps_narrow(tile, job->shown_type, job->halves_out + first, job->weights_out + first, last - first);
+}
+
+/* Apply such a rule push by push, and move the average after each. */
+static void fps_fold_each_whole(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
+                                const fps_coefficients *by, int64_t first, int64_t last) {
+    int again = 0, applied = 0;
+    for (int push = 0; push < job->n_pushes; push++) {
+        if (fps_is_present(&job->pushes[push], segment->parameter))
+            fps_apply_whole(tile, job, &by[applied++], &job->pushes[push], 1, 1, again, first, last);
+        else if (job->ema_plane < 0) continue;
+        else
+            for (int64_t from = first, length; from < last; from += length) {
+                length = last - from < FPS_TILE ? last - from : FPS_TILE;
+                fps_place place = fps_place_of(job, from, again);
+                if (again) fps_average(tile, job, length, &place);
+                else fps_carry(tile, job, length, &place);
+            }
+        again = 1;
+    }
+}
+
 /* The largest absolute value of a push's gradient within [first, last), and its parameter; infinite if a value is non-finite.
  * It costs a pass over one gradient, for the rare fold with non-finite results. */
 static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
@@ -266,7 +334,7 @@ static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *s
 /* Whether the next segment is adjacent to this one, for which every push has a gradient, and gets the same coefficients. */
 static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segment) {
     const fps_segment *next = segment + 1;
-    if (next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
+    if (job->rule == FPS_RULE_SUMMING || next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
     if (next->group != segment->group || job->steps_in[next->parameter] != job->steps_in[segment->parameter]) return 0;
     for (int push = 0; push < job->n_pushes; push++)
         if (!fps_is_present(&job->pushes[push], next->parameter)) return 0;
@@ -291,6 +359,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
         int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
         int begins_here = segment->offset >= first && segment->offset < last, count = 0;
         if (from >= to && !begins_here) continue;
+        if (job->rule == FPS_RULE_SUMMING && to - from != segment->length) return FPS_FOLD_PART;
         for (int push = 0; push < job->n_pushes; push++)
             if (fps_is_present(&job->pushes[push], segment->parameter)) {
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
@@ -308,13 +377,17 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
                 by[push] = fps_coefficients_of(job->rule, &present[push].hypers[segment->group],
                                                fps_rate(&present[push], segment->group), present[push].scale,
                                                job->steps_in[segment->parameter] + push);
-            if (job->ema_plane >= 0) fps_fold_each_averaged(tile, job, segment, by, from, to);
+            if (job->rule == FPS_RULE_SUMMING) fps_fold_each_whole(tile, job, segment, by, from, to);
+            else if (job->ema_plane >= 0) fps_fold_each_averaged(tile, job, segment, by, from, to);
             else fps_fold_each(tile, job, present, count, by, from, to);
         } else if (count == 0) fps_carry_range(tile, job, from, to);
         else {
             if (!fps_sum_fits(&sum, job, segment, count)) sum = fps_sum_of(job, segment, present, count);
-            fps_fold_sum(tile, job, &sum, present, count, from, to);
+            if (job->rule == FPS_RULE_SUMMING)
+                fps_apply_whole(tile, job, &sum.by, present, count, sum.same_scale, 0, from, to);
+            else fps_fold_sum(tile, job, &sum, present, count, from, to);
         }
+        if (job->rule == FPS_RULE_SUMMING && job->halves_out) fps_show_whole(tile, job, from, to);
     }
     if (job->streaming) FPS_DRAIN(); /* a release store does not order non-temporal stores before it */
     return 0;

@@ -248,7 +248,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
         else FPS_BY_COUNT(FPS_LOOP_OF, rule, variant);                                                                   \
         break;
 #define FPS_RULE_FUNCTIONS(number, NAME, name, planes, at_once_, writes, checked_, ...)                                  \
-    _Static_assert(number < FPS_RULE_NUMBERS && number != FPS_RULE_USER && planes <= FPS_RULE_PLANES, "row of " #name);  \
+    _Static_assert(number < FPS_RULE_NUMBERS && !FPS_IS_USERS(number) && planes <= FPS_RULE_PLANES, "row of " #name);  \
     static inline __attribute__((always_inline)) int FPS_ISA(name##_by_flags)(                                           \
         const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
         const fps_place *place, const int streaming) {                                                                   \

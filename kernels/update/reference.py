@@ -21,6 +21,7 @@ from fastps.kernels.update.fold import (
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
     MAX_PUSHES,
+    RULE_SUMMING,
     RULE_USER,
 )
 from fastps.kernels.update.fold import RULES as NUMBERS
@@ -404,7 +405,7 @@ def _check(
     steps: npt.NDArray[np.int64],
     ema_plane: int,
 ) -> None:
-    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER):
+    if len(pushes) > MAX_PUSHES or rule not in (*RULES, RULE_USER, RULE_SUMMING):
         raise ValueError(f"expected at most {MAX_PUSHES} pushes and a known rule")
     if ema_plane not in (-1, len(state) - 1):
         raise ValueError(f"expected the average in the last plane of state or none, found plane {ema_plane} of {len(state)}")

@@ -18,7 +18,7 @@
 #define FPS_BY_RECTIFIED 256 /* enough steps for RAdam to divide by the mean of squares */
 
 /* RULE(number, NAME, name, planes, at once, writes, checked, correct):
- *   number: stands in arenas, so it never changes; FPS_RULE_USER has one of them
+ *   number: stands in arenas, so it never changes; users' rules have two of them
  *   planes: the most state planes that it uses, at most FPS_RULE_PLANES
  *   at once: the number of gradients that a loop reads. 1, or 4: the loop sums them, or applies them one after the other, while
  *       the element is in registers, and it can use non-temporal stores. 4 compiles 14 times as many loops
@@ -77,6 +77,8 @@
 #define FPS_ADADELTA_VARIANTS(VARIANT, rule) VARIANT(rule, 0) VARIANT(rule, FPS_BY_DECAY)
 
 #define FPS_RULE_USER 4    /* a user's function; it owns all planes but the average's */
+#define FPS_RULE_SUMMING 9 /* the same, of a function that reads sums over a whole parameter */
+#define FPS_IS_USERS(rule) ((rule) == FPS_RULE_USER || (rule) == FPS_RULE_SUMMING)
 #define FPS_RULE_NUMBERS 16 /* all numbers are smaller */
 #define FPS_RULE_PLANES 3  /* the most of a row */
 

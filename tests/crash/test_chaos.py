@@ -19,10 +19,14 @@ FOUND_WITHIN = {
     "acknowledge-first": 5,
     "tail-first": 100,
     "forget-helpers": 400,
-    "done-first": 1_500,
+    "done-first": 2_500,
     "forget-heads": 1_000,
     "forget-generation": 100,
     "state-in-place": 10,
+    "row-first": 2_500,
+    "forget-undo": 300,
+    "keep-undo": 50,
+    "rows-late": 20,
 }
 FOUND_BY_READERS = {"forget-readers": 50}  # seeds whose processes are readers, too
 RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between

@@ -1,8 +1,8 @@
 """SIGKILL a worker just before its n-th store to shared memory: for every n, no push is lost or doubled, no lock stays held.
 
 The victim pushes twice and leaves. As combiner it also folds the others' pushes. The cases have two shards, every rule, a
-moving average of the weights and clipped gradients. Afterwards the arena must equal, bit for bit, an arena whose victim ended
-normally after as many pushes as it had posted.
+moving average of the weights and clipped gradients; some have tables, of which each push has rows. Afterwards the arena must
+equal, bit for bit, an arena whose victim ended normally after as many pushes as it had posted.
 """
 
 import mmap
@@ -22,17 +22,19 @@ import numpy as np  # noqa: E402
 import fastps  # noqa: E402
 from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
+from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
 from fastps.kernels.shm.format import format_memory  # noqa: E402
 from fastps.kernels.shm.plan import plan  # noqa: E402
-from fastps.kernels.update import fold  # noqa: E402
+from fastps.kernels.update import fold, rows  # noqa: E402
 
 SHARD_FLOATS = 96
 SHARDS = 2
 VICTIM = 1
 PUSHES = 2
 CLIPPED = 0.5
+ROWS, WIDTH = 12, 3  # of each table
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Case:
     policy: dict[str, Any]
     slots: int = 2
     shown_type: int = fold.FLOAT32
+    row_rule: int = -1  # of the tables, one in each shard; -1: there are none
+
+    @property
+    def tables(self) -> list[tuple[int, int, int, int, int]]:
+        return [(ROWS, WIDTH, SHARDS + shard, 0, shard) for shard in range(SHARDS)] if self.row_rule >= 0 else []
 
 
 @fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"))
@@ -53,6 +60,17 @@ def own_rule(weight, gradient, mean, square, learning_rate, beta):  # type: igno
     mean = beta * mean + (1 - beta) * gradient
     square = max(beta * square, abs(gradient))
     return weight - learning_rate * mean / (square + 1e-8), mean, square
+
+
+def squares(weight, gradient, mean, square, learning_rate, beta):  # type: ignore[no-untyped-def]
+    return weight * weight, gradient * gradient
+
+
+@fastps.rule(state=("mean", "square"), hyper=("learning_rate", "beta"), sums=squares)
+def summing_rule(weight, gradient, mean, square, learning_rate, beta, weights, gradients):  # type: ignore[no-untyped-def]
+    mean = beta * mean + (1 - beta) * gradient
+    square = max(beta * square, abs(gradient))
+    return weight - learning_rate * (weights / gradients) * mean / (square + 1e-8), mean, square
 
 
 ASP = {"fold": "each", "grant": "at-once"}
@@ -79,8 +97,18 @@ CASES = [
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
     Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
     Case("adam-shown-in-bfloat16", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP, shown_type=fold.BFLOAT16),
+    Case("summing-asp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0), ASP),
+    Case("summing-bsp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
+         {"fold": "all", "grant": "next-version"}, slots=1),
     Case("own-dssp", fold.RULE_USER, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"}),
+    Case("rows-sgd-asp", fold.RULE_SGD, 0, (0.1, 0, 0, 0, 0, 0, 0, 0, 0), ASP, row_rule=rows.RULES["sgd"]),
+    Case("rows-adagrad-bsp", fold.RULE_ADAGRAD, 1, (0.1, 0, 0, 0, 0, 0, 1e-10, 0.01, 0),
+         {"fold": "all", "grant": "next-version"}, slots=1, row_rule=rows.RULES["adagrad"]),
+    Case("rows-sparse-adam-softsync", fold.RULE_SGD, 0, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0),
+         {"fold": "count", "grant": "at-once", "divisor": 2, "scale": "mean"}, slots=4, row_rule=rows.RULES["sparse_adam"]),
+    Case("rows-row-wise-backup", fold.RULE_SGD, 0, (0.1, 0, 0, 0, 0, 0, 1e-10, 0, 0),
+         {"fold": "quorum", "grant": "next-version", "count": 2}, slots=1, row_rule=rows.RULES["row_wise_adagrad"]),
 ]  # fmt: skip
 
 
@@ -89,7 +117,8 @@ class Job:
 
     def __init__(self, case: Case, readers: int = 0) -> None:
         header, size = plan(
-            lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * SHARD_FLOATS,
+            lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS + len(case.tables),
+            buffer_floats=SHARDS * SHARD_FLOATS, tables=case.tables, row_rule=max(case.row_rule, 0),
             rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
             readers=readers, shown_type=case.shown_type,
         )  # fmt: skip
@@ -97,11 +126,13 @@ class Job:
         self.memory = mmap.mmap(-1, size)
         places = [(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1)) for shard in range(SHARDS)]
         segments = [(first, SHARD_FLOATS, 0) for first, _ in places]
-        format_memory(self.memory, header, segments, shards=places, **case.policy)
+        segments += [(places[shard][0], 0, 0) for *_, shard in case.tables]
+        format_memory(self.memory, header, segments, shards=places, tables=case.tables, **case.policy)
         self.arena = Arena(self.memory)
         self.lanes = [WorkerLane(self.arena, index) if index == VICTIM else Lane(self.arena, index) for index in range(3)]
+        self.writers = [RowWriter(self.arena, index) for index in range(3)]
         for lane in self.lanes:
-            lane.set_user_rule(own_rule.address)
+            lane.set_user_rule((summing_rule if case.rule == fold.RULE_SUMMING else own_rule).address)
             lane.share_folds(1)  # uses chunks and tickets, although no worker helps
         first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
         self.floats(self.arena.weights_offset(0))[:] = first
@@ -129,7 +160,10 @@ class Job:
         gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * SHARD_FLOATS)
         self.floats(self.arena.gradient_offset(index, slot))[:] = gradient
         lane.set_hyper(slot, 0, *self.case.hyper)
-        lane.set_presence(slot, ((1 << SHARDS) - 1).to_bytes(8, "little"))
+        lane.set_presence(slot, ((1 << SHARDS + len(self.case.tables)) - 1).to_bytes(8, "little"))
+        for table in range(len(self.case.tables)):
+            numbers = np.random.default_rng(1000 * index + 10 * step + table).integers(0, ROWS, 7)
+            self.writers[index].collect(slot, table, numbers, np.outer(1.0 + numbers, [1, -1, 0.5]).astype(np.float32))
         return slot
 
     def leave(self, index: int, now_ns: int) -> None:
@@ -201,6 +235,11 @@ class Job:
             found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
             if self.case.shown_type:
                 found.append(self.shown(weights, shard, version))
+        for table in range(len(self.case.tables)):  # weights, then optimizer state
+            planes, words = rows.PLANES[self.case.row_rule]
+            places = [(self.arena.table_offset(table), ROWS * WIDTH)]
+            places += [(self.arena.table_plane_offset(table, plane), ROWS * (words or WIDTH)) for plane in range(planes)]
+            found += [self.memory[begin : begin + 4 * floats] for begin, floats in places]
         return b"".join(found)
 
     def shown(self, buffer: int, shard: int, version: int) -> bytes:
@@ -263,6 +302,7 @@ def _check_deaths(case: Case, every: int) -> None:
 
 def test_every_rule_of_the_fold_has_a_case() -> None:
     assert [name for name, number in fold.RULES.items() if number not in {case.rule for case in CASES}] == []
+    assert [name for name, number in rows.RULES.items() if number not in {case.row_rule for case in CASES}] == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -444,14 +444,6 @@ def test_worker_that_only_pulls_is_refused_where_the_others_wait_for_it() -> Non
     assert "worker 1 has pulled 17 times since its last push" in sentence
 
 
-def test_sparse_layer_is_refused_at_wrapping_and_told_what_it_costs_dense() -> None:
-    layer = torch.nn.EmbeddingBag(1000, 16, sparse=True)
-    with pytest.raises(fastps.UnsupportedError, match=r"EmbeddingBag.*sparse=False.*1,000 rows \(0\.1 MiB\)"):
-        _wrap(layer)
-    layer.weight.requires_grad_(False)
-    _wrap(torch.nn.ModuleList([layer, _model()])).close()
-
-
 @pytest.mark.parametrize("loops", ["auto", "attributes"])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_parameter_that_is_pointed_elsewhere_is_told_of(loops: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ The reference is a torch optimizer on float32 copies of the weights, which are r
 
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -224,6 +225,59 @@ def test_a_users_rule_updates_masters() -> None:
         _train(model, optimizer, batches_of(1, 16))
         assert torch.equal((_vector(_masters(optimizer)) - first).abs(), torch.full_like(first, 2.0**-12))
         assert _shows_its_masters(model, optimizer)
+
+
+def _norms(weight: float, gradient: float, learning_rate: float) -> tuple[float, float]:
+    return weight * weight, gradient * gradient
+
+
+@fastps.rule(hyper=("learning_rate",), sums=_norms)
+def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: float, gradients: float) -> float:
+    return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "asp,ema=0.9"])
+def test_a_rule_with_sums_over_a_parameter_writes_halves(sync: str) -> None:
+    model = _half(torch.bfloat16)
+    inner = fastps.RuleOptimizer(model.parameters(), scaled_rule, learning_rate=0.01)
+    with fastps.DistributedOptimizer(inner, sync, model=model) as optimizer:
+        for batch in batches_of(4, 16):
+            before = _vector(_masters(optimizer))
+            _train(model, optimizer, [batch])
+            assert _shows_its_masters(model, optimizer)
+            assert not torch.equal(before, _vector(_masters(optimizer)))
+
+
+def test_a_float32_table_trains_beside_layers_in_half_precision() -> None:
+    torch.manual_seed(0)
+    table = torch.nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
+    model = torch.nn.ModuleList([table, torch.nn.Linear(8, 3).bfloat16()])
+    first = table.weight.detach().clone()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model[1](table(torch.tensor([[1, 2], [3, 4]])).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            assert _shows_its_masters(model, optimizer)
+        changed = (table.weight != first).any(1).nonzero().reshape(-1)
+        assert changed.tolist() == [1, 2, 3, 4]
+    half = torch.nn.Embedding(50, 8, sparse=True).bfloat16()
+    with pytest.raises(fastps.UnsupportedError, match="because a table is in the arena once, found bfloat16"):
+        fastps.DistributedOptimizer(torch.optim.SGD(half.parameters(), lr=0.1))
+
+
+def test_a_model_that_is_wrapped_again_keeps_its_masters() -> None:
+    batches = batches_of(20, 16)
+    expected = _reference(_half(torch.bfloat16), ADAM, [[batch] for batch in batches])
+    model = _half(torch.bfloat16)
+    optimizer = fastps.DistributedOptimizer(ADAM(model.parameters()), model=model)
+    _train(model, optimizer, batches[:10])
+    before = _masters(optimizer)
+    inner = optimizer.unwrap()
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        assert torch.equal(_vector(_masters(optimizer)), _vector(before))
+        _train(model, optimizer, batches[10:])
+        assert torch.allclose(_vector(_masters(optimizer)), _vector(expected), atol=1e-3)
 
 
 def test_spawned_workers_leave_the_final_halves_in_the_model() -> None:

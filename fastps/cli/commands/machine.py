@@ -268,7 +268,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     "   |   fastps bench train -n 2   |   fastps bench nodes --parameters 25e3,25e6",
 )
 def bench(
-    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, train or all; nodes, as root.")] = "all",
+    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, all; nodes, as root.")] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
     workers: Annotated[

@@ -1,0 +1,148 @@
+"""The rows that a worker pushes of a job's tables: checks, memory, and the collection of equal rows."""
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from fastps.errors import UnsupportedError, UsageError
+from fastps.job.policy import Policy
+from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule
+from fastps.kernels.protocol.row_writer import RowWriter
+from fastps.kernels.update import rows
+from fastps.membership.job_memory import JobMemory
+from fastps.system import shared_memory
+
+_LEAST_ROWS = 1024  # memory is reserved for at least so many rows at a time
+
+
+class RowSlots:
+    """The rows in the slots of one lane. Only one thread may use it."""
+
+    def __init__(self, store: JobMemory, lane: int) -> None:
+        self._store = store
+        self._lane = lane
+        self._writer = RowWriter(store.arena, lane)
+        self._reserved: dict[tuple[int, int], int] = {}  # by slot and table: rows
+
+    def number_of(self, name: str) -> int:
+        """The number of the table of this name among the parameters. Raises UsageError."""
+        names = {self._store.layout.parameters[index].name: index for index in self._store.tables}
+        if name not in names:
+            raise UsageError(f"expected the name of a table ({', '.join(names) or 'the job has none'}), found {name!r}")
+        return names[name]
+
+    def put(self, slot: int, parameter: int, numbers: npt.ArrayLike, values: npt.ArrayLike) -> int:
+        """Write rows of a table into a slot, in place of those that it had. Returns how many different rows these are.
+
+        Args:
+            slot: the slot.
+            parameter: the table's number among the parameters.
+            numbers: int64, one a row; values of equal numbers are summed.
+            values: float32 of shape (rows, width of the table).
+
+        Raises UsageError for a number out of range or values of another shape, and ArenaError without memory; the slot then
+        has the rows that it had.
+        """
+        table, described = self._store.tables.index(parameter), self._store.layout.parameters[parameter]
+        wanted = np.ascontiguousarray(numbers, np.int64).reshape(-1)
+        given = np.ascontiguousarray(values, np.float32)
+        if given.shape != (len(wanted), described.shape[1]):
+            raise UsageError(
+                f"table {described.name!r}: expected values of shape ({len(wanted)}, {described.shape[1]}), one row for each"
+                f" number, found {given.shape}"
+            )
+        outside = self._writer.outside(table, wanted)
+        if outside >= 0:
+            raise UsageError(
+                f"table {described.name!r}: expected rows 0 to {described.shape[0] - 1}, found row {wanted[outside]}; nothing"
+                " was pushed"
+            )
+        self._reserve(slot, table, min(len(wanted), described.shape[0]), described.shape[0])
+        return int(self._writer.collect(slot, table, wanted, given))
+
+    def values(self, slot: int, parameter: int) -> npt.NDArray[np.float32]:
+        """The values of a table's rows in a slot, one row for each different number. Valid until the next push."""
+        table, width = self._store.tables.index(parameter), self._store.layout.parameters[parameter].shape[1]
+        (begin, _), (values, _) = self._store.arena.table_slot_ranges(self._lane, slot, table, 0)
+        count = int(np.frombuffer(self._store.memory, np.int64, 1, begin)[0])
+        return np.frombuffer(self._store.memory, np.float32, count * width, values).reshape(count, width)
+
+    def _reserve(self, slot: int, table: int, count: int, most: int) -> None:
+        """Allocate memory for so many rows in the slot, and for the log of a fold that writes them."""
+        reserved = self._reserved.get((slot, table), 0)
+        if count <= reserved:
+            return
+        wanted = min(most, max(2 * reserved, count, _LEAST_ROWS))
+        arena, descriptor = self._store.arena, self._store.descriptor
+        what = f"a push of {count:,} rows of {self._store.layout.parameters[self._store.tables[table]].name!r}"
+        for offset, length in arena.table_slot_ranges(self._lane, slot, table, wanted):
+            shared_memory.allocate(descriptor, offset, length, what)
+        offset, room, _ = arena.undo_range(table)
+        shared_memory.allocate(descriptor, offset, min(room, self._writer.reserve(table, wanted - reserved)), what)
+        self._reserved[slot, table] = wanted
+
+
+def check_tables(
+    arrays: Mapping[str, npt.NDArray[np.float32]], tables: Collection[str], rule: Rule, policy: Policy, hyper: Hyper
+) -> set[int]:
+    """The numbers of the parameters that are tables. Raises UsageError, UnsupportedError."""
+    if isinstance(tables, str) or not set(tables) <= set(arrays):
+        raise UsageError(f"tables: expected names of parameters ({', '.join(arrays)}), found {tables!r}")
+    names = list(arrays)
+    for name in tables:
+        check_table(name, arrays[name].shape)
+    check_row_rule(rule, bool(tables), len(tables) == len(arrays))
+    if tables:
+        check_row_policy(policy)
+        check_row_hyper(rule, hyper)
+    return {names.index(name) for name in tables}
+
+
+def check_table(name: str, shape: tuple[int, ...]) -> None:
+    """Raise UnsupportedError for a parameter that cannot be a table."""
+    if len(shape) != 2 or not 1 <= shape[0] <= rows.MAX_ROWS or shape[1] < 1:
+        raise UnsupportedError(
+            f"table {name!r}: expected a matrix of 1 to {rows.MAX_ROWS:,} rows, found shape {tuple(shape)}; build the layer"
+            " with sparse=False"
+        )
+
+
+def check_row_rule(rule: Rule, has_tables: bool, has_only_tables: bool) -> None:
+    """Raise UnsupportedError for a rule that cannot update the rows of tables, or that can update nothing else."""
+    row = UPDATE_RULES.get(rule.name)
+    if has_tables and (row is None or not row.row_rule):
+        known = ", ".join(name for name, each in UPDATE_RULES.items() if each.row_rule)
+        raise UnsupportedError(
+            f"expected a rule for rows of tables ({known}), found {rule.name}: give the tables an optimizer of their own (SGD,"
+            " Adagrad, SparseAdam, RowWiseAdagrad), or build the layers with sparse=False"
+        )
+    if row is not None and row.only_rows and not has_only_tables:
+        raise UnsupportedError(
+            f"{rule.name}: expected tables only (layers with sparse=True), found a dense parameter: give the dense parameters"
+            " an optimizer of their own"
+        )
+
+
+def check_row_policy(policy: Policy) -> None:
+    """Raise UnsupportedError for options that need a second copy of a table."""
+    if policy.ema:
+        raise UnsupportedError(
+            f"sync {policy.spec!r}: expected no moving average of the weights beside tables, because it changes every row at"
+            " every update; leave ema= out"
+        )
+    if policy.warm_up:
+        raise UnsupportedError(
+            'sync="auto" moves the job to another arena after its warm-up: expected no tables, which lie in memory once; choose'
+            " a discipline"
+        )
+
+
+def check_row_hyper(rule: Rule, hyper: Hyper) -> None:
+    """Raise UnsupportedError for hyper-parameters that would change rows without a gradient, which torch refuses, too."""
+    if hyper.momentum or hyper.weight_decay:
+        raise UnsupportedError(
+            f"{rule.name}: expected momentum 0 and weight_decay 0 for tables, found momentum={hyper.momentum:g} and"
+            f" weight_decay={hyper.weight_decay:g}, which would change rows without a gradient; give the tables a"
+            " param_group or an optimizer of their own"
+        )

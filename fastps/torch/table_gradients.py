@@ -1,0 +1,117 @@
+"""The gradients of a model with tables: sparse ones go into the slot as rows when the worker pushes, dense ones as ever.
+
+`p.grad` of a table stays the sparse tensor that autograd made, also after the push.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fastps.errors import UnsupportedError
+from fastps.store.row_slots import RowSlots
+from fastps.store.worker import presence_of
+from fastps.torch.gradients import Gradients, norm_of
+
+
+class TableGradients(Gradients):
+    """Gradients of `tensors`, of which those with the numbers `tables` are tables.
+
+    Args:
+        dense: the gradients of the other tensors, in their order.
+        tensors: all parameters.
+        tables: the numbers of the tables among them.
+        rows: the rows in this worker's slots.
+        name: gives a parameter's name for errors.
+    """
+
+    def __init__(
+        self,
+        dense: Gradients,
+        tensors: list[torch.Tensor],
+        tables: Sequence[int],
+        rows: RowSlots,
+        name: Callable[[int], str],
+    ) -> None:
+        self.tensors = tensors
+        self._dense = dense
+        self._tables = sorted(tables)
+        self._places = [index for index in range(len(tensors)) if index not in tables]  # the number of each dense tensor
+        self._numbers = {number: place for place, number in enumerate(self._places)}
+        self._rows = rows
+        self._name = name
+        self._presences = {}
+
+    @property
+    def is_apart(self) -> bool:  # type: ignore[override]
+        """Whether an error ended the last step before its push was folded; see `detach`."""
+        return self._dense.is_apart
+
+    def put(self, index: int, slot: int, tensor: torch.Tensor) -> None:
+        """Copy a dense gradient, into which autograd has just accumulated; leave a sparse one, which `collect` reads."""
+        place = self._numbers.get(index)
+        if place is not None:
+            self._dense.put(place, slot, tensor)
+
+    def zero(self, slot: int, set_to_none: bool) -> None:
+        """Clear the gradients, as torch does; without `set_to_none` existing gradients become zeros."""
+        self._dense.zero(slot, set_to_none)
+        for index in self._tables:
+            gradient = self.tensors[index].grad
+            if set_to_none:
+                self.tensors[index].grad = None
+            elif gradient is not None:
+                gradient.zero_()
+
+    def expose(self, slot: int) -> None:
+        """Point every dense p.grad at the slot, which keeps its old values."""
+        self._dense.expose(slot)
+
+    def collect(self, slot: int) -> bytes | None:
+        """Write all gradients that are not there yet into the slot, those of tables as rows: equal rows are summed.
+
+        Returns the bitmap of the parameters that have a gradient. Raises UnsupportedError for a dense gradient of a table.
+        """
+        self._dense.collect(slot)
+        self.present = {self._places[place] for place in self._dense.present}
+        for index in self._tables:
+            gradient = self.tensors[index].grad
+            if gradient is not None:
+                self._check_sparse(index, gradient)
+                self._rows.put(slot, index, gradient._indices()[0].numpy(), gradient._values().numpy())
+                self.present.add(index)
+        return self._presence() or presence_of(range(len(self.tensors)), len(self.tensors))
+
+    def _check_sparse(self, index: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            raise UnsupportedError(
+                f"parameter {self._name(index)!r}: expected a sparse gradient of rows, because its layer has sparse=True, found"
+                f" {gradient.layout}; let nothing but the layer use the weight (no tied weights), or build it with sparse=False"
+            )
+        if gradient.requires_grad:
+            raise UnsupportedError(
+                f"parameter {self._name(index)!r}: backward(create_graph=True) is not supported, because the gradient is"
+                " moved into shared memory"
+            )
+
+    def release(self) -> None:
+        """Give up the slot after its push."""
+        self._dense.release()
+        self.present = set()
+
+    def norm(self, slot: int) -> float:
+        """The norm of the push's gradient over all parameters, with equal rows summed."""
+        rows = [self._rows.values(slot, index) for index in self._tables if index in self.present]
+        return math.hypot(self._dense.norm(slot), norm_of([torch.from_numpy(values) for values in rows]))
+
+    def unbind(self) -> None:
+        """Drop every p.grad that is a view of a slot, because the slots are about to be unmapped."""
+        self._dense.unbind()
+
+    def detach(self) -> None:
+        """Separate p.grad from the slot until the next `collect`: a fold may still read the slot while the worker goes on."""
+        self._dense.detach()
+
+    def clone(self) -> None:
+        """Replace every p.grad that is a view of a slot by a copy of its own."""
+        self._dense.clone()

@@ -1,0 +1,88 @@
+"""Which of a model's parameters are tables, and what a job with tables refuses.
+
+A table is the weight of a layer with sparse=True. Its gradients are sparse, and its rows lie in the arena once.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastps.errors import UnsupportedError
+from fastps.job.policy import Policy
+from fastps.job.update_rules import UPDATE_RULES, Rule
+from fastps.store.row_slots import check_row_hyper, check_row_policy, check_row_rule, check_table
+from fastps.store.worker import Worker
+from fastps.torch import foreign
+from fastps.torch.gradients import Gradients
+from fastps.torch.placements import HostPlacement
+from fastps.torch.table_gradients import TableGradients
+from fastps.torch.update_rules import hyper_of
+
+
+def tables_of(tensors: Sequence[torch.Tensor], rule: Rule) -> frozenset[int]:
+    """The numbers of the parameters that are tables: of layers with sparse=True, or all if the rule updates nothing else.
+
+    Raises UnsupportedError for a table in half precision.
+    """
+    row = UPDATE_RULES.get(rule.name)
+    only_rows = row is not None and row.only_rows
+    found = frozenset(range(len(tensors)) if only_rows else foreign.sparse_parameters(tensors))
+    for index in sorted(found):
+        if tensors[index].dtype != torch.float32:
+            raise UnsupportedError(
+                f"parameter number {index} belongs to a layer with sparse=True: expected float32, because a table is in the"
+                f" arena once, found {str(tensors[index].dtype).removeprefix('torch.')}; use layer.float()"
+            )
+    return found
+
+
+def check(
+    tables: frozenset[int],
+    names: Sequence[str],
+    groups: Sequence[Mapping[str, Any]],
+    rule: Rule,
+    policy: Policy,
+    placement: HostPlacement,
+) -> None:
+    """Raise UnsupportedError for tables that the job's rule, policy or placement cannot have. `names`: of all parameters."""
+    if not tables:
+        return
+    if placement.name != "host":
+        where = "several nodes" if placement.name == "node" else "GPUs"
+        raise UnsupportedError(
+            f"parameter {names[min(tables)]!r} belongs to a layer with sparse=True: expected a model on the CPU of one node,"
+            f" found {where}; build the layer with sparse=False"
+        )
+    check_row_rule(rule, True, len(tables) == len(names))
+    check_row_policy(policy)
+    index = 0
+    for group in groups:
+        for tensor in group["params"]:
+            if index in tables:
+                check_table(names[index], tuple(tensor.shape))
+                check_row_hyper(rule, hyper_of(dict(group), rule))
+            index += 1
+
+
+def gradients_of(
+    placement: HostPlacement,
+    worker: Worker,
+    tensors: list[torch.Tensor],
+    slots: Sequence[list[torch.Tensor]],
+    keeps: bool,
+) -> Gradients:
+    """The gradients of a worker's parameters; `slots` has one tensor per parameter for each slot."""
+    parameters, tables = worker.store.layout.parameters, worker.store.tables
+    dense = [index for index in range(len(tensors)) if index not in tables]
+
+    def name(index: int) -> str:
+        return parameters[index].name
+
+    found = placement.gradients_kind()(
+        [tensors[index] for index in dense],
+        [[views[index] for index in dense] for views in slots],
+        keeps=keeps,
+        name=lambda place: name(dense[place]),
+    )
+    return TableGradients(found, tensors, tables, worker.rows, name) if tables else found

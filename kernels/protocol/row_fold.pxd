@@ -1,0 +1,25 @@
+# The rows of a commit, folded in place.
+
+cimport cython
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+
+from fastps.kernels.protocol.work_item cimport WorkItem
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.update.rows cimport RowScratch, fps_undo_log
+
+
+@cython.final
+cdef class RowFold:
+    cdef Arena arena
+    cdef uint32_t shard
+    cdef WorkItem item
+    cdef bint has_tables     # whether the shard has any
+    cdef fps_undo_log log
+    cdef RowScratch scratch  # None without tables
+    cdef char **pushed       # of each push of the item: the rows in its slot
+    cdef bint is_long        # whether the last fold wrote so many rows that other lanes will have posted meanwhile
+
+    cdef int run(self, uint64_t version) noexcept nogil
+    cdef bint roll_back(self, uint64_t version) noexcept nogil
+    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil
+    cdef bint _read_pushes(self) noexcept nogil

@@ -1,0 +1,56 @@
+"""Checkpoints of jobs with tables: one version of all rows, and a resumed job has the bits of one that did not stop."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support.table_models import MAKERS, TableModel, batches_of, train_on
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
+def test_a_resumed_job_has_the_bits_of_one_that_did_not_stop(name: str, tmp_path: Path) -> None:
+    batches = batches_of(12, 16)
+    whole, half = TableModel(), TableModel()
+    optimizers = [fastps.DistributedOptimizer(each, "bsp", model=whole) for each in MAKERS[name](whole)]
+    train_on(whole, optimizers, batches)
+    for optimizer in optimizers:
+        optimizer.close()
+    optimizers = [fastps.DistributedOptimizer(each, "bsp", model=half) for each in MAKERS[name](half)]
+    train_on(half, optimizers, batches[:6])
+    folders = [fastps.save(optimizer, tmp_path / str(number)) for number, optimizer in enumerate(optimizers)]
+    for optimizer in optimizers:
+        optimizer.close()
+    resumed = TableModel(seed=7)
+    optimizers = [
+        fastps.DistributedOptimizer(each, "bsp", model=resumed, resume=folder)
+        for each, folder in zip(MAKERS[name](resumed), folders, strict=True)
+    ]
+    train_on(resumed, optimizers, batches[6:])
+    for optimizer in optimizers:
+        optimizer.close()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+def test_periodic_checkpoints_are_written_by_the_worker_itself(tmp_path: Path) -> None:
+    model = TableModel()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fastps.DistributedOptimizer(sgd, "bsp", model=model, checkpoint=tmp_path, every=2) as optimizer:
+        train_on(model, [optimizer], batches_of(4, 8))
+        found = fastps.load(tmp_path)
+        assert found.version == 4
+        assert np.array_equal(found.weights()["bag.weight"], model.bag.weight.detach().numpy())
+
+
+def test_a_checkpoint_of_a_table_is_not_resumed_by_a_dense_layer(tmp_path: Path) -> None:
+    model = TableModel()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model) as optimizer:
+        folder = fastps.save(optimizer, tmp_path)
+    model.bag.sparse = False
+    with pytest.raises(fastps.CheckpointError, match=r"parameter 0: expected 'bag.weight' .* found 'bag.weight' .*, a table"):
+        fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model, resume=folder)

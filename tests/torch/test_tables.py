@@ -1,0 +1,213 @@
+"""Models with sparse layers: their rows are pushed, and folded in place, as torch's own optimizers update them."""
+
+import os
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+from tests.support.table_models import MAKERS, ROWS, TableModel, batches_of, difference, loss_of, train_on
+from tests.support.torch_optimizers import alone  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+
+
+def _wrapped(model: TableModel, name: str, sync: str = "bsp", **options: object) -> list[fastps.DistributedOptimizer]:
+    return [fastps.DistributedOptimizer(each, sync, model=model, **options) for each in MAKERS[name](model)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_worker_equals_torch_for_200_steps(name: str) -> None:
+    plain, model = TableModel(), TableModel()
+    batches = batches_of(200, 32)
+    train_on(plain, MAKERS[name](plain), batches)
+    optimizers = _wrapped(model, name)
+    train_on(model, optimizers, batches)
+    for optimizer in optimizers:
+        optimizer.close()
+    assert difference(model, plain) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
+def test_three_workers_under_bsp_equal_one_process_with_the_batches_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, steps, size = 3, 30, 16
+    monkeypatch.setenv("FASTPS_JOB", f"test-tables-{os.getpid()}-{name}")
+    monkeypatch.setenv("WORLD_SIZE", str(workers))
+    batches = batches_of(steps, workers * size)
+
+    def work(rank: int) -> list[float]:
+        os.environ["RANK"] = str(rank)
+        model = TableModel(seed=rank)  # worker 0's weights are everyone's first
+        mine = [(bags[rank * size : (rank + 1) * size], ones[rank * size : (rank + 1) * size]) for bags, ones in batches]
+        optimizers = _wrapped(model, name)
+        train_on(model, optimizers, mine)
+        for optimizer in optimizers:
+            optimizer.close()
+        return [float(value) for value in torch.nn.utils.parameters_to_vector(model.parameters())]
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    assert all(child.outcome == children[0].outcome for child in children), "all workers end with the same bits"
+    plain = TableModel(seed=0)
+    train_on(plain, MAKERS[name](plain), batches)
+    expected = torch.nn.utils.parameters_to_vector(plain.parameters()).detach()
+    assert float((torch.tensor(children[0].outcome) - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse-adam", "row-wise-adagrad"])
+def test_optimizer_state_loads_into_torchs_optimizer_which_continues_the_same(name: str) -> None:
+    batches = batches_of(20, 16)
+    through, model = TableModel(), TableModel()
+    plain = MAKERS[name](through)
+    train_on(through, plain, batches)
+    optimizers = _wrapped(model, name)
+    train_on(model, optimizers, batches[:10])
+    saved = [pickle.loads(pickle.dumps(optimizer.state_dict())) for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.close()
+    continued = MAKERS[name](model)
+    for optimizer, state in zip(continued, saved, strict=True):
+        optimizer.load_state_dict(state)
+    train_on(model, continued, batches[10:])
+    assert difference(model, through) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sparse-adam"])
+def test_state_that_torch_made_before_wrapping_goes_on(name: str) -> None:
+    batches = batches_of(20, 16)
+    through, model = TableModel(), TableModel()
+    train_on(through, MAKERS[name](through), batches)
+    plain = MAKERS[name](model)
+    train_on(model, plain, batches[:10])
+    optimizers = [fastps.DistributedOptimizer(optimizer, "bsp") for optimizer in plain]
+    train_on(model, optimizers, batches[10:])
+    for optimizer in optimizers:
+        optimizer.close()
+    assert difference(model, through) < 1e-5
+
+
+def test_gradients_of_several_backwards_are_summed() -> None:
+    plain, model = TableModel(), TableModel()
+    batches = batches_of(8, 16)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    wrapped = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), "bsp")
+    for trained, stepped in ((plain, optimizer), (model, wrapped)):
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            stepped.zero_grad()
+            loss_of(trained, first).backward()
+            loss_of(trained, second).backward()
+            stepped.step()
+    wrapped.close()
+    assert difference(model, plain) < 1e-5
+
+
+def test_a_clipped_push_has_the_norm_over_dense_parameters_and_rows() -> None:
+    plain, model = TableModel(), TableModel()
+    batch = batches_of(1, 16)[0]
+    loss_of(plain, batch).backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), "bsp:clip=0.01") as optimizer:
+        train_on(model, [optimizer], [batch])
+    assert difference(model, plain) < 1e-6
+
+
+def test_a_table_without_a_gradient_stays_and_takes_no_step() -> None:
+    model = TableModel()
+    before = model.one.weight.detach().clone()
+    with fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), "bsp") as optimizer:
+        optimizer.zero_grad()
+        model.bag(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        assert torch.equal(model.one.weight, before)
+        steps = [int(entry["step"]) for entry in optimizer.state_dict()["state"].values()]
+        assert steps == [1, 0, 0, 0]  # the bag's
+    assert torch.equal(model.one.weight, before)
+
+
+def test_rows_that_are_not_finite_are_rejected_whole_with_the_dense_part() -> None:
+    model = TableModel()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", nonfinite="reject") as optimizer:
+        optimizer.zero_grad()
+        loss_of(model, batches_of(1, 8)[0]).backward()
+        assert model.bag.weight.grad is not None
+        model.bag.weight.grad._values()[3, 2] = float("nan")
+        optimizer.step()
+        assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+        train_on(model, [optimizer], batches_of(1, 8))
+        assert not torch.equal(model.bag.weight, before[0])
+
+
+def test_a_reader_reads_rows_in_place() -> None:
+    model, other = TableModel(), TableModel(seed=1)
+    job = f"test-tables-reader-{os.getpid()}"
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bsp", model=model, job=job) as optimizer:
+        with fastps.reader(job) as reader:
+            reader.update(other)
+            train_on(model, [optimizer], batches_of(3, 8))
+            reader.update(other)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_weights_replaced_by_one_worker_reach_the_table() -> None:
+    model = TableModel()
+    with fastps.DistributedOptimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), "bsp", model=model) as optimizer:
+        train_on(model, [optimizer], batches_of(2, 8))
+        optimizer.replace_weights(lambda weights: [weight * 0 + 2 for weight in weights])
+        assert torch.equal(model.bag.weight.detach(), torch.full((ROWS, 16), 2.0))
+        train_on(model, [optimizer], batches_of(1, 8))
+
+
+class _Tied(torch.nn.Module):
+    """An embedding whose weight is also the output layer's: its gradient is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(20, 4, sparse=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table(rows) @ self.table.weight.T
+
+
+def test_a_dense_gradient_of_a_table_is_refused_by_name() -> None:
+    model = _Tied()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(fastps.UnsupportedError, match=r"'table.weight'.*expected a sparse gradient.*tied"):
+            optimizer.step()
+        assert optimizer.version == 0
+
+
+def test_a_sparse_gradient_of_a_dense_parameter_is_refused_by_name() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5, 2))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)):
+        with pytest.raises(fastps.UnsupportedError, match=r"expected a dense gradient, found torch\.sparse_coo"):
+            torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+
+
+REFUSED: list[tuple[Callable[[TableModel], torch.optim.Optimizer], str, str]] = [
+    (lambda model: torch.optim.Adam(model.parameters()), "bsp", r"a rule for rows of tables .* found adam"),
+    (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "bsp", "expected momentum 0"),
+    (lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1), "bsp", "weight_decay=0.1"),
+    (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "bsp:ema=0.9", "no moving average"),
+    (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "auto", "moves the job to another arena"),
+    (lambda model: torch.optim.SparseAdam(list(model.parameters())), "bsp", "expected a matrix"),
+]
+
+
+@pytest.mark.parametrize(("make", "sync", "message"), REFUSED)
+def test_what_tables_cannot_have_is_refused_at_wrapping(
+    make: Callable[[TableModel], torch.optim.Optimizer], sync: str, message: str
+) -> None:
+    model = TableModel()
+    with pytest.raises(fastps.UnsupportedError, match=message):
+        fastps.DistributedOptimizer(make(model), sync, model=model)
+    assert model.bag.weight.shape == (ROWS, 16)

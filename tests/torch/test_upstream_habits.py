@@ -1,0 +1,499 @@
+"""What training scripts do with a model between steps: they freeze, grow, load, copy and save it. Each does what torch does."""
+
+import copy
+import io
+import mmap
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastps
+from tests.support import processes
+from tests.support.torch_optimizers import (
+    BATCH,
+    alone,  # noqa: F401 - a fixture
+    batches_of,
+    new_model,
+    relative_difference,
+    train_on,
+)
+
+SYNCS = ["bsp", "asp", "ssp:1", "dssp:1,3"]
+Wrap = Callable[[torch.optim.Optimizer], Any]
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _plain(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return inner
+
+
+def _values(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+# -- parameters that are frozen and unfrozen ---------------------------------------------------------
+
+
+def _train_in_phases(wrap: Wrap) -> list[torch.Tensor]:
+    """Fine-tuning: the first layer is frozen at first, then trains, then the last one is frozen."""
+    model = new_model()
+    model[0].requires_grad_(False)
+    optimizer = wrap(_momentum(model.parameters()))
+    batches, first = batches_of(12, BATCH), model[0].weight.detach().clone()
+    train_on(model, optimizer, batches[:4])
+    assert torch.equal(model[0].weight, first)
+    model[0].requires_grad_(True)
+    train_on(model, optimizer, batches[4:8])
+    assert not torch.equal(model[0].weight, first)
+    model[4].requires_grad_(False)
+    optimizer.zero_grad()
+    last = model[4].weight.detach().clone()
+    train_on(model, optimizer, batches[8:])
+    assert torch.equal(model[4].weight, last)
+    found = _values(model)
+    if isinstance(optimizer, fastps.DistributedOptimizer):
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_parameters_that_are_frozen_and_unfrozen_train_as_in_torch(sync: str) -> None:
+    found = _train_in_phases(lambda inner: fastps.DistributedOptimizer(inner, sync=sync))
+    assert _are_equal(found, _train_in_phases(_plain))
+
+
+def test_parameter_that_was_frozen_when_wrapped_pushes_during_backward() -> None:
+    model = new_model()
+    model[0].requires_grad_(False)
+    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
+        assert not model[0].weight.requires_grad
+        model[0].requires_grad_(True)
+        (inputs, labels), *_ = batches_of(1, BATCH)
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        assert _is_in_arena(model[0].weight.grad, optimizer)
+
+
+def test_sparse_layer_that_is_unfrozen_later_trains() -> None:
+    layer = torch.nn.Embedding(5, 3, sparse=True)
+    layer.weight.requires_grad_(False)
+    before = layer.weight.clone()
+    with fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.5), model=layer) as optimizer:
+        optimizer.step()
+        layer.weight.requires_grad_(True)
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        assert torch.equal(layer.weight.detach(), before - 0.5 * torch.eye(5)[:, 1:2])
+
+
+def test_sparse_gradient_that_is_set_by_hand_is_refused_by_name() -> None:
+    layer = torch.nn.Linear(3, 5, bias=False)
+    with fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=layer) as optimizer:
+        layer.weight.grad = torch.ones(5, 3).to_sparse()
+        with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
+            optimizer.step()
+
+
+# -- parameters that are added -----------------------------------------------------------------------
+
+
+def test_parameters_that_are_added_or_exchanged_are_refused_with_the_cure() -> None:
+    model = new_model()
+    inner = _momentum(model.parameters())
+    with fastps.DistributedOptimizer(inner) as optimizer:
+        with pytest.raises(fastps.UsageError, match=r"calls inner = optimizer\.unwrap\(\), .* wraps it again"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        train_on(model, optimizer, batches_of(1, BATCH))
+        kept = list(inner.param_groups[0]["params"])
+        inner.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+        with pytest.raises(fastps.UsageError, match=r"param_groups\[0\]: expected the 6 parameters .* found 7, or others"):
+            train_on(model, optimizer, batches_of(1, BATCH))
+        inner.param_groups[0]["params"][:] = [torch.nn.Parameter(kept[0].detach().clone()), *kept[1:]]
+        with pytest.raises(fastps.UsageError, match=r"found 6, or others in their place"):
+            train_on(model, optimizer, batches_of(1, BATCH))
+        inner.param_groups[0]["params"][:] = kept
+        train_on(model, optimizer, batches_of(1, BATCH))
+        assert optimizer.version == 2
+
+
+def _grow_and_train(wrap: Wrap, batches: list[Any], middle: int, unwrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """Train; add a layer, whose parameters get a group with another learning rate; train on."""
+    model = new_model()
+    optimizer = wrap(_momentum(model.parameters()))
+    train_on(model, optimizer, batches[:middle])
+    inner = unwrap(optimizer)
+    torch.manual_seed(5)
+    model.append(torch.nn.Linear(3, 3))
+    inner.add_param_group({"params": list(model[-1].parameters()), "lr": 0.02})
+    optimizer = wrap(inner)
+    train_on(model, optimizer, batches[middle:])
+    found = _values(model)
+    if isinstance(optimizer, fastps.DistributedOptimizer):
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_model_that_grows_is_wrapped_anew_and_trains_on_as_in_torch(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-{workers}")
+    monkeypatch.setenv("FASTPS_WORKERS", str(workers))
+    batches = batches_of(8, workers * BATCH)
+
+    def work(rank: int) -> list[list[float]]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
+        found = _grow_and_train(
+            lambda inner: fastps.DistributedOptimizer(inner, sync="bsp", timeout_s=30), mine, 4, lambda each: each.unwrap()
+        )
+        return [value.flatten().tolist() for value in found]
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    expected = _grow_and_train(_plain, batches, 4, _plain)
+    for child in children:
+        assert child.exit_code == 0, child.outcome
+        for found, value in zip(child.outcome, expected, strict=True):
+            np.testing.assert_allclose(found, value.flatten().numpy(), rtol=0, atol=1e-5)
+
+
+def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers come to the end of the first job at different times: its last pushes are in the second one's weights."""
+    monkeypatch.setenv("FASTPS_JOB", f"grown-{os.getpid()}-asp")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+
+    def push(weights: list[torch.Tensor], optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+    def work(rank: int) -> tuple[list[float], int]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        weights = [torch.nn.Parameter(torch.zeros(3))]
+        inner = torch.optim.SGD(weights, lr=1.0)
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        push(weights, optimizer, 5)
+        time.sleep(0.1 * rank)
+        push(weights, optimizer, 10 * rank)
+        assert optimizer.unwrap() is inner
+        weights.append(torch.nn.Parameter(torch.zeros(2)))
+        inner.add_param_group({"params": weights[1:]})
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        push(weights, optimizer, 3)
+        optimizer.wait_for_others()
+        optimizer.close()
+        return [float(weight[0]) for weight in weights], optimizer.version
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [([-26.0, -6.0], 6)] * 2
+
+
+def test_unwrapping_is_for_an_open_optimizer() -> None:
+    optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
+    optimizer.close()
+    with pytest.raises(fastps.UsageError, match="worker 0 is closed"):
+        optimizer.unwrap()
+
+
+# -- loading a state dict ----------------------------------------------------------------------------
+
+
+def _train_and_go_back(wrap: Wrap, model: torch.nn.Module, load: Callable[[Any, dict[str, Any]], None]) -> list[torch.Tensor]:
+    """Train, keep a copy of everything, train on, go back to the copy, train on."""
+    optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.01))
+    batches = batches_of(9, BATCH)
+    train_on(model, optimizer, batches[:3])
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.5
+    train_on(model, optimizer, batches[3:6])
+    load(optimizer, weights)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    train_on(model, optimizer, batches[6:])
+    assert optimizer.state_dict()["state"][0]["step"] == 6
+    found = _values(model)
+    if isinstance(optimizer, fastps.DistributedOptimizer):
+        assert optimizer.version == 9, "going back is no update, and takes none away"
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_state_dicts_are_loaded_between_any_steps_as_in_torch(sync: str) -> None:
+    model, plain = new_model(), new_model()
+    found = _train_and_go_back(
+        lambda inner: fastps.DistributedOptimizer(inner, sync=sync, model=model),
+        model,
+        lambda optimizer, weights: optimizer.replace_weights(weights),
+    )
+    expected = _train_and_go_back(_plain, plain, lambda _, weights: plain.load_state_dict(weights))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_what_one_worker_loads_all_workers_have(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"loaded-{os.getpid()}-{sync}")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+    said = mmap.mmap(-1, 2)
+
+    def wait_for(place: int) -> None:
+        while not said[place]:
+            time.sleep(0.001)
+
+    def work(rank: int) -> tuple[float, float]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        model = new_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # with lr=0 weights stay, and momentum moves
+        with fastps.DistributedOptimizer(inner, sync=sync, model=model, timeout_s=30) as optimizer:
+            train_on(model, optimizer, batches_of(3, BATCH))
+            if rank == 1:
+                optimizer.replace_weights({name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()})
+                said[1] = 1
+            wait_for(1)
+            train_on(model, optimizer, batches_of(1, BATCH))
+            weights = {float(value) for parameter in model.parameters() for value in (parameter.min(), parameter.max())}
+            said[rank] = 2
+            if rank == 0:
+                while said[1] != 2:
+                    time.sleep(0.001)
+                state = optimizer.state_dict()
+                for entry in state["state"].values():
+                    entry["momentum_buffer"].fill_(7.0)
+                optimizer.load_state_dict(state)
+                said[0] = 3
+            while said[0] != 3:
+                time.sleep(0.001)
+            buffers = [entry["momentum_buffer"] for entry in optimizer.state_dict()["state"].values()]
+            assert all(bool((buffer == 7.0).all()) for buffer in buffers)
+            assert len(weights) == 1
+            return weights.pop(), float(buffers[0].max())
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [(2.0, 7.0)] * 2
+
+
+class _Normed(torch.nn.Module):
+    """A layer that trains, one that the optimizer does not get, tied weights, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.body = torch.nn.Linear(4, 4)
+        self.tied = torch.nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.body.weight
+        self.backbone = torch.nn.Linear(4, 4)
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [*self.norm.parameters(), *self.body.parameters()]
+
+
+def test_state_dict_of_the_whole_model_brings_buffers_and_what_does_not_train_to_this_worker() -> None:
+    torch.manual_seed(0)
+    model, other = _Normed(), _Normed()
+    other.norm.running_mean.fill_(3.0)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.trained(), lr=0.1), model=model) as optimizer:
+        model.tied(model.body(model.norm(torch.ones(2, 4)))).sum().backward()
+        optimizer.step()
+        optimizer.replace_weights(other.state_dict())
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+        optimizer.zero_grad()
+        model.tied(model.body(model.norm(torch.ones(2, 4)))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda entries: entries.pop("0.weight"), r"none for 0\.weight; use model\.state_dict\(\)"),
+        (lambda entries: entries.update(extra=torch.zeros(1)), "found all and the unknown extra"),
+        (lambda entries: entries.update({"0.bias": torch.zeros(3)}), r"'0\.bias': expected .* shape \(17,\), found \(3,\)"),
+        (lambda entries: entries.update({"0.bias": [0.0]}), r"'0\.bias': expected .* shape \(17,\), found list"),
+    ],
+)
+def test_state_dict_of_another_model_replaces_nothing(change: Callable[[dict[str, Any]], Any], sentence: str) -> None:
+    model = new_model()
+    entries = dict(new_model(seed=1).state_dict())
+    change(entries)
+    with fastps.DistributedOptimizer(_momentum(model.parameters()), model=model) as optimizer:
+        before = _values(model)
+        with pytest.raises(ValueError, match=sentence):
+            optimizer.replace_weights(entries)
+        assert _are_equal(_values(model), before)
+
+
+def test_names_need_the_model_that_has_them() -> None:
+    model = new_model()
+    with (
+        fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer,
+        pytest.raises(fastps.UsageError, match="pass model= to DistributedOptimizer, or a list of tensors"),
+    ):
+        optimizer.replace_weights(model.state_dict())
+
+
+# -- copies of a model -------------------------------------------------------------------------------
+
+
+def _is_in_arena(tensor: torch.Tensor | None, optimizer: fastps.DistributedOptimizer) -> bool:
+    assert tensor is not None
+    memory = np.frombuffer(optimizer.worker.store.memory, np.uint8)
+    return 0 <= tensor.data_ptr() - memory.ctypes.data < memory.nbytes
+
+
+def _check_copy(copied: torch.nn.Module, model: torch.nn.Module, optimizer: fastps.DistributedOptimizer) -> None:
+    """The copy has the model's values in memory of its own, trains by itself, and the job goes on without it."""
+    expected = _values(model)
+    assert _are_equal(_values(copied), expected)
+    for parameter in copied.parameters():
+        assert not _is_in_arena(parameter, optimizer)
+        assert parameter._post_accumulate_grad_hooks is None, "a hook of the optimizer came along"
+    train_on(model, optimizer, batches_of(2, BATCH, seed=7))
+    assert _are_equal(_values(copied), expected), "the copy changed with the job"
+    job = _values(model)
+    own = _momentum(copied.parameters())
+    train_on(copied, own, batches_of(2, BATCH, seed=8))
+    assert _are_equal(_values(model), job), "the job changed with the copy"
+    assert not _are_equal(_values(copied), expected)
+    assert not any(_is_in_arena(parameter.grad, optimizer) for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize("loops", ["auto", "attributes"])
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_of_a_model_is_private_at_any_time(
+    copied_by: Callable[[Any], Any], sync: str, loops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_TENSOR_LOOPS", loops)
+    model = new_model()
+    with fastps.DistributedOptimizer(_momentum(model.parameters()), sync=sync, model=model) as optimizer:
+        _check_copy(copied_by(model), model, optimizer)
+        train_on(model, optimizer, batches_of(3, BATCH))
+        _check_copy(copied_by(model), model, optimizer)
+        (inputs, labels), *_ = batches_of(1, BATCH)
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()  # p.grad is a view of the slot
+        _check_copy(copied_by(model), model, optimizer)
+
+
+def test_copies_in_forked_workers_are_private() -> None:
+    def work(rank: int) -> bool:
+        os.environ.update(FASTPS_JOB=f"copied-{os.getppid()}", FASTPS_WORKERS="2", FASTPS_RANK=str(rank))
+        model = new_model()
+        with fastps.DistributedOptimizer(_momentum(model.parameters()), sync="asp", timeout_s=30) as optimizer:
+            for _ in range(5):
+                _check_copy(copy.deepcopy(model), model, optimizer)
+        return True
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [True, True]
+
+
+def test_copy_of_a_plain_tensor_that_trains_is_private() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    with fastps.DistributedOptimizer(torch.optim.SGD([tensor], lr=0.5)) as optimizer:
+        tensor.sum().backward()
+        copied = copy.deepcopy(tensor)
+        assert not _is_in_arena(copied, optimizer)
+        assert not _is_in_arena(copied.grad, optimizer)
+        optimizer.step()
+        assert (copied.tolist(), tensor.tolist()) == ([1.0] * 3, [0.5] * 3)
+
+
+def test_average_of_swa_utils_is_that_of_plain_torch() -> None:
+    def average(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        for batch in batches_of(10, BATCH):
+            train_on(model, optimizer, [batch])
+            averaged.update_parameters(model)
+        return _values(averaged.module)
+
+    plain, model = new_model(), new_model()
+    expected = average(plain, _momentum(plain.parameters()))
+    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
+        assert _are_equal(average(model, optimizer), expected)
+
+
+# -- saving ------------------------------------------------------------------------------------------
+
+
+def _load_without_fastps(saved: bytes, **options: Any) -> Any:
+    """What torch.load returns in a process in which `import fastps` fails; a module's state dict."""
+
+    def load() -> Any:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fastps"]:
+            sys.modules[name] = None  # type: ignore[assignment]
+        found = torch.load(io.BytesIO(saved), **options)
+        entries = found.state_dict() if isinstance(found, torch.nn.Module) else found
+        return {name: value.tolist() for name, value in entries.items()}
+
+    child = processes.start(load)
+    processes.finish([child], 30)
+    assert child.exit_code == 0, child.outcome
+    return child.outcome
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_worker_saves_a_small_file_that_loads_without_fastps(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"saved-{os.getpid()}-{workers}")
+    monkeypatch.setenv("FASTPS_WORKERS", str(workers))
+
+    def work(rank: int) -> list[tuple[bytes, bytes, dict[str, Any]]]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        model, saved = new_model(seed=rank), []
+        with fastps.DistributedOptimizer(_momentum(model.parameters()), sync="asp", model=model, timeout_s=30) as optimizer:
+            for _ in range(2):
+                weights, whole = io.BytesIO(), io.BytesIO()
+                torch.save(model.state_dict(), weights)
+                torch.save(model, whole)
+                values = {name: value.tolist() for name, value in model.state_dict().items()}
+                saved.append((weights.getvalue(), whole.getvalue(), values))
+                train_on(model, optimizer, batches_of(3, BATCH))
+        return saved
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(workers)]
+    processes.finish(children, 60)
+    plain = io.BytesIO()
+    torch.save(new_model().state_dict(), plain)
+    for child in children:
+        assert child.exit_code == 0, child.outcome
+        for weights, whole, values in child.outcome:
+            assert len(weights) <= len(plain.getvalue()) + 64, "the file has more than the weights"
+            assert b"fastps" not in whole
+            assert _load_without_fastps(weights, weights_only=True) == values
+            assert _load_without_fastps(whole, weights_only=False) == values
+
+
+def test_saved_optimizer_state_is_small_and_loads_without_fastps() -> None:
+    model, plain = new_model(), new_model()
+    inner = _momentum(plain.parameters())
+    train_on(plain, inner, batches_of(2, BATCH))
+    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
+        train_on(model, optimizer, batches_of(2, BATCH))
+        ours, theirs = io.BytesIO(), io.BytesIO()
+        torch.save(optimizer.state_dict(), ours)
+        torch.save(inner.state_dict(), theirs)
+    assert b"fastps" not in ours.getvalue()
+    assert len(ours.getvalue()) <= len(theirs.getvalue()) + 64 * 12
+    reloaded = new_model()
+    other = _momentum(reloaded.parameters())
+    other.load_state_dict(torch.load(io.BytesIO(ours.getvalue()), weights_only=True))
+    reloaded.load_state_dict(model.state_dict())
+    train_on(reloaded, other, batches_of(2, BATCH, seed=3))
+    train_on(plain, inner, batches_of(2, BATCH, seed=3))
+    assert relative_difference(reloaded, plain) == 0.0
