@@ -1,7 +1,8 @@
 """The fold's kernels on one core, beside the plain C loop that is their roofline and torch's fused optimizers.
 
 The loop writes fresh buffers, as the fold must (readers still use the old weights); the better of its two kinds of stores is
-the roofline. torch's optimizers write in place, which is less work. Allocation, Python and other processes are not timed.
+the roofline. torch's optimizers write in place, which is less work. Some folds write the weights once more in half precision,
+which is more. Allocation, Python and other processes are not timed.
 """
 
 from collections.abc import Callable
@@ -54,8 +55,9 @@ class Case:
         self.outputs[name][0][:] = self.outputs[name][1][:] = 1.0  # touch every page before the clock runs
         return self.outputs[name]
 
-    def fold(self, name: str, streaming: bool) -> Side:
+    def fold(self, name: str, streaming: bool, shown_type: int = fold.FLOAT32) -> Side:
         """Make the side of fastps' fold with one kind of stores; a job chooses the kind by its size."""
+        halves = None if shown_type == fold.FLOAT32 else aligned(1, self.size)[0].view(np.uint16)[: self.size]
         is_adam = self.kernel.planes == 2
         hyper = (LEARNING_RATE, 0.0 if is_adam else MOMENTUM, 0.0, 0.0, MOMENTUM, BETA2, EPSILON, 0.0, 0)
         steps = np.full(1, 0 if is_adam else 1, np.int64)  # not SGD's first step, which would read no momentum
@@ -72,6 +74,8 @@ class Case:
             state_out,
             steps.copy(),
             streaming=streaming,
+            shown_type=shown_type,
+            halves_out=halves,
         )
         return lambda times: folding.run(0, self.size, times)
 
@@ -118,6 +122,9 @@ class Case:
         sides = {
             "fold": self.fold("fold", streaming=False),
             "fold-streaming": self.fold("fold-streaming", streaming=True),
+            "fold-bfloat16": self.fold("fold-bfloat16", streaming=False, shown_type=fold.BFLOAT16),
+            "fold-streaming-bfloat16": self.fold("fold-streaming-bfloat16", streaming=True, shown_type=fold.BFLOAT16),
+            "fold-streaming-float16": self.fold("fold-streaming-float16", streaming=True, shown_type=fold.FLOAT16),
             "limit": self.loop("limit", streaming=False),
             "limit-streaming": self.loop("limit-streaming", streaming=True),
             "torch-fused": self.torch_fused(),
@@ -158,7 +165,7 @@ def _case_rows(kernel: Kernel, size: int, options: BenchOptions) -> list[Row]:
             "size": size,
             "backend": backend,
             **spread.row(),
-            "bytes_per_s": 4 * kernel.floats_moved * case.size / spread.median,
+            "bytes_per_s": (4 * kernel.floats_moved + 2 * backend.endswith("float16")) * case.size / spread.median,
             "limit_share": roofline_s / spread.median,
             "checked": True,
         }

@@ -119,8 +119,9 @@ def move(worker: Worker, policy: Policy, job: str, hypers: list[Hyper]) -> Worke
     worker.wait_for_others()
     old = worker.store
     rows = [(each.name, each.shape, each.stride, each.group) for each in old.layout.parameters]
+    types = [each.type for each in old.layout.parameters]
     extra = old.layout.extra_bytes - room_bytes(old.layout.policy)
-    layout = replace(old.layout, parameters=place(rows, policy.shards), policy=policy, extra_bytes=extra)
+    layout = replace(old.layout, parameters=place(rows, policy.shards, types=types), policy=policy, extra_bytes=extra)
     if worker.rank == 0:
         store = Store.create_for(
             layout, _weights_of(worker), hypers, job=job, timeout_s=old.timeout_s, clock=old.clock, finish=_state_of(worker)

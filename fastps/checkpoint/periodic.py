@@ -120,7 +120,8 @@ class Checkpointing:
 
 
 def buffers_of(model: Any) -> dict[str, Array]:
-    """Name to array of a torch module's buffers; empty without a module."""
+    """Name to array of a torch module's buffers; empty without a module. NumPy has no bfloat16, so float32 has its values."""
     if model is None:
         return {}
-    return {name: buffer.detach().cpu().numpy() for name, buffer in model.named_buffers()}
+    named = {name: buffer.detach().cpu() for name, buffer in model.named_buffers()}
+    return {name: (each.float() if str(each.dtype) == "torch.bfloat16" else each).numpy() for name, each in named.items()}

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -20,12 +20,16 @@ from fastps.job.update_rules import UPDATE_RULES, Rule
 from fastps.kernels.shm import arena
 from fastps.kernels.update import fold, rows
 
+GradientType = Literal["float32", "float16", "bfloat16"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
 
-    Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once.
+    Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once. `type` is
+    that of the model's parameter: for a half the float32 values are master weights, which the fold writes once more in it.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Parameter:
     offset: int
     shard: int = 0
     is_table: bool = False
+    type: GradientType = "float32"
 
     @property
     def length(self) -> int:
@@ -67,10 +72,6 @@ def chosen_readers(given: int | None = None) -> int:
     if found < 0:
         raise UsageError(f"expected max_readers of 0 (none) or more, found {found}")
     return found
-
-
-GradientType = Literal["float32", "float16", "bfloat16"]
-GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,11 @@ class Layout:
         return last.offset + _aligned(last.length)
 
     @property
+    def shown_type(self) -> GradientType:
+        """The type of the parameters that are not float32; "float32" if all are. A model has at most one half type."""
+        return next((parameter.type for parameter in self.parameters if parameter.type != "float32"), "float32")
+
+    @property
     def host_floats(self) -> int:
         """Floats of a weights buffer in the arena: 0 if the weights are on devices."""
         return 0 if self.owner_lanes else self.buffer_floats
@@ -234,19 +240,21 @@ def place(
     parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...], int]],
     shards: int = 1,
     tables: Container[int] = frozenset(),
+    types: Sequence[GradientType] = (),
 ) -> tuple[Parameter, ...]:
     """Lay out parameters (name, shape, stride, group) one after the other, each from the start of a cache line.
 
     The parameters are split into at most `shards` runs of about equal length; no parameter is split. `tables` has the numbers
-    of the parameters that are tables.
+    of the parameters that are tables. `types`: the type of each; default: float32.
 
     >>> [p.offset for p in place([("a", (3,), (1,), 0), ("b", (2, 2), (2, 1), 0)])]
     [0, 16]
     """
-    placed = []
+    placed: list[Parameter] = []
     offset = 0
     for index, (name, shape, stride, group) in enumerate(parameters):
-        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, is_table=index in tables)
+        kind = types[index] if types else "float32"
+        parameter = Parameter(name, tuple(shape), tuple(stride), group, offset, is_table=index in tables, type=kind)
         placed.append(parameter)
         offset += _aligned(parameter.length)
     return tuple(_sharded(placed, min(shards, len(placed)), offset))
@@ -286,10 +294,9 @@ def first_difference(mine: str, theirs: str) -> str:
 def _parameter_shown(parameter: dict[str, object] | None) -> str:
     if parameter is None:
         return "there is no such parameter"
+    shown = [f"{key} {parameter.get(key)}" for key in ("shape", "stride", "group", "type")]
     kind = ", a table" if parameter.get("is_table") else ""
-    return (
-        f"{parameter['name']!r} has shape {parameter['shape']}, stride {parameter['stride']}, group {parameter['group']}{kind}"
-    )
+    return f"{parameter['name']!r} has {', '.join(shown)}{kind}"
 
 
 def _shown(value: object) -> str:

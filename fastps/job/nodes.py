@@ -271,7 +271,8 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
             " parts: expected a rule without sums, or --local-steps (FASTPS_LOCAL_STEPS), with which each node applies it"
         )
     faults = FaultPolicy(nodes.policy.on_node_loss, layout.faults.nonfinite)
-    home = replace(layout, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
+    masters = tuple(replace(parameter, type="float32") for parameter in layout.parameters)  # no model reads a home's weights
+    home = replace(layout, parameters=masters, workers=nodes.count, extra_bytes=0, faults=faults, server="workers")
     if not nodes.policy.local_steps:
         return home
     return replace(home, rule=rule_for("sgd", [_outer(nodes.policy)], {}))

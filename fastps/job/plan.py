@@ -29,6 +29,7 @@ def plan(layout: Layout) -> tuple[bytes, int, int]:
         ema_decay=layout.policy.ema,
         checks_finite=layout.faults.nonfinite != "allow",
         gradient_type=GRADIENT_NUMBERS[layout.gradient_type],
+        shown_type=GRADIENT_NUMBERS[layout.shown_type],
         servers=int(layout.has_server),
         readers=layout.readers,
         tables=layout.tables,

@@ -14,7 +14,7 @@ from fastps.job.layout import Layout, Parameter
 from fastps.job.update_rules import Hyper
 from fastps.kernels.shm import arena
 from fastps.kernels.shm.mapping import SharedMapping
-from fastps.kernels.update import rows
+from fastps.kernels.update import fold, rows
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
 
@@ -50,6 +50,31 @@ class WeightsMemory:
             else np.frombuffer(self.memory, np.float32, parameter.size, self.arena.table_offset(self.tables.index(index)))
             for index, parameter in enumerate(self.parameters)
         ]
+
+    def half_views(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.uint16]]:
+        """A flat view of each parameter in the half precision of the job's parameters, as bits; `buffers` as in weight_views.
+
+        A table has none. Raises ValueError for a job whose parameters are all float32.
+        """
+        return [
+            np.frombuffer(
+                self.memory,
+                np.uint16,
+                parameter.length,
+                self.arena.halves_offset(_buffer_of(buffers, parameter)) + 2 * parameter.offset,
+            )
+            for parameter in self.parameters
+        ]
+
+    def write_halves(self, buffers: int | Sequence[int]) -> None:
+        """Write the weights of these buffers once more in half precision, after something else than a fold has written them.
+
+        Does nothing for a job whose parameters are all float32.
+        """
+        if not self.arena.shown_type:
+            return
+        for weights, halves in zip(self.weight_views(buffers), self.half_views(buffers), strict=True):
+            fold.narrow(weights[: len(halves)], halves, self.arena.shown_type)
 
 
 class JobMemory(WeightsMemory):

@@ -163,6 +163,7 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
     try:
         only.begin(Sums(leaf).weights(0))
+        leaf.write_halves(0)
     except BaseException as error:
         only.leave(str(error))
         if not isinstance(error, LinkLostError):

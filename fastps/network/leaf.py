@@ -102,6 +102,7 @@ class Leaf:
         sent = SumOfPushes(self._sums, call.pushes) if call.pushes else None
         before, after = self._sums.weights(call.weights_in), self._sums.weights(call.weights_out)
         self.upstream.step(self._header(call.pushes), sent, before, after)
+        self._store.write_halves(call.weights_out)
         self._store.all_steps(call.state_out)[:] = self._store.all_steps(call.state_in) + 1
 
     def check(self) -> None:
@@ -114,6 +115,7 @@ class Leaf:
     def finish(self, weights: int, state: int) -> None:
         """Write the job's final weights into a weights buffer, and the published step counts into a state buffer."""
         self.upstream.finish(self._sums.weights(weights))
+        self._store.write_halves(weights)
         _, states = self._store.committed()
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])
 

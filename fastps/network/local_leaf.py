@@ -92,6 +92,7 @@ class LocalLeaf:
             self._take(self._under_way.pop().result(), weights)
         if age == self._period:
             self._exchange(weights)
+        self._store.write_halves(call.weights_out)
 
     def _apply(self, call: FoldCall) -> None:
         """Apply the job's update rule to the pushes, from buffer to buffer."""
@@ -183,5 +184,6 @@ class LocalLeaf:
             if self._under_way:
                 self._take(self._under_way.pop().result(), own)
         self.upstream.finish(self._sums.weights(weights))
+        self._store.write_halves(weights)
         self._planes(state)[:] = self._planes(states[0])
         self._store.all_steps(state)[:] = self._store.all_steps(states[0])

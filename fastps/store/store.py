@@ -189,10 +189,11 @@ class Store(JobMemory):
         """Write version 0, or the state to resume from."""
         if resume is None:
             self.write_first(write_weights)
-            return
-        resume.write_into(self)
-        if self.layout.policy.ema and not resume.has_average:
-            self._begin_average()
+        else:
+            resume.write_into(self)
+            if self.layout.policy.ema and not resume.has_average:
+                self._begin_average()
+        self.write_halves(0)
 
     def write_first(self, write_weights: Callable[[Views], None]) -> None:
         """Write version 0: the weights, the initial optimizer state, and the average."""

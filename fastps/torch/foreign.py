@@ -5,6 +5,7 @@ names the cause, and changes nothing. Layers with sparse gradients are found, to
 """
 
 import gc
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastps.errors import UnsupportedError
 
+_untraced: list[str] = []  # the packages that torch.compile was told not to trace
 _SPARSE_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _CURE = (
     "pass the bare module to both, and let nothing else average: under Accelerate, Lightning or the Trainer start with"
@@ -25,6 +27,17 @@ def check_model(model: torch.nn.Module | None) -> None:
     wrapper = None if model is None else _wrapper_of(model)
     if wrapper is not None:
         raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
+
+
+def keep_untraced() -> None:
+    """Let torch.compile call fastps's own functions and trace none of them: their counters would become constants of a graph.
+
+    A step inside a compiled function then breaks its graph there; with fullgraph=True torch raises an error that names it.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")  # every torch optimizer imports it
+    if rules is not None and not _untraced:
+        rules.add("fastps")
+        _untraced.append("fastps")
 
 
 def check_memory(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:

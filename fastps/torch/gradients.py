@@ -1,7 +1,7 @@
 """The gradients of one worker between backward and push: how they reach its slot, and which parameters have one.
 
-A hook copies each gradient into the slot while it is in the cache. In single precision `p.grad` then becomes a view of the
-slot. In half precision `p.grad` keeps memory of its own, and the slot holds the rounded values.
+A hook copies each gradient into the slot while it is in the cache. `p.grad` then becomes a view of the slot, if the slot's type
+is that of all parameters. Otherwise `p.grad` keeps memory of its own, and the slot holds the converted values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +163,7 @@ class Gradients:
 
 
 class HalfGradients(Gradients):
-    """Gradients in half-precision slots: `p.grad` is never a view of the slot, and stays unchanged after the push.
+    """Gradients in slots of another type than `p.grad`, which is never a view of the slot, and stays unchanged after the push.
 
     The version counter of a gradient tells whether it was changed after backward (clipped by hand, say); such a gradient is
     copied again.
@@ -203,8 +203,10 @@ class HalfGradients(Gradients):
                 tensor.grad.zero_()
 
     def expose(self, slot: int) -> None:
-        """Raise UsageError: p.grad cannot be a view of a half-precision slot."""
-        raise UsageError("expose_gradients() needs gradients that are pushed in single precision: leave push_dtype out")
+        """Raise UsageError: p.grad cannot be a view of a slot of another type."""
+        raise UsageError(
+            "expose_gradients() needs parameters of one type, and gradients that are pushed in it: leave push_dtype out"
+        )
 
     def collect(self, slot: int) -> bytes | None:
         """Copy gradients that were changed or set since the hook; parameters whose p.grad is None are not pushed."""
@@ -238,7 +240,7 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     >>> norm_of([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
     5.0
     """
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))) if tensors else 0.0
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)))) if tensors else 0.0
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

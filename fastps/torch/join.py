@@ -27,20 +27,16 @@ from fastps.store.store import Store
 from fastps.store.worker import Worker
 from fastps.system.clock import Clock
 from fastps.torch.checkpoint import restore_buffers, restore_group
+from fastps.torch.update_rules import PARAMETER_TYPES
 
 Groups = Sequence[dict[str, Any]]
 
 _JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
-_PUSH_TYPES: dict[torch.dtype, GradientType] = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 def gradient_type(push_dtype: torch.dtype) -> GradientType:
     """The layout's name for a push's dtype. Raises UsageError for a dtype that pushes cannot have."""
-    found = _PUSH_TYPES.get(push_dtype)
+    found = PARAMETER_TYPES.get(push_dtype)
     if found is None:
         raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
     return found
@@ -89,7 +85,7 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
 
     def write(views: list[Any]) -> None:
         for view, tensor in zip(views, tensors, strict=True):
-            view[:] = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).cpu().numpy()
+            view[:] = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).float().cpu().numpy()
 
     return write
 

@@ -60,8 +60,10 @@ class ModelBuffers:
             mean_name = name.removesuffix("running_var") + "running_mean"
             if not buffer.is_floating_point():
                 buffer.copy_(torch.stack(values).amax(0))
-            elif name.endswith("running_var") and mean_name in columns:
-                means = columns[mean_name]
+                continue
+            values = _in_single(values)
+            if name.endswith("running_var") and mean_name in columns:
+                means = _in_single(columns[mean_name])
                 moments = torch.stack([value + mean**2 for value, mean in zip(values, means, strict=True)])
                 buffer.copy_(moments.mean(0) - torch.stack(means).mean(0) ** 2)
             else:
@@ -155,6 +157,11 @@ class BufferRounds:
         states = self._arena.lane_states()
         self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in gone])
         _header(self._slots[self._worker.rank])[_READ] = number
+
+
+def _in_single(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Halves as float32, in which their averages are made; others as they are."""
+    return [value.float() if value.dtype in (torch.float16, torch.bfloat16) else value for value in values]
 
 
 def _header(slot: Slot) -> npt.NDArray[np.int64]:

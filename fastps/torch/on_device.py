@@ -42,7 +42,14 @@ class DevicePlacement(HostPlacement):
         return partial(CudaDevice, self._tensors[0].device.index or 0)
 
     def layout(self, layout: Layout) -> Layout:
-        """Make worker 0, or the server, the owner of all shards, and give each lane room for its handles."""
+        """Make worker 0, or the server, the owner of all shards, and give each lane room for its handles.
+
+        Raises UnsupportedError for parameters in half precision.
+        """
+        if layout.shown_type != "float32":
+            raise UnsupportedError(
+                f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
+            )
         shards = len(layout.shards)
         owner = layout.lanes if layout.has_server else 0
         return replace(layout, owner_lanes=(owner,) * shards, extra_bytes=layout.extra_bytes + handle_table_bytes(shards))
@@ -85,6 +92,10 @@ class DevicePlacement(HostPlacement):
             torch.utils.dlpack.from_dlpack(view).as_strided(parameter.shape, parameter.stride)
             for view, parameter in zip(views, store.layout.parameters, strict=True)
         ]
+
+    def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
+        """See HostPlacement.shown_views."""
+        return self.tensor_views(store, views)
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """See HostPlacement.slot_views. 16-bit floats pass through DLPack as int16."""

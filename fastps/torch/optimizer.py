@@ -44,7 +44,7 @@ from fastps.torch.model_buffers import BufferRounds, ModelBuffers
 from fastps.torch.optimizer_state import OptimizerState, check_kind, refuse_load
 from fastps.torch.placed import placed
 from fastps.torch.placements import HostPlacement
-from fastps.torch.update_rules import Hypers, rows_of, rule_of
+from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, types_of
 from fastps.torch.weights import Weights, shaped_tensors
 
 logger = logging.getLogger("fastps.torch")
@@ -70,10 +70,10 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     Guarantees: a forward or backward reads weights of one version. Every push is folded exactly once, or counted as dropped.
     With "bsp" the result equals that of one process that trains on the batches of all workers together.
 
-    Limits: parameters are float32. Weights change only in `step()`; the next `step()` rejects a write made elsewhere
-    and names the parameter, except a write through `.data`, which torch does not count and all workers read. Evaluate other
-    weights with `shown_weights`; load others with `replace_weights`. Under disciplines that do not wait for the fold (asp, ssp,
-    dssp) `p.grad` is None after `step()`, because other workers read its memory.
+    Limits: parameters are float32, or bfloat16 or float16 with float32 master weights. Weights change only in `step()`; the
+    next `step()` rejects a write made elsewhere and names the parameter, except a write through `.data`, which torch does not
+    count and all workers read. Evaluate other weights with `shown_weights`; load others with `replace_weights`. Under
+    disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
 
     Args:
         optimizer: a RuleOptimizer, or SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta or RMSprop of torch.optim; for
@@ -91,8 +91,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
             default: FASTPS_CHECKPOINT and FASTPS_CHECKPOINT_EVERY.
         resume: a checkpoint, or a directory of checkpoints, to resume from; default: FASTPS_RESUME.
         seeds: seeds to save with each checkpoint, for a resumed run to read.
-        push_dtype: torch.bfloat16 or float16 halves the bytes of a push; sums and updates stay float32. A gradient beyond
-            float16's 65,504 becomes infinite there. `p.grad` stays float32, and stays set after `step()`.
+        push_dtype: the type of pushed gradients; default: that of all parameters, else float32. torch.bfloat16 or float16
+            halves the bytes of a push; sums and updates stay float32. A gradient beyond float16's 65,504 becomes infinite
+            there. If it is not the parameters' type, `p.grad` stays set after `step()`.
         timeout_s: longest wait in seconds; default: FASTPS_TIMEOUT, else 300.
         job, rank, workers: the job's name, this worker's number (from 0), and the number of workers, for processes that no
             launcher has started (multiprocessing, Ray, a notebook); default: the environment. `fastps.spawn` sets them.
@@ -126,7 +127,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         every: int | None = None,
         resume: str | os.PathLike[str] | None = None,
         seeds: Mapping[str, int] | None = None,
-        push_dtype: torch.dtype = torch.float32,
+        push_dtype: torch.dtype | None = None,
         timeout_s: float | None = None,
         job: str | None = None,
         rank: int | None = None,
@@ -136,10 +137,11 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         check_kind(optimizer)
         policy = parse_policy(sync if sync is not None else os.environ.get("FASTPS_SYNC", "bsp"))
         foreign.check_model(model)
-        instance = instances.following() if job is None else 0
-        self._identity = environment.identity(job, rank, workers, instance=instance)
+        foreign.keep_untraced()
+        self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
-        pushed = join.gradient_type(push_dtype)
+        self._tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors))
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
         self._rule = rule_of(optimizer)
@@ -149,7 +151,6 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._wrapped = True
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        self._tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         self._buffers = ModelBuffers(model)
         self._placement = self._place(push_dtype)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
@@ -160,8 +161,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         resume = resume if resume is not None else os.environ.get("FASTPS_RESUME")
         resumed = join.resumed_from(resume, self._placement.stated_layout(layout), model, self.param_groups)
         join.check_checkpoints(wanted is not None or resumed is not None, layout, policy)
-        self._model, self._seeds = model, dict(seeds or {})
-        self._earlier_versions = 0
+        self._model, self._seeds, self._earlier_versions = model, dict(seeds or {}), 0
         start = self._placement.start(resumed) if resumed is not None else None
         self._first_versions = start.beginning(layout)["versions"] if start is not None else []
         joined = self._join(layout, Joining(self._identity, self._names_job, start, timeout_s, clock))
@@ -206,7 +206,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._placement.begin()
         self._worker, self._store = worker, worker.store
         self._clip = self.policy.clip
-        self._weights = Weights(self._tensors, self._store, self._tensor_views)
+        self._weights = Weights(self._tensors, self._store, partial(self._placement.shown_views, self._store))
         self._is_late = worker.generation > 0
         slots = [self._slot_tensors(slot) for slot in range(self._store.arena.slots)]
         self._gradients = tables.gradients_of(self._placement, worker, self._tensors, slots, self.policy.waits_for_fold)
@@ -241,7 +241,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     def _layout(self, model: torch.nn.Module | None, policy: Policy, faults: FaultPolicy, pushed: GradientType) -> Layout:
         rows, numbers = rows_of(self.param_groups, model), tables.tables_of(self._tensors, self._rule)
         tables.check(numbers, [row[0] for row in rows], self.param_groups, self._rule, policy, self._placement)
-        parameters = place(rows, policy.shards, numbers)
+        parameters = place(rows, policy.shards, numbers, types_of(self._tensors))
         groups, workers, extra_bytes = len(self.param_groups), self._identity.workers, self._buffers.nbytes + room_bytes(policy)
         layout = Layout(parameters, groups, self._rule, policy, workers, extra_bytes, faults, pushed)
         return self._placement.layout(replace(layout, server=self._server, max_readers=self._max_readers))
@@ -253,8 +253,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     def _join(self, layout: Layout, to: Joining) -> Worker:
         def write_state(store: JobMemory) -> None:
             """Start the job with the state that the optimizer had when it was wrapped (loaded from a checkpoint, say)."""
-            buffers = [0] * store.arena.shards
-            state.write(store, buffers, partial(shaped_tensors, store), self._rule, self._entries())
+            state.write_first(store, partial(shaped_tensors, store), self._rule, self._entries())
 
         return self._placement.join(layout, self._hypers(), to, write_state if any(self._entries()) else None)
 
@@ -393,7 +392,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
                 " load): expected it to stay where fastps shows the job's weights, because the next step points it back;"
                 f" {_CURE}"
             )
-        if self._total_steps == 0:
+        if self._total_steps == 0 and (self._is_late or self._store.layout.shown_type == "float32"):
             return
         raise ParameterChangedError(
             f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"

@@ -109,10 +109,21 @@ class OptimizerState(torch.optim.Optimizer):
         self._worker.check_usable()
         check_saved(self._rule, state_dict)
         super().load_state_dict(state_dict)
+        self._keep_floats(state_dict)
         self._hypers_read = Hypers(self._rule)
         self._inner.param_groups = self.param_groups
         self._inner.state = self.state
         self._publish_state()
+
+    def _keep_floats(self, state_dict: dict[str, Any]) -> None:
+        """Give the state of parameters in half precision back the digits that torch rounds off when it loads."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, tensor in zip(saved, self._tensors, strict=True):
+            if tensor.dtype == torch.float32:
+                continue
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                    self.state[tensor][name] = value.detach().clone()
 
     def replace_weights(
         self,

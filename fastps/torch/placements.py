@@ -80,11 +80,15 @@ class HostPlacement:
 
     def gradients_kind(self) -> type[Gradients]:
         """The class that copies gradients into the slots."""
-        return Gradients if self._push_dtype == torch.float32 else HalfGradients
+        return Gradients if all(tensor.dtype == self._push_dtype for tensor in self._tensors) else HalfGradients
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat float32 views of the arena, one per parameter."""
         return shaped_tensors(store, views)
+
+    def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
+        """Tensors over flat views of the weights that the model shows, each of its parameter's type."""
+        return shaped_tensors(store, views, [parameter.type for parameter in store.parameters])
 
     def slot_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of a slot, one per parameter, of the layout's gradient type."""

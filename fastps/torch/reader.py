@@ -36,8 +36,10 @@ class Reader(WeightsReader):
         they are. The memory is read-only: a process that writes into these parameters ends by SIGSEGV. After `close` they are
         copies of their own.
 
-        Raises LayoutError if the job's parameters are not in the model, UnsupportedError for a parameter that is not float32
-        on the CPU, UsageError in a forked child or after close, ProtocolError if the arena is damaged.
+        A model in the job's half precision shows the halves, and a float32 model shows the master weights.
+
+        Raises LayoutError if the job's parameters are not in the model or of another type, UnsupportedError for a parameter
+        that is not on the CPU, UsageError in a forked child or after close, ProtocolError if the arena is damaged.
         """
         self._check_usable()
         if model is not None and model not in self._models:
@@ -58,12 +60,19 @@ class Reader(WeightsReader):
                     " build the job's model"
                 )
             check_parameter(name, tensor)
+            if tensor.dtype not in (torch.float32, getattr(torch, parameter.type)):
+                expected = " or ".join(sorted({parameter.type, "float32"}))
+                raise LayoutError(
+                    f"parameter {name!r}: expected {expected}, found"
+                    f" {str(tensor.dtype).removeprefix('torch.')}; convert the model as job {self.job} has it"
+                )
             if tensor.device.type != "cpu":
                 raise UnsupportedError(
                     f"parameter {name!r}: expected a tensor on the CPU, found one on {tensor.device}; update a model on the CPU"
                     " and load its state dict into the other"
                 )
-        return Weights(tensors, self._memory, partial(shaped_tensors, self._memory))
+        types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        return Weights(tensors, self._memory, partial(shaped_tensors, self._memory, dtypes=types))
 
     def _tensors_of(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """The model's parameter for each of the job's: by name, or by place if the job's have no names."""

@@ -4,6 +4,7 @@ Every copy is of one version, and is made under the locks of all shards.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,10 @@ from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
 from fastps.store.worker import Worker
 from fastps.torch.update_rules import entry_of
+
+logger = logging.getLogger("fastps.torch")
+MASTER = "master"
+"""The name of a half's float32 weights in its entry of torch's state."""
 
 Tensors = list[torch.Tensor]
 MakeTensors = Callable[[list[Any]], Tensors]
@@ -34,11 +39,15 @@ def averages(worker: Worker, tensors_of: MakeTensors) -> Tensors:
 def entries(
     worker: Worker, tensors_of: MakeTensors, rule: Rule, groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any] | None]:
-    """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step."""
+    """Each parameter's entry in torch's state. `groups` has each parameter's param_group. None before the rule's first step.
+
+    The entry of a parameter in half precision has its float32 weights, too, as "master".
+    """
     worker.store.layout.check_has_state("the optimizer's state")
     worker.lock_shards()
     try:
-        _, buffers = worker.store.committed()
+        weights, buffers = worker.store.committed()
+        masters = _masters(worker.store, tensors_of, weights)
         steps = [int(count[0]) for count in worker.store.rule_steps(buffers)]
         planes = {
             name: [view.clone() for view in tensors_of(worker.store.plane_views(buffers, plane))]
@@ -47,7 +56,23 @@ def entries(
     finally:
         worker.unlock_shards(False)
     of_each = [{name: tensors[index] for name, tensors in planes.items()} for index in range(len(groups))]
-    return [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
+    found = [entry_of(group, rule, steps[index], of_each[index].__getitem__) for index, group in enumerate(groups)]
+    for index, master in masters.items():
+        # Only beside the rest: torch takes an entry that is not empty for one that it has begun.
+        if found[index] is not None or not rule.planes:
+            found[index] = {**(found[index] or {}), MASTER: master}
+    return found
+
+
+def _masters(store: JobMemory, tensors_of: MakeTensors, buffers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Copies of the float32 weights of the parameters in half precision, by index."""
+    if store.layout.shown_type == "float32":
+        return {}
+    return {
+        index: tensor.clone()
+        for index, tensor in enumerate(tensors_of(store.weight_views(buffers)))
+        if store.parameters[index].type != "float32"
+    }
 
 
 @dataclass(frozen=True)
@@ -69,13 +94,17 @@ def _republished(worker: Worker) -> Iterator[_Buffers]:
     try:
         spares = [worker.lane.spare(shard) for shard in range(worker.store.arena.shards)]
         yield _Buffers(*worker.store.committed(), [pair[0] for pair in spares], [pair[1] for pair in spares])
+        worker.store.write_halves([pair[0] for pair in spares])
         published = True
     finally:
         worker.unlock_shards(published)
 
 
 def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
-    """Make these entries of torch's state, one per parameter and empty if it has none, the job's. Weights and version stay."""
+    """Make these entries of torch's state, one per parameter and empty if it has none, the job's. Weights and version stay.
+
+    Only the digits that halves do not show come from an entry's "master".
+    """
     store = worker.store
     with _republished(worker) as of:
         _copy(store.weight_views(of.weights), store.weight_views(of.new_weights))
@@ -83,6 +112,28 @@ def publish(worker: Worker, tensors_of: MakeTensors, rule: Rule, given: Sequence
             last = store.layout.planes - 1
             _copy(store.plane_views(of.state, last), store.plane_views(of.new_state, last))
         write(store, of.new_state, tensors_of, rule, given)
+        if store.layout.shown_type != "float32":
+            _refine(store, tensors_of(store.weight_views(of.new_weights)), given)
+
+
+def _refine(store: JobMemory, weights: Tensors, given: Sequence[Mapping[str, Any]]) -> None:
+    """Take the float32 weights of these entries where they round to the halves that the model shows."""
+    others = []
+    for parameter, tensor, entry in zip(store.parameters, weights, given, strict=True):
+        master = entry.get(MASTER)
+        if master is None or parameter.type == "float32":
+            continue
+        half = getattr(torch, parameter.type)
+        if torch.equal(master.to(half), tensor.to(half)):
+            tensor.copy_(master)
+        else:
+            others.append(parameter.name)
+    if others:
+        logger.warning(
+            "the loaded master weights of %s are of other weights than the model's, and are not used: load the model's weights"
+            " of the same moment first",
+            ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else ""),
+        )
 
 
 def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Tensors], Sequence[torch.Tensor]]) -> None:
@@ -104,6 +155,13 @@ def publish_weights(worker: Worker, tensors_of: MakeTensors, make: Callable[[Ten
         for plane in range(store.layout.planes):
             _copy(store.plane_views(of.state, plane), store.plane_views(of.new_state, plane))
         _copy(store.rule_steps(of.state), store.rule_steps(of.new_state))
+
+
+def write_first(store: JobMemory, tensors_of: MakeTensors, rule: Rule, given: Sequence[Mapping[str, Any]]) -> None:
+    """Write these entries of torch's state into the first buffers, and the masters among them over the first weights."""
+    write(store, [0] * store.arena.shards, tensors_of, rule, given)
+    if store.layout.shown_type != "float32":
+        _refine(store, tensors_of(store.weight_views(0)), given)
 
 
 def write(

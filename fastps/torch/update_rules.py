@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastps.errors import UnsupportedError, UsageError
+from fastps.job.layout import GradientType
 from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
@@ -196,6 +197,38 @@ Row = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """A parameter's name, shape, stride and param_group."""
 
 
+PARAMETER_TYPES: dict[torch.dtype, GradientType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+"""The types of parameters, and of pushed gradients, by the names that a layout has for them."""
+
+
+def types_of(tensors: Sequence[torch.Tensor]) -> list[GradientType]:
+    """The type of each parameter. Raises UnsupportedError for a model with both halves, because an arena shows one.
+
+    >>> types_of([torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)])
+    ['float32', 'bfloat16']
+    """
+    found = [PARAMETER_TYPES[tensor.dtype] for tensor in tensors]
+    if {"float16", "bfloat16"} <= set(found):
+        raise UnsupportedError(
+            "expected parameters of one half precision beside float32, found bfloat16 and float16: convert the model to one"
+        )
+    return found
+
+
+def pushed_type(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The type in which gradients are pushed unless the script says: a half if all parameters have it, else float32.
+
+    >>> pushed_type([torch.zeros(1, dtype=torch.bfloat16)])
+    torch.bfloat16
+    """
+    types = {tensor.dtype for tensor in tensors}
+    return types.pop() if len(types) == 1 and types <= PARAMETER_TYPES.keys() else torch.float32
+
+
 def rows_of(groups: list[dict[str, Any]], model: torch.nn.Module | None) -> list[Row]:
     """The parameters of all param_groups, in order, with the names that `model` gives them.
 
@@ -223,8 +256,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         raise UnsupportedError(
             f"parameter {name!r}: expected a dense tensor, found {parameter.layout}; sparse is not supported"
         )
-    if parameter.dtype is not torch.float32:
-        raise UnsupportedError(f"parameter {name!r}: expected float32, found {parameter.dtype}; use model.float()")
+    if parameter.dtype not in PARAMETER_TYPES:
+        raise UnsupportedError(
+            f"parameter {name!r}: expected float32, bfloat16 or float16, found {str(parameter.dtype).removeprefix('torch.')},"
+            " which the fold does not compute in; use model.float(), or model.bfloat16() for halves with float32 master weights"
+        )
     if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"parameter {name!r}: expected a tensor on the CPU or a CUDA GPU, found one on {parameter.device}"

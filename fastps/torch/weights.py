@@ -16,12 +16,16 @@ from fastps.torch.tensor_loops import tensor_loops
 
 
 class Weights:
-    """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter."""
+    """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter.
+
+    A view is of the float32 weights, or of their halves where the parameter is of that type.
+    """
 
     def __init__(
         self, tensors: list[torch.Tensor], store: WeightsMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
         self.tensors = tensors
+        self._are_halves = [tensor.dtype != torch.float32 for tensor in tensors]
         self._store = store
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
@@ -68,9 +72,16 @@ class Weights:
         """Tensors over the parameters of one shard in a weights buffer."""
         found = self._made.get((shard, buffer))
         if found is None:
-            made = self._tensors_of(self._store.weight_views(buffer))
+            made = self._tensors_of(self._views(buffer))
             found = self._made[shard, buffer] = [made[index] for index in self._of_shard[shard]]
         return found
+
+    def _views(self, buffer: int) -> list[Any]:
+        floats: list[Any] = list(self._store.weight_views(buffer))
+        if not any(self._are_halves):
+            return floats
+        halves = self._store.half_views(buffer)
+        return [half if is_half else each for each, half, is_half in zip(floats, halves, self._are_halves, strict=True)]
 
     def show_copies(self) -> None:
         """Replace the memory of every parameter by a private copy."""
@@ -84,15 +95,19 @@ class Weights:
         self._shard_loops.clear()
 
 
-def shaped_tensors(store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtype: str = "float32") -> list[torch.Tensor]:
+def shaped_tensors(
+    store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtypes: str | Sequence[str] = "float32"
+) -> list[torch.Tensor]:
     """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
-    `dtype` names the tensors' type, because NumPy has no bfloat16. The memory stays mapped as long as one of them lives. A
-    table's view may be empty (its gradient), or have one value for each row (state of row-wise rules), and is then a column.
+    `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16. The memory stays mapped as long as one
+    of them lives. A table's view may be empty (its gradient), or have one value for each row (state of row-wise rules), and is
+    then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
+    names = [dtypes] * len(views) if isinstance(dtypes, str) else dtypes
     made = []
-    for view, parameter in zip(views, store.parameters, strict=True):
+    for view, parameter, dtype in zip(views, store.parameters, names, strict=True):
         shape, stride = parameter.shape, parameter.stride
         if parameter.is_table and view.size != parameter.size:
             shape, stride = (view.size, 1), (1, 1)
@@ -103,14 +118,14 @@ def shaped_tensors(store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtyp
 
 @contextlib.contextmanager
 def shown(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> Iterator[None]:
-    """Show `values`, moved to the parameters' device, as these parameters inside the block; restore them at its end.
+    """Show `values`, converted to the parameters' type and device, as these parameters inside the block; restore them then.
 
     No other worker may use the memory of `values`.
     """
     kept = [tensor.data for tensor in tensors]
     try:
         for tensor, value in zip(tensors, values, strict=True):
-            tensor.data = value.to(tensor.device)
+            tensor.data = value.to(tensor.device, tensor.dtype)
         yield
     finally:
         for tensor, value in zip(tensors, kept, strict=True):

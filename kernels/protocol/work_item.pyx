@@ -112,6 +112,8 @@ cdef class WorkItem:
         self.job.ema_plane = self.job.state_planes - 1 if self.job.ema_decay > 0 else -1
         self.job.weights_in = self.arena.weights(weights_in)
         self.job.weights_out = self.arena.weights(weights_out)
+        self.job.shown_type = self.arena.header.shown_type
+        self.job.halves_out = self.arena.halves(weights_out)
         self.job.nonfinite = &self.nonfinite if self.arena.header.checks_finite else NULL
         self._read_state(self.arena.state(state_in), self.arena.state(
             state_in if fps_mutant(FPS_MUTANT_STATE_IN_PLACE) else state_out))

@@ -11,7 +11,7 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 11
+#define FPS_ABI 12
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -241,6 +241,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, n_shards)                                                                                             \
     WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
     WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
+    WORD(uint32_t, shown_type) /* FPS_FLOAT32, or the half in which each weights buffer has the weights once more */     \
     WORD(uint32_t, n_readers) /* the most processes that only read weights, each with a buffer more */                   \
     WORD(uint32_t, n_tables)                                                                                             \
     WORD(uint32_t, row_rule) /* FPS_ROWS_* of rows.h, if there are tables */                                             \
@@ -264,7 +265,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, rows_offset) /* the tables' rows: weights and state, one copy */                                      \
     WORD(uint64_t, rows_bytes)                                                                                           \
     WORD(uint64_t, weights_offset)                                                                                       \
-    WORD(uint64_t, weights_bytes) /* n_buffers of them */                                                                \
+    WORD(uint64_t, weights_bytes) /* n_buffers of them: the floats, then with a shown type the halves */                 \
     WORD(uint64_t, state_offset)                                                                                         \
     WORD(uint64_t, state_bytes) /* FPS_STATE_BUFFERS of them: int64 steps[n_parameters], then the planes */              \
     WORD(uint64_t, state_steps_bytes)                                                                                    \

@@ -157,6 +157,7 @@ cdef extern from "shm/arena.h" nogil:
         uint32_t n_shards
         uint32_t checks_finite
         uint32_t gradient_type
+        uint32_t shown_type
         uint32_t n_readers
         uint32_t n_tables
         uint32_t row_rule

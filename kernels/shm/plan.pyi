@@ -14,6 +14,7 @@ def plan(
     ema_decay: float = 0.0,
     checks_finite: bool = False,
     gradient_type: int = ...,
+    shown_type: int = ...,
     servers: int = 0,
     readers: int = 0,
     tables: list[tuple[int, int, int, int, int]] | None = None,

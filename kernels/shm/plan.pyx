@@ -44,7 +44,8 @@ cdef uint64_t _aligned(uint64_t size, uint64_t to) noexcept:
 
 
 cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t buffers, uint32_t shards,
-                         double ema_decay, uint32_t gradient_type, uint32_t servers, uint32_t readers) except -1:
+                         double ema_decay, uint32_t gradient_type, uint32_t shown_type, uint32_t servers,
+                         uint32_t readers) except -1:
     if not 1 <= lanes <= FPS_MAX_LANES:
         raise ValueError(f"expected 1 to {FPS_MAX_LANES} workers, found {lanes}")
     if servers > 1:
@@ -63,6 +64,8 @@ cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uin
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
     if gradient_type > FPS_BFLOAT16:
         raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
+    if shown_type > FPS_BFLOAT16:
+        raise ValueError(f"expected a type of shown weights of 0 to {FPS_BFLOAT16}, found {shown_type}")
     return 0
 
 
@@ -72,14 +75,19 @@ cdef void _set_rows(fps_header *header, const rows_measures_t *rows) noexcept:
     header.rows_bytes, header.undo_bytes, header.row_slot_bytes = rows.rows_bytes, rows.undo_bytes, rows.row_slot_bytes
 
 
+cdef uint64_t _weight_bytes(uint32_t shown_type) noexcept:
+    """What a weight takes in a buffer: a float, and with a shown type its half."""
+    return sizeof(float) if shown_type == FPS_FLOAT32 else sizeof(float) + sizeof(uint16_t)
+
+
 cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring_size, uint32_t groups, uint32_t parameters,
                uint64_t buffer_floats, uint32_t rule, uint32_t state_planes, uint64_t extra_bytes, uint32_t buffers,
-               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t servers,
-               uint32_t readers, const rows_measures_t *rows) except -1:
+               uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t shown_type,
+               uint32_t servers, uint32_t readers, const rows_measures_t *rows) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
     cdef uint64_t offset
     cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
-    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, servers, readers)
+    _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, shown_type, servers, readers)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -94,7 +102,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.n_shards = shards
     header.checks_finite = checks_finite
     header.ema_decay = ema_decay
-    header.gradient_type = gradient_type
+    header.gradient_type, header.shown_type = gradient_type, shown_type
     header.n_servers = servers
     header.n_readers = readers
     _set_rows(header, rows)
@@ -116,7 +124,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
     offset = header.rows_offset = offset + 2 * shards * header.scheduler_bytes
     offset = header.weights_offset = offset + rows.rows_bytes
-    header.weights_bytes = _aligned(header.buffer_floats * sizeof(float), PAGE)
+    header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(shown_type), PAGE)
     offset = header.state_offset = offset + buffers * header.weights_bytes
     header.state_steps_bytes = _aligned(parameters * sizeof(int64_t), FPS_LINE)
     header.state_bytes = _aligned(header.state_steps_bytes + state_planes * header.buffer_floats * sizeof(float), PAGE)
@@ -183,7 +191,7 @@ cdef int _check_size(const fps_header *header) except -1:
     cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
     cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
     cdef double all_buffers = <double> header.n_buffers + header.n_readers
-    cdef double buffers = all_buffers * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    cdef double buffers = all_buffers * 1.5 * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
     cdef double rows = 1.0 * header.rows_bytes + 1.0 * header.n_shards * header.undo_bytes
     lanes += all_lanes * header.n_slots * header.row_slot_bytes + rows
     if lanes + rings + buffers + tables > 2.0 ** 56:
@@ -193,10 +201,12 @@ cdef int _check_size(const fps_header *header) except -1:
 
 def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int64_t buffer_floats, int rule, int state_planes,
          int64_t extra_bytes, int buffers, int shards=1, double ema_decay=0, bint checks_finite=False,
-         int gradient_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None, int row_rule=0):
+         int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, int servers=0, int readers=0, list tables=None,
+         int row_rule=0):
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
+    `shown_type`: the half precision in which each weights buffer has the weights once more; FPS_FLOAT32: none.
     `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
 
     Sizes are in floats (4 bytes) where the name says so, else in bytes. Raises ValueError for a measure out of range.
@@ -209,7 +219,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     describe_tables(words, tables or [])
     place_tables(words, len(tables or []), row_rule, max(shards, 1), &rows)
     _plan(&header, lanes, slots, ring_size, groups, parameters, buffer_floats, rule, state_planes, extra_bytes, buffers,
-          shards, ema_decay, checks_finite, gradient_type, servers, readers, &rows)
+          shards, ema_decay, checks_finite, gradient_type, shown_type, servers, readers, &rows)
     return bytes((<char *> &header)[:sizeof(fps_header)]), header.total_bytes
 
 
@@ -228,7 +238,7 @@ cdef int check_header(const fps_header *found, int64_t size) except -1:
     rows.undo_bytes, rows.row_slot_bytes = found.undo_bytes, found.row_slot_bytes
     _plan(&own, found.n_lanes, found.n_slots, found.ring_size, found.n_groups, found.n_parameters, found.buffer_floats,
           found.rule, found.state_planes, found.extra_bytes, found.n_buffers, found.n_shards, found.ema_decay,
-          found.checks_finite, found.gradient_type, found.n_servers, found.n_readers, &rows)
+          found.checks_finite, found.gradient_type, found.shown_type, found.n_servers, found.n_readers, &rows)
     if memcmp(&own, found, sizeof(own)) != 0 or own.total_bytes > <uint64_t> size:
         raise ValueError("the arena's header is damaged: its places do not follow from its measures")
     return 0

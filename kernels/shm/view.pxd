@@ -1,6 +1,6 @@
 # A view of the arena's memory: addresses only.
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
 from fastps.kernels.scheduling.state cimport scheduler_t
 from fastps.kernels.shm.arena_h cimport (
@@ -44,6 +44,7 @@ cdef class ArenaView:
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil
+    cdef uint16_t *halves(self, uint64_t buffer) noexcept nogil
     cdef char *state(self, uint64_t buffer) noexcept nogil
     cdef char *rows(self) noexcept nogil
     cdef char *row_slot(self, uint32_t lane, uint32_t slot) noexcept nogil

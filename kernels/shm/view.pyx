@@ -1,6 +1,6 @@
 """A checked view of an arena's memory: where each of its parts lies, and its measures."""
 
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 
@@ -20,7 +20,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, rows_measures_t
-from fastps.kernels.update.fold cimport fps_segment
+from fastps.kernels.update.fold cimport FPS_FLOAT32, fps_segment
 from fastps.kernels.update.rows cimport fps_rows_values_offset, fps_table, fps_undo_log
 
 cdef enum:
@@ -145,6 +145,12 @@ cdef class ArenaView:
         buffer -= self.header.n_buffers
         return <float *> (self.base + self.header.reader_weights_offset + buffer * self.header.weights_bytes)
 
+    cdef uint16_t *halves(self, uint64_t buffer) noexcept nogil:
+        """A buffer's weights in the shown type; NULL without one."""
+        if self.header.shown_type == FPS_FLOAT32:
+            return NULL
+        return <uint16_t *> (self.weights(buffer) + self.header.buffer_floats)
+
     cdef char *state(self, uint64_t buffer) noexcept nogil:
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
 
@@ -201,6 +207,13 @@ cdef class ArenaView:
     def weights_offset(self, int buffer):
         """Byte offset of a weights buffer."""
         return <char *> self.weights(buffer) - self.base
+
+    def halves_offset(self, int buffer):
+        """Byte offset of the same weights in the shown type. Raises ValueError without one."""
+        cdef uint16_t *halves = self.halves(buffer)
+        if halves == NULL:
+            raise ValueError("expected an arena that has weights in half precision, found one that has not")
+        return <char *> halves - self.base
 
     def reader_weights_range(self, int readers):
         """(offset, length) in bytes of the weights buffers of the first `readers` readers: whole pages, the arena's last."""
@@ -264,6 +277,11 @@ cdef class ArenaView:
     def buffer_floats(self):
         """Floats of a weights buffer, padding included."""
         return self.header.buffer_floats
+
+    @property
+    def shown_type(self):
+        """The half precision in which each buffer has the weights once more, a number of kernels.update.fold; 0: none."""
+        return self.header.shown_type
 
     @property
     def state_planes(self):

@@ -11,7 +11,7 @@
 #define FPS_FOLD_SUM 0  /* one application of the rule on scale * the sum of the pushes, in the order given */
 #define FPS_FOLD_EACH 1 /* the rule push by push, each with its own hyper-parameters */
 
-#define FPS_FLOAT32 0 /* the type of pushed gradients; sums and updates are always in single precision */
+#define FPS_FLOAT32 0 /* the type of pushed gradients, or of shown weights; sums and updates are always in single precision */
 #define FPS_FLOAT16 1
 #define FPS_BFLOAT16 2
 
@@ -78,6 +78,7 @@ typedef void (*fps_user_rule)(int64_t length, int64_t steps, double *hyper, cons
 typedef struct {
     int32_t rule, mode;
     int32_t gradient_type; /* FPS_FLOAT32, or a half of it */
+    int32_t shown_type;    /* the type of halves_out */
     int32_t streaming; /* whether results use non-temporal stores: faster when they exceed the caches, slower when they fit */
     fps_user_rule user_rule; /* of users' rules only */
     int32_t state_planes; /* the rule's own, then the average's if there is one */
@@ -92,6 +93,7 @@ typedef struct {
     double rate_scale; /* FPS_FOLD_SUM: multiplies the pushes' mean learning rate */
     const float *weights_in;
     float *weights_out;
+    uint16_t *halves_out; /* weights_out in half precision, for a model to read; NULL: not wanted */
     const float *state_in;
     float *state_out;
     const int64_t *steps_in;
@@ -131,6 +133,7 @@ typedef struct {
     int64_t stride;     /* floats between planes */
     int64_t out_stride; /* the same for state_out; it differs from `stride` only with `streaming` */
     int streaming;      /* the rule's own loop uses non-temporal stores: state_out is not the stage */
+    float *kept;        /* with `streaming`: where the loop also leaves the weights of whole lines, in the cache; or NULL */
 } fps_place;
 
 /* What one call of the fold writes and forgets: about 260 KB, too much for the stacks that threads are given. One caller at a

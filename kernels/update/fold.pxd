@@ -1,6 +1,6 @@
 # The fold for compiled callers: the job's structures, and the functions that run it.
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 
 cdef extern from "update/fold.h" nogil:
     enum:
@@ -57,6 +57,7 @@ cdef extern from "update/fold.h" nogil:
         int32_t rule
         int32_t mode
         int32_t gradient_type
+        int32_t shown_type
         int32_t streaming
         fps_user_rule user_rule
         int32_t state_planes
@@ -71,6 +72,7 @@ cdef extern from "update/fold.h" nogil:
         double rate_scale
         const float *weights_in
         float *weights_out
+        uint16_t *halves_out
         const float *state_in
         float *state_out
         const int64_t *steps_in

@@ -39,6 +39,9 @@ TILE: int
 CHOSEN_ISA: int  # the number of the instruction set that the folds use
 
 def instruction_sets() -> list[str]: ...
+def narrow(
+    weights: npt.NDArray[np.float32], halves: npt.NDArray[np.uint16], shown_type: int, *, instruction_set: str | None = None
+) -> None: ...
 def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
 def coefficients_of(
     rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int
@@ -65,6 +68,8 @@ class Folding:
         ema_decay: float = 0.0,
         user_rule: int = 0,
         gradient_type: int = ...,
+        shown_type: int = ...,
+        halves_out: npt.NDArray[np.uint16] | None = None,
         streaming: bool = False,
         instruction_set: str = "auto",
     ) -> None: ...
@@ -85,6 +90,8 @@ def fold(
     ema_decay: float = 0.0,
     user_rule: int = 0,
     gradient_type: int = ...,
+    shown_type: int = ...,
+    halves_out: npt.NDArray[np.uint16] | None = None,
     streaming: bool = False,
     instruction_set: str = "auto",
     ranges: Sequence[tuple[int, int]] | None = None,

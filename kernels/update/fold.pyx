@@ -60,6 +60,7 @@ cdef extern from "update/fold_run.h" nogil:
     const fps_tile_functions *fps_isa_functions(int isa)
     int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first,
                        int64_t last)
+    void fps_narrow(const fps_tile_functions *tile, int type, uint16_t *halves, const float *weights, int64_t length)
     float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
                          int64_t last, int32_t *parameter)
 
@@ -131,6 +132,7 @@ cdef class Folding:
     """A repeatable fold of given pushes from given buffers into given buffers; running it allocates nothing.
 
     Arguments are those of `fold`; results go into `weights_out`, `state_out` and `steps_out`, which must not be the inputs.
+    `halves_out` (uint16[n]), if given, gets the weights in the half precision `shown_type`, FLOAT16 or BFLOAT16.
 
     >>> import numpy as np
     >>> gradient, weights, out = np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)
@@ -152,7 +154,8 @@ cdef class Folding:
                   const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
                   float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
                   double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
-                  int gradient_type=FPS_FLOAT32, bint streaming=False, str instruction_set="auto"):
+                  int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, uint16_t[::1] halves_out=None,
+                  bint streaming=False, str instruction_set="auto"):
         cdef int64_t n = weights.shape[0]
         if steps.shape[0] != len(segments) or state.shape[1] != n:
             raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
@@ -160,8 +163,10 @@ cdef class Folding:
         if weights_out.shape[0] != n or state_out.shape[0] != state.shape[0] or state_out.shape[1] != n \
                 or steps_out.shape[0] != steps.shape[0]:
             raise ValueError(f"expected outputs of the inputs' shapes, {n} floats and {steps.shape[0]} parameters")
+        if halves_out is not None and halves_out.shape[0] != n:
+            raise ValueError(f"expected room for {n} halves, found {halves_out.shape[0]}")
         self.tile = fps_isa_functions(_isa_of(instruction_set))
-        self.keep = [weights, state, steps, weights_out, state_out, steps_out]
+        self.keep = [weights, state, steps, weights_out, state_out, steps_out, halves_out]
         self.scratch = FoldScratch()
         memset(&self.job, 0, sizeof(self.job))
         self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
@@ -187,6 +192,9 @@ cdef class Folding:
         self.job.rate_scale = rate_scale
         self.job.weights_in = &weights[0]
         self.job.weights_out = &weights_out[0]
+        self.job.shown_type = shown_type
+        if halves_out is not None:
+            self.job.halves_out = &halves_out[0]
         self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # never read without planes
         self.job.state_out = &state_out[0, 0] if state.shape[0] else self.job.weights_out
         if steps.shape[0]:
@@ -252,6 +260,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         user_rule: the address of a user's rule, for RULE_USER and RULE_SUMMING.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
         gradient_type: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
+        shown_type, halves_out: as in Folding.
         streaming: whether results use non-temporal stores.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
         ranges: (first, last) pairs of floats to fold, each in a call of its own; default: everything at once. With
@@ -265,6 +274,25 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
     for first, last in ranges or [(0, weights.shape[0])]:
         folding.run(first, last)
     return outputs
+
+
+def narrow(const float[::1] weights not None, uint16_t[::1] halves not None, int shown_type, *, str instruction_set=None):
+    """Write weights in the half precision `shown_type`, FLOAT16 or BFLOAT16, as a fold writes them: the bits of each half.
+
+    `instruction_set`: one of `instruction_sets()`; None: the fold's. Raises ValueError for another type or another length.
+
+    >>> import numpy as np
+    >>> halves = np.zeros(2, np.uint16)
+    >>> narrow(np.array([1, -2], np.float32), halves, FLOAT16)
+    >>> halves.view(np.float16).tolist()
+    [1.0, -2.0]
+    """
+    cdef const fps_tile_functions *tile = fps_isa_functions(_isa_of(instruction_set)) if instruction_set else _chosen
+    if shown_type not in (FPS_FLOAT16, FPS_BFLOAT16) or halves.shape[0] != weights.shape[0]:
+        raise ValueError(f"expected {weights.shape[0]} halves of type {FPS_FLOAT16} or {FPS_BFLOAT16}, found "
+                         f"{halves.shape[0]} of type {shown_type}")
+    if weights.shape[0]:
+        fps_narrow(tile, shown_type, &halves[0], &weights[0], weights.shape[0])
 
 
 def planes_needed(int rule, hyper):

@@ -21,6 +21,8 @@ typedef struct {
     void (*add)(float *restrict, const float *restrict, float, int, int64_t);
     void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
     void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
+    void (*narrow_float16)(uint16_t *restrict, const float *restrict, int64_t);
+    void (*narrow_bfloat16)(uint16_t *restrict, const float *restrict, int64_t);
     void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
     void (*stream)(float *, const float *, int64_t);
     int (*is_finite)(const float *, int64_t);

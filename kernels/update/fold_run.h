@@ -65,7 +65,8 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
 /* Whether a single pass of the rule's loop, which reads `at_once` gradients, takes all `count` of them: neither inputs nor
  * results are read again, so nothing has to stay in the cache. */
 static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
-    return count <= at_once && fps_taken_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0;
+    return count <= at_once && fps_taken_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0
+           && !job->halves_out;
 }
 
 /* Whether the results of a user's rule are finite; the rules' own loops check theirs. */
@@ -276,6 +277,12 @@ static void fps_apply_whole(const fps_tile_functions *tile, const fps_fold_job *
     fps_flag(job, finite);
 }
 
+/* Write the halves of a parameter that such a rule has updated. */
+static void fps_show_whole(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t last) {
+    FPS_FAILPOINT();
+    fps_narrow(tile, job->shown_type, job->halves_out + first, job->weights_out + first, last - first);
+}
+
 /* Apply such a rule push by push, and move the average after each. */
 static void fps_fold_each_whole(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                                 const fps_coefficients *by, int64_t first, int64_t last) {
@@ -344,6 +351,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
     if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
+    if (job->halves_out && job->shown_type != FPS_FLOAT16 && job->shown_type != FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
@@ -379,6 +387,7 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
                 fps_apply_whole(tile, job, &sum.by, present, count, sum.same_scale, 0, from, to);
             else fps_fold_sum(tile, job, &sum, present, count, from, to);
         }
+        if (job->rule == FPS_RULE_SUMMING && job->halves_out) fps_show_whole(tile, job, from, to);
     }
     if (job->streaming) FPS_DRAIN(); /* a release store does not order non-temporal stores before it */
     return 0;

@@ -33,7 +33,7 @@ static int fps_streams_itself(const fps_fold_job *job, const fps_coefficients *b
 /* A staged tile's planes are updated in place, so that a rule's inputs and outputs have one stride. */
 static inline fps_place fps_begin_tile(const fps_fold_job *job, float *stage, int64_t first, int64_t length, int streams) {
     fps_place place = {job->weights_in + first, job->weights_out + first, job->state_in + first, job->state_out + first,
-                       job->state_stride, job->state_stride, streams};
+                       job->state_stride, job->state_stride, streams, job->halves_out ? stage : NULL};
     FPS_FAILPOINT();
     if (!job->streaming || streams) return place;
     for (int plane = 0; plane < job->state_planes; plane++)
@@ -52,8 +52,24 @@ static inline void fps_leave_stage(const fps_fold_job *job, int64_t first, fps_p
     place->streaming = 1;
 }
 
+/* Write weights in the type that the model has. */
+static inline void fps_narrow(const fps_tile_functions *tile, int type, uint16_t *halves, const float *weights, int64_t length) {
+    if (type == FPS_FLOAT16) tile->narrow_float16(halves, weights, length);
+    else tile->narrow_bfloat16(halves, weights, length);
+}
+
+/* Write the tile's weights, which are in the cache, in half precision. */
+static inline void fps_show_tile(const fps_tile_functions *tile, const fps_fold_job *job, int64_t first, int64_t length,
+                                 const fps_place *place) {
+    int64_t kept = place->streaming ? length - length % FPS_LINE_FLOATS : 0;
+    FPS_FAILPOINT();
+    fps_narrow(tile, job->shown_type, job->halves_out + first, place->kept, kept);
+    fps_narrow(tile, job->shown_type, job->halves_out + first + kept, place->weights_out + kept, length - kept);
+}
+
 static inline void fps_end_tile(const fps_tile_functions *tile, const fps_fold_job *job, const float *stage, int64_t first,
                                 int64_t length, const fps_place *place) {
+    if (job->halves_out) fps_show_tile(tile, job, first, length, place);
     if (!job->streaming || place->streaming) return;
     FPS_FAILPOINT();
     tile->stream(job->weights_out + first, stage, length);

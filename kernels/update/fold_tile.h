@@ -82,6 +82,32 @@ static void FPS_ISA(widen_bfloat16)(float *restrict wide, const uint16_t *restri
     }
 }
 
+/* Rounded to the nearest bfloat16, ties to even, as torch rounds; a NaN stays one. */
+static void FPS_ISA(narrow_bfloat16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { float value; uint32_t bits; } number = {wide[i]};
+        uint32_t rounded = (number.bits + 0x7fffu + (number.bits >> 16 & 1)) >> 16;
+        halves[i] = (uint16_t)((number.bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    }
+}
+
+/* Rounded to the nearest IEEE half, ties to even, as torch rounds; beyond the largest half an infinity, and a NaN stays one. A
+ * result that is subnormal is rounded by a sum of floats: the last digit of a half's smallest step is that of a float near 0.5. */
+static void FPS_ISA(narrow_float16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        union { float value; uint32_t bits; } number = {wide[i]}, small;
+        int32_t size = number.bits & 0x7fffffff; /* signed, because compilers vectorize no unsigned comparison here */
+        int32_t normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+        small.bits = size;
+        small.value += 0.5f;
+        int32_t subnormal = small.bits - 0x3f000000;
+        int32_t half = size < 113 << 23 ? subnormal : normal;
+        half = size >= 143 << 23 ? 0x7c00 : half;
+        half = size > 0x7f800000 ? 0x7e00 : half;
+        halves[i] = (uint16_t)((number.bits >> 16 & 0x8000) | half);
+    }
+}
+
 /* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
 static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t most, float value) {
     int32_t bits;
@@ -180,6 +206,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
     if (streaming) {
         int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
         float weights[FPS_LINE_FLOATS] FPS_ON_LINE, states[FPS_RULE_PLANES * FPS_LINE_FLOATS] FPS_ON_LINE;
+        float *const kept = place->kept;
         for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
 #pragma GCC ivdep
             for (int j = 0; j < FPS_LINE_FLOATS; j++) {
@@ -194,6 +221,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
             if (writes & 2) FPS_ISA(stream_line)(state_out + out_stride + i, states + FPS_LINE_FLOATS);
             if (writes & 4) FPS_ISA(stream_line)(state_out + 2 * out_stride + i, states + 2 * FPS_LINE_FLOATS);
             FPS_ISA(stream_line)(weights_out + i, weights);
+            if (kept) memcpy(kept + i, weights, sizeof(weights));
         }
         for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
     }
@@ -272,6 +300,8 @@ static const fps_tile_functions FPS_ISA(tile_functions) = {
     .add = FPS_ISA(add),
     .widen_float16 = FPS_ISA(widen_float16),
     .widen_bfloat16 = FPS_ISA(widen_bfloat16),
+    .narrow_float16 = FPS_ISA(narrow_float16),
+    .narrow_bfloat16 = FPS_ISA(narrow_bfloat16),
     .average = FPS_ISA(average),
     .stream = FPS_ISA(stream),
     .is_finite = FPS_ISA(is_finite),

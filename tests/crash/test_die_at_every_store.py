@@ -47,6 +47,7 @@ class Case:
     hyper: tuple[float, float, float, float, float, float, float, float, int]
     policy: dict[str, Any]
     slots: int = 2
+    shown_type: int = fold.FLOAT32
     row_rule: int = -1  # of the tables, one in each shard; -1: there are none
 
     @property
@@ -95,6 +96,7 @@ CASES = [
     Case("momentum-r2sp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
     Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
+    Case("adam-shown-in-bfloat16", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP, shown_type=fold.BFLOAT16),
     Case("summing-asp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0), ASP),
     Case("summing-bsp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "all", "grant": "next-version"}, slots=1),
@@ -118,7 +120,7 @@ class Job:
             lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS + len(case.tables),
             buffer_floats=SHARDS * SHARD_FLOATS, tables=case.tables, row_rule=max(case.row_rule, 0),
             rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
-            readers=readers,
+            readers=readers, shown_type=case.shown_type,
         )  # fmt: skip
         self.case = case
         self.memory = mmap.mmap(-1, size)
@@ -231,12 +233,23 @@ class Job:
             steps = self.arena.steps_offset(state) + 8 * shard
             found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
             found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
+            if self.case.shown_type:
+                found.append(self.shown(weights, shard, version))
         for table in range(len(self.case.tables)):  # weights, then optimizer state
             planes, words = rows.PLANES[self.case.row_rule]
             places = [(self.arena.table_offset(table), ROWS * WIDTH)]
             places += [(self.arena.table_plane_offset(table, plane), ROWS * (words or WIDTH)) for plane in range(planes)]
             found += [self.memory[begin : begin + 4 * floats] for begin, floats in places]
         return b"".join(found)
+
+    def shown(self, buffer: int, shard: int, version: int) -> bytes:
+        """The halves of a shard. Asserts that they are those of its weights, once a fold has written both."""
+        halves = np.frombuffer(self.memory, np.uint16, SHARDS * SHARD_FLOATS, self.arena.halves_offset(buffer))
+        expected = np.zeros(SHARD_FLOATS, np.uint16)
+        own = slice(SHARD_FLOATS * shard, SHARD_FLOATS * (shard + 1))
+        fold.narrow(self.floats(self.arena.weights_offset(buffer))[own], expected, self.case.shown_type)
+        assert version == 0 or halves[own].tobytes() == expected.tobytes()
+        return halves[own].tobytes()
 
 
 def _die(case: Case, store: int) -> tuple[Job, int]:

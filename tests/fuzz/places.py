@@ -91,7 +91,7 @@ def gaps_of(header: Header) -> list[tuple[int, int]]:
         ends[begin + header.scheduler_bytes] = begin + max(_STATE_BYTES, header.scheduler_bytes - 1024)
     for buffer in range(header.n_buffers):
         begin = header.weights_offset + buffer * header.weights_bytes
-        ends[begin + header.weights_bytes] = begin + 4 * header.buffer_floats
+        ends[begin + header.weights_bytes] = begin + (6 if header.shown_type else 4) * header.buffer_floats
     for buffer in range(3):
         begin = header.state_offset + buffer * header.state_bytes
         ends[begin + header.state_bytes] = begin + header.state_steps_bytes + 4 * header.state_planes * header.buffer_floats

@@ -200,15 +200,28 @@ class Job:
     rate_scale: float = 1.0
     ema_decay: float | None = None
     gradient_type: int = compiled.FLOAT32
+    halves: tuple[npt.NDArray[np.uint16], int] | None = None  # where the weights are written as halves, and their type
 
     def fold(self, mode: int, isa: str, ranges: Sequence[tuple[int, int]] | None = None) -> Result:
         """Fold with ordinary and with non-temporal stores; both must give the same bits."""
         options = {**self._options(), "instruction_set": isa, "ranges": ranges}
+        if self.halves is not None:
+            options |= {"halves_out": self.halves[0], "shown_type": self.halves[1]}
         plain = compiled.fold(self.row.rule, mode, *self._measures(), **options)
+        written = self._take_halves()
         streamed = compiled.fold(self.row.rule, mode, *self._measures(), **options, streaming=True)
         for one, other in zip(plain, streamed, strict=True):
             assert one.tobytes() == other.tobytes()
+        assert self.halves is None or written == self.halves[0].tobytes()
         return plain
+
+    def _take_halves(self) -> bytes:
+        """The halves that a fold wrote; they are zeros afterwards."""
+        if self.halves is None:
+            return b""
+        written = self.halves[0].tobytes()
+        self.halves[0][:] = 0
+        return written
 
     def fold_by_reference(self, mode: int) -> Result:
         return reference.fold(self.row.rule, mode, *self._measures(), **self._options())

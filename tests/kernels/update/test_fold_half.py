@@ -1,4 +1,7 @@
-"""Gradients pushed in half precision: widened exactly, then summed and applied in single precision like any other."""
+"""Half precision in the fold: pushed gradients are widened exactly, and new weights are written once more as halves.
+
+Sums and updates are made in single precision like any other.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +12,19 @@ import torch
 
 from fastps.kernels.update import fold as compiled
 from fastps.kernels.update.fold import BFLOAT16, FLOAT16, FOLD_EACH, FOLD_SUM, RULE_SGD
-from tests.support.fold_jobs import ISAS, MODES, ROWS, SGD_ROWS, Floats, Row, assert_same_bits, bits, make_job
+from tests.support.fold_jobs import (
+    ADAM_ROWS,
+    ISAS,
+    MODES,
+    RMSPROP_ROWS,
+    ROWS,
+    SGD_ROWS,
+    Floats,
+    Row,
+    assert_same_bits,
+    bits,
+    make_job,
+)
 
 TYPES = pytest.mark.parametrize("gradient_type", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 TORCH_TYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
@@ -72,3 +87,70 @@ def test_an_unknown_type_of_gradient_is_refused() -> None:
     arrays = np.zeros(17, np.float32), np.zeros((0, 17), np.float32), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="status -3"):
         compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, gradient_type=3)
+
+
+# -- weights that a model reads as halves ----------------------------------------------------------
+
+
+def _every_kind_of_float() -> Floats:
+    """Every half of both types, and the floats around each, halfway to the next, and just beyond: 1.3 million."""
+    every = np.arange(1 << 16, dtype=np.uint32)
+    wide = [every << 16, torch.from_numpy(every.astype(np.uint16)).view(torch.float16).float().numpy().view(np.uint32)]
+    nearby = [0, 1, 0xFFFFFFFF, 0x7FFF, 0x8000, 0x8001, 0x0FFF, 0x1000, 0x1001]
+    around = [numbers + np.uint32(offset) for numbers in wide for offset in nearby]
+    half_steps = np.arange(0, 4096, dtype=np.float32) * np.float32(2.0**-26)  # quarters of the smallest float16
+    return np.concatenate([np.concatenate(around).view(np.float32), half_steps, -half_steps])
+
+
+def _same_halves(found: npt.NDArray[np.uint16], expected: torch.Tensor) -> bool:
+    halves = torch.from_numpy(found).view(expected.dtype)
+    return torch.equal(halves.isnan(), expected.isnan()) and torch.equal(
+        halves[~expected.isnan()].view(torch.int16), expected[~expected.isnan()].view(torch.int16)
+    )
+
+
+@pytest.mark.parametrize("isa", compiled.instruction_sets())
+@TYPES
+def test_floats_are_rounded_to_halves_as_torch_rounds_them(isa: str, gradient_type: int) -> None:
+    floats = _every_kind_of_float()
+    halves = np.zeros(len(floats), np.uint16)
+    compiled.narrow(floats, halves, gradient_type, instruction_set=isa)
+    assert _same_halves(halves, torch.from_numpy(floats).to(TORCH_TYPES[gradient_type]))
+
+
+@pytest.mark.parametrize("row", [SGD_ROWS[0], SGD_ROWS[3], ADAM_ROWS[0], RMSPROP_ROWS[-1]], ids=lambda row: row.name)
+@MODES
+@TYPES
+def test_a_fold_writes_the_halves_of_the_weights_that_it_writes(row: Row, mode: int, gradient_type: int) -> None:
+    """Rules of no state tensor to three; the loops that write are the same for all others."""
+    for seed, situation in enumerate(("in_all", "absent_in_one", "absent_in_all", "own_loss_scales")):
+        for pushes in (1, 2, 6):
+            job = make_job(row, pushes, situation, seed, lengths=[1, 17, 1025, 2049])
+            expected = job.fold_by_reference(mode)
+            inside = np.concatenate([np.arange(offset, offset + length) for offset, length, _ in job.segments])
+            rounded = torch.from_numpy(expected[0][inside]).to(TORCH_TYPES[gradient_type])
+            for isa in compiled.instruction_sets():
+                halves = np.zeros(len(job.weights), np.uint16)
+                job = replace(job, halves=(halves, gradient_type))
+                assert_same_bits(job.fold(mode, isa), expected, (isa, situation, pushes))
+                assert _same_halves(halves[inside], rounded), (isa, situation, pushes)
+
+
+@MODES
+def test_a_fold_with_a_moving_average_writes_halves_too(mode: int) -> None:
+    job = replace(make_job(SGD_ROWS[3], 3, "absent_in_one", 0), ema_decay=0.9)
+    job = replace(job, state=np.concatenate([job.state, job.weights[None]]))
+    halves = np.zeros(len(job.weights), np.uint16)
+    weights, _, _ = replace(job, halves=(halves, BFLOAT16)).fold(mode, "auto")
+    inside = np.concatenate([np.arange(offset, offset + length) for offset, length, _ in job.segments])
+    assert _same_halves(halves[inside], torch.from_numpy(weights[inside]).to(torch.bfloat16))
+
+
+def test_halves_of_an_unknown_type_or_another_length_are_refused() -> None:
+    arrays = np.zeros(17, np.float32), np.zeros((0, 17), np.float32), np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="expected room for 17 halves, found 16"):
+        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, halves_out=np.zeros(16, np.uint16), shown_type=FLOAT16)
+    with pytest.raises(ValueError, match="status -3"):
+        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, halves_out=np.zeros(17, np.uint16), shown_type=0)
+    with pytest.raises(ValueError, match="expected 17 halves of type 1 or 2, found 17 of type 0"):
+        compiled.narrow(arrays[0], np.zeros(17, np.uint16), 0)

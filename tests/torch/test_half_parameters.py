@@ -1,0 +1,536 @@
+"""Parameters in half precision: the arena has float32 master weights, and the model shows their halves.
+
+The reference is a torch optimizer on float32 copies of the weights, which are rounded into the model after each step.
+"""
+
+import copy
+import logging
+import math
+import os
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.advice.auto_sync import move
+from fastps.job.layout import Layout, first_difference
+from fastps.job.specs import parse_policy
+from tests.support import processes
+from tests.support.torch_optimizers import (
+    OPTIMIZERS,
+    SAME_BITS,
+    alone,  # noqa: F401 - a fixture
+    batches_of,
+    new_model,
+)
+from tests.torch.test_staged import KINDS, StagedOptimizer
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+ADAM = OPTIMIZERS["adam"]
+
+
+class Mixed(torch.nn.Module):
+    """Norms in float32 among layers in half precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(13, 17, dtype=dtype)
+        self.norm = torch.nn.LayerNorm(17)
+        self.last = torch.nn.Linear(17, 3, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs).float())
+        return self.last(hidden.to(inputs.dtype).tanh())  # type: ignore[no-any-return]
+
+
+def _half(dtype: torch.dtype) -> torch.nn.Module:
+    return new_model().to(dtype)
+
+
+def _dtype(model: torch.nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.nn.functional.cross_entropy(model(batch[0].to(_dtype(model))), batch[1]).backward()
+
+
+def _train(model: torch.nn.Module, optimizer: Any, batches: Batches) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        _backward(model, batch)
+        optimizer.step()
+
+
+def _reference(
+    model: torch.nn.Module, make: Callable[[Any], torch.optim.Optimizer], steps: list[Batches]
+) -> list[torch.nn.Parameter]:
+    """Train on the mean gradient of each step's batches, and return the float32 masters."""
+    parameters = list(model.parameters())
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = make(masters)
+    for batches in steps:
+        pushed = []
+        for batch in batches:
+            _backward(model, batch)
+            pushed.append([parameter.grad.float() for parameter in parameters if parameter.grad is not None])
+            model.zero_grad()
+        for master, *gradients in zip(masters, *pushed, strict=True):
+            master.grad = sum(gradients[1:], gradients[0]) * (1 / len(gradients))
+        optimizer.step()
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.data.copy_(master.data)
+    return masters
+
+
+def _masters(optimizer: fastps.DistributedOptimizer) -> list[torch.Tensor]:
+    return [torch.tensor(weights) for weights in optimizer.worker.weights.values()]
+
+
+def _vector(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _shows_its_masters(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer) -> bool:
+    pairs = zip(model.parameters(), _masters(optimizer), strict=True)
+    return all(torch.equal(shown, master.to(shown.dtype)) for shown, master in pairs)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop", "nadam", "adadelta"])
+def test_one_worker_equals_torch_on_float32_masters(name: str, dtype: torch.dtype) -> None:
+    batches = batches_of(60, 16)
+    plain, model = _half(dtype), _half(dtype)
+    expected = _vector(_reference(plain, OPTIMIZERS[name], [[batch] for batch in batches]))
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
+        _train(model, optimizer, batches)
+        found = _vector(_masters(optimizer))
+        assert _shows_its_masters(model, optimizer)
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if name in SAME_BITS:
+        assert difference == 0.0
+        assert torch.equal(_vector(model.parameters()), _vector(plain.parameters()))
+    # Torch's vector square root is an ulp off at times, and a half on the border is then rounded the other way.
+    assert difference < 1e-2
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+@DTYPES
+def test_steps_too_small_for_a_half_add_up_in_the_masters(dtype: torch.dtype) -> None:
+    """1 + 2^-14 is 1 in either half, so an optimizer on the halves themselves never moves."""
+    weight = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=2.0**-14)) as optimizer:
+        for _ in range(1024):
+            weight.grad = torch.full((5,), -1.0, dtype=dtype)
+            optimizer.step()
+        assert _masters(optimizer)[0].tolist() == [1 + 2.0**-4] * 5
+    assert weight.tolist() == [1 + 2.0**-4] * 5
+
+
+@DTYPES
+def test_layers_in_float32_among_halves_train_as_in_torch(dtype: torch.dtype) -> None:
+    batches = batches_of(60, 16)
+    plain, model = Mixed(dtype), Mixed(dtype)
+    expected = _vector(_reference(plain, OPTIMIZERS["momentum"], [[batch] for batch in batches]))
+    with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), model=model) as optimizer:
+        assert optimizer.worker.store.layout.gradient_type == "float32"
+        _train(model, optimizer, batches)
+        assert torch.equal(_vector(_masters(optimizer)), expected)
+        assert _shows_its_masters(model, optimizer)
+    assert [parameter.dtype for parameter in model.parameters()] == [dtype, dtype, torch.float32, torch.float32, dtype, dtype]
+
+
+@pytest.mark.parametrize("make", [lambda: _half(torch.bfloat16), lambda: Mixed(torch.bfloat16)], ids=["all", "mixed"])
+def test_two_workers_equal_one_process_with_the_gradients_of_both(
+    make: Callable[[], torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"halves-{os.getpid()}-{make().__class__.__name__}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    batches = batches_of(40, 16)
+
+    def work(rank: int) -> list[list[float]]:
+        os.environ["RANK"] = str(rank)
+        model = make()
+        with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
+            _train(model, optimizer, batches[rank::2])
+            return [master.reshape(-1).tolist() for master in _masters(optimizer)]
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert children[0].outcome == children[1].outcome
+    steps = [[batches[2 * step], batches[2 * step + 1]] for step in range(20)]
+    expected = _vector(_reference(make(), OPTIMIZERS["momentum"], steps))
+    assert torch.equal(_vector(torch.tensor(values) for values in children[0].outcome), expected)
+
+
+@pytest.mark.parametrize(
+    "sync", ["asp", "asp,shards=2", "ssp:2", "asp,ema=0.9", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"]
+)
+def test_the_model_shows_the_halves_of_its_version_under_every_kind_of_discipline(sync: str) -> None:
+    model = _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), sync=sync, model=model) as optimizer:
+        for batch in batches_of(12, 16):
+            _train(model, optimizer, [batch])
+            assert _shows_its_masters(model, optimizer)
+        assert optimizer.version == 12
+
+
+def test_a_move_to_another_arena_takes_masters_and_halves_along() -> None:
+    """As sync="auto" does after its warm-up."""
+    model = _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches_of(8, 16))
+        before, hypers = _masters(optimizer), optimizer.worker.store.hypers
+        with closing(move(optimizer.worker, parse_policy("asp,shards=2"), f"halves-{os.getpid()}.1", hypers)) as moved:
+            for parameter, master, weights, half in zip(
+                model.parameters(), before, moved.weights.values(), moved.store.half_views(moved.buffers), strict=True
+            ):
+                assert torch.equal(torch.tensor(weights), master)
+                assert torch.equal(torch.tensor(half).view(torch.bfloat16), parameter.reshape(-1))
+        moved.store.close()
+
+
+def test_a_server_process_writes_halves() -> None:
+    batches = batches_of(10, 16)
+    model = _half(torch.bfloat16)
+    inner = OPTIMIZERS["momentum"](model.parameters())
+    with fastps.DistributedOptimizer(inner, server="process", model=model) as optimizer:
+        _train(model, optimizer, batches)
+        found = _vector(_masters(optimizer))
+        assert _shows_its_masters(model, optimizer)
+    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [[batch] for batch in batches])
+    assert torch.equal(found, _vector(expected))
+
+
+@fastps.rule(hyper=("learning_rate",))
+def sign_rule(weight: float, gradient: float, learning_rate: float) -> float:
+    return weight - learning_rate * (1 if gradient > 0 else -1)
+
+
+def test_a_users_rule_updates_masters() -> None:
+    model = _half(torch.float16)
+    first = _vector(model.parameters()).float()
+    inner = fastps.RuleOptimizer(model.parameters(), sign_rule, learning_rate=2.0**-12)
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        _train(model, optimizer, batches_of(1, 16))
+        assert torch.equal((_vector(_masters(optimizer)) - first).abs(), torch.full_like(first, 2.0**-12))
+        assert _shows_its_masters(model, optimizer)
+
+
+def _norms(weight: float, gradient: float, learning_rate: float) -> tuple[float, float]:
+    return weight * weight, gradient * gradient
+
+
+@fastps.rule(hyper=("learning_rate",), sums=_norms)
+def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: float, gradients: float) -> float:
+    return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp", "asp,ema=0.9"])
+def test_a_rule_with_sums_over_a_parameter_writes_halves(sync: str) -> None:
+    model = _half(torch.bfloat16)
+    inner = fastps.RuleOptimizer(model.parameters(), scaled_rule, learning_rate=0.01)
+    with fastps.DistributedOptimizer(inner, sync, model=model) as optimizer:
+        for batch in batches_of(4, 16):
+            before = _vector(_masters(optimizer))
+            _train(model, optimizer, [batch])
+            assert _shows_its_masters(model, optimizer)
+            assert not torch.equal(before, _vector(_masters(optimizer)))
+
+
+def test_a_float32_table_trains_beside_layers_in_half_precision() -> None:
+    torch.manual_seed(0)
+    table = torch.nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
+    model = torch.nn.ModuleList([table, torch.nn.Linear(8, 3).bfloat16()])
+    first = table.weight.detach().clone()
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model[1](table(torch.tensor([[1, 2], [3, 4]])).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            assert _shows_its_masters(model, optimizer)
+        changed = (table.weight != first).any(1).nonzero().reshape(-1)
+        assert changed.tolist() == [1, 2, 3, 4]
+    half = torch.nn.Embedding(50, 8, sparse=True).bfloat16()
+    with pytest.raises(fastps.UnsupportedError, match="because a table is in the arena once, found bfloat16"):
+        fastps.DistributedOptimizer(torch.optim.SGD(half.parameters(), lr=0.1))
+
+
+def test_a_model_that_is_wrapped_again_keeps_its_masters() -> None:
+    batches = batches_of(20, 16)
+    expected = _reference(_half(torch.bfloat16), ADAM, [[batch] for batch in batches])
+    model = _half(torch.bfloat16)
+    optimizer = fastps.DistributedOptimizer(ADAM(model.parameters()), model=model)
+    _train(model, optimizer, batches[:10])
+    before = _masters(optimizer)
+    inner = optimizer.unwrap()
+    with fastps.DistributedOptimizer(inner, model=model) as optimizer:
+        assert torch.equal(_vector(_masters(optimizer)), _vector(before))
+        _train(model, optimizer, batches[10:])
+        assert torch.allclose(_vector(_masters(optimizer)), _vector(expected), atol=1e-3)
+
+
+def test_spawned_workers_leave_the_final_halves_in_the_model() -> None:
+    def work(rank: int, model: torch.nn.Module) -> None:
+        with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
+            _train(model, optimizer, batches_of(20, 16)[rank::2])
+
+    model = _half(torch.bfloat16)
+    fastps.spawn(work, (model,), workers=2, model=model, start_method="fork")
+    batches = batches_of(20, 16)
+    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [batches[step : step + 2] for step in range(0, 20, 2)])
+    assert torch.equal(_vector(model.parameters()), _vector(expected).bfloat16())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_weights_and_gradients_of_halves_are_shown_without_a_copy(dtype: torch.dtype) -> None:
+    model = _half(dtype)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+        worker = optimizer.worker
+        store, arena = worker.store, worker.store.arena
+        for batch in batches_of(3, 16):
+            optimizer.zero_grad()
+            _backward(model, batch)
+            halves, slots = store.half_views(worker.buffers), store.gradient_views(0, worker.slot)
+            for parameter, half, slot in zip(model.parameters(), halves, slots, strict=True):
+                assert parameter.data_ptr() == half.ctypes.data
+                assert parameter.grad is not None
+                assert (parameter.grad.data_ptr(), parameter.grad.dtype) == (slot.ctypes.data, dtype)
+            optimizer.step()
+        assert arena.halves_offset(1) - arena.halves_offset(0) == arena.weights_offset(1) - arena.weights_offset(0)
+        optimizer.expose_gradients()
+
+
+def test_float32_jobs_have_no_halves_in_their_arena() -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(ADAM(model.parameters())) as optimizer:
+        store = optimizer.worker.store
+        assert store.arena.shown_type == 0
+        with pytest.raises(ValueError, match="expected an arena that has weights in half precision"):
+            store.half_views(0)
+
+
+def test_gradients_of_halves_may_be_pushed_in_float32() -> None:
+    batches = batches_of(20, 16)
+    model = _half(torch.bfloat16)
+    inner = OPTIMIZERS["momentum"](model.parameters())
+    with fastps.DistributedOptimizer(inner, model=model, push_dtype=torch.float32) as optimizer:
+        _train(model, optimizer, batches)
+        found = _vector(_masters(optimizer))
+        with pytest.raises(fastps.UsageError, match="gradients that are pushed in it"):
+            optimizer.expose_gradients()
+    expected = _reference(_half(torch.bfloat16), OPTIMIZERS["momentum"], [[batch] for batch in batches])
+    assert torch.equal(found, _vector(expected))
+
+
+@DTYPES
+def test_clipping_takes_the_norm_of_halves_in_single_precision(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.zeros(10_000, dtype=dtype))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), "bsp,clip=1") as optimizer:
+        weight.grad = torch.full((10_000,), 60_000.0, dtype=dtype)  # a norm in float16 would be infinite
+        optimizer.step()
+        assert torch.allclose(_masters(optimizer)[0], torch.tensor(-0.01), rtol=1e-4)
+
+
+def test_a_grad_scaler_skips_a_step_of_float16_that_overflowed() -> None:
+    model = _half(torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)  # type: ignore[attr-defined]
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model) as optimizer:
+        for factor in (1.0, 1e4, 1.0):
+            optimizer.zero_grad()
+            inputs, labels = batches_of(1, 16)[0]
+            loss = torch.nn.functional.cross_entropy(model(inputs.half()).float(), labels) * factor
+            scaler.scale(loss).backward()
+            before = _vector(_masters(optimizer))
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, _vector(_masters(optimizer))) == (factor > 1)
+
+
+@DTYPES
+def test_a_staged_model_shows_halves(dtype: torch.dtype) -> None:
+    batches = batches_of(20, 16)
+    model = _half(dtype)
+    with StagedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync="bsp", model=model) as optimizer:
+        _train(model, optimizer, batches)
+        found = _vector(_masters(optimizer))
+        assert _shows_its_masters(model, optimizer)
+    assert torch.equal(found, _vector(_reference(_half(dtype), OPTIMIZERS["momentum"], [[batch] for batch in batches])))
+
+
+# -- saving and loading ----------------------------------------------------------------------------
+
+
+@DTYPES
+def test_a_checkpoint_has_the_masters_and_resumes_from_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = batches_of(20, 16)
+    model = torch.nn.Sequential(new_model(), torch.nn.BatchNorm1d(3)).to(dtype)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches[:10])
+        folder = fastps.save(optimizer, tmp_path)
+        saved, statistics = _masters(optimizer), dict(copy.deepcopy(model).named_buffers())
+        _train(model, optimizer, batches[10:])
+        expected = _vector(_masters(optimizer))
+    checkpoint = fastps.load(folder)
+    for (name, _), master in zip(model.named_parameters(), saved, strict=True):
+        assert torch.equal(torch.tensor(checkpoint.weights()[name]), master)
+    resumed = torch.nn.Sequential(new_model(1), torch.nn.BatchNorm1d(3)).to(dtype)
+    with fastps.DistributedOptimizer(ADAM(resumed.parameters()), model=resumed, resume=folder) as optimizer:
+        assert torch.equal(_vector(_masters(optimizer)), _vector(saved))
+        assert _shows_its_masters(resumed, optimizer)
+        assert all(torch.equal(buffer, statistics[name]) for name, buffer in resumed.named_buffers())
+        _train(resumed, optimizer, batches[10:])
+        assert torch.equal(_vector(_masters(optimizer)), expected)
+
+
+def test_a_checkpoint_of_a_float32_job_resumes_in_half_precision(tmp_path: Path) -> None:
+    model, half = new_model(), _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches_of(5, 16))
+        fastps.save(optimizer, tmp_path)
+        saved = _vector(_masters(optimizer))
+    with fastps.DistributedOptimizer(ADAM(half.parameters()), model=half, resume=tmp_path) as optimizer:
+        assert torch.equal(_vector(_masters(optimizer)), saved)
+        assert _shows_its_masters(half, optimizer)
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "sgd"])
+def test_state_dicts_of_model_and_optimizer_continue_with_the_same_bits(name: str) -> None:
+    batches = batches_of(20, 16)
+    model = _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches[:10])
+        of_model, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        _train(model, optimizer, batches[10:])
+        expected = _vector(_masters(optimizer))
+    for entry in of_optimizer["state"].values():
+        assert {value.dtype for value in entry.values()} == {torch.float32}
+    again = _half(torch.bfloat16)
+    again.load_state_dict(of_model)
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](again.parameters()), model=again) as optimizer:
+        optimizer.load_state_dict(of_optimizer)
+        again_saved = optimizer.state_dict()
+        for index, entry in of_optimizer["state"].items():
+            assert all(torch.equal(value, again_saved["state"][index][key]) for key, value in entry.items())
+        _train(again, optimizer, batches[10:])
+        assert torch.equal(_vector(_masters(optimizer)), expected)
+    OPTIMIZERS[name](again.parameters()).load_state_dict(of_optimizer)
+
+
+def test_masters_of_other_weights_are_not_used_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches_of(3, 16))
+        saved = optimizer.state_dict()
+    other = new_model(seed=1).bfloat16()
+    first = _vector(other.parameters()).float()
+    with fastps.DistributedOptimizer(ADAM(other.parameters()), model=other) as optimizer:
+        with caplog.at_level(logging.WARNING, "fastps.torch"):
+            optimizer.load_state_dict(saved)
+        assert torch.equal(_vector(_masters(optimizer)), first)
+    assert "are of other weights than the model's, and are not used" in caplog.text
+
+
+def test_weights_that_are_replaced_or_shown_may_be_float32() -> None:
+    model = _half(torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    others = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), "bsp,ema=0.5", model=model) as optimizer:
+        with optimizer.shown_weights(others):
+            assert torch.equal(_vector(model.parameters()), _vector(others).bfloat16())
+        _train(model, optimizer, batches_of(2, 16))
+        with optimizer.averaged_weights():
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        optimizer.replace_weights(others)
+        assert torch.equal(_vector(_masters(optimizer)), _vector(others))
+        assert _shows_its_masters(model, optimizer)
+        _train(model, optimizer, batches_of(2, 16))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        model[0].weight.zero_()  # after close() the parameters are this process's own
+
+
+def test_readers_show_the_halves_or_the_masters_of_a_job() -> None:
+    model, halves, floats = _half(torch.bfloat16), _half(torch.bfloat16), new_model()
+    job = f"halves-reader-{os.getpid()}"
+    with (
+        fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer,
+        fastps.reader(job) as reader,
+    ):
+        for batch in batches_of(6, 16):
+            _train(model, optimizer, [batch])
+            reader.update(halves)
+            reader.update(floats)
+            assert torch.equal(_vector(halves.parameters()), _vector(model.parameters()))
+            assert torch.equal(_vector(floats.parameters()), _vector(_masters(optimizer)))
+        with pytest.raises(fastps.LayoutError, match=r"expected bfloat16 or float32, found float16; convert the model"):
+            reader.update(new_model().half())
+    assert {parameter.dtype for parameter in halves.parameters()} == {torch.bfloat16}
+
+
+def test_buffers_in_half_precision_are_averaged_in_single_precision() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(13, 3), torch.nn.BatchNorm1d(3)).bfloat16()
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches_of(3, 16))
+        before = copy.deepcopy(dict(model.named_buffers()))
+        optimizer.average_buffers()
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_write_into_halves_is_refused_also_before_the_first_step() -> None:
+    """It would reach no master, and the first fold would undo it."""
+    model = _half(torch.bfloat16)
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        model.load_state_dict(new_model(seed=1).bfloat16().state_dict())
+        _backward(model, batches_of(1, 16)[0])
+        with pytest.raises(fastps.ParameterChangedError, match=r"parameter '0.weight' was written to outside of step"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_types_are_refused_with_the_reason(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(fastps.UnsupportedError, match=rf"expected float32, bfloat16 or float16, found {name}, which the fold"):
+        fastps.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+
+
+def test_both_halves_in_one_model_are_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    with pytest.raises(fastps.UnsupportedError, match="expected parameters of one half precision beside float32"):
+        fastps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_halves_are_refused_where_shards_are_on_a_gpu() -> None:
+    model = _half(torch.bfloat16)
+    with pytest.raises(fastps.UnsupportedError, match="found bfloat16: use FASTPS_PLACEMENT=host"):
+        KINDS["device"](ADAM(model.parameters()))
+
+
+def test_the_type_of_a_parameter_is_a_part_of_the_layout() -> None:
+    layouts: list[Layout] = []
+    for model in (new_model(), _half(torch.bfloat16)):
+        with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, push_dtype=torch.float32) as optimizer:
+            layouts.append(optimizer.worker.store.layout)
+    assert layouts[0].digest() != layouts[1].digest()
+    found = first_difference(layouts[0].text(), layouts[1].text())
+    assert found.startswith("parameter 0: here '0.weight'")
+    assert "type float32, there" in found
+    assert found.endswith("type bfloat16")
