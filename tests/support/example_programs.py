@@ -1,4 +1,4 @@
-"""Run a program of examples/ as a user does: alone, under `fastps run`, or under torchrun. Its output files lie in a test's folder."""
+"""Run a program of examples/ as a user does: alone, under `fastps run`, or under torchrun."""
 
 import subprocess
 import sys
