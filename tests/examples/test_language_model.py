@@ -1,4 +1,4 @@
-"""The language model learns, and a run that stops and goes on ends as one that does not stop: weights and average, to the bit."""
+"""The language model learns, and a run that stops and goes on ends as one that did not stop: to the bit, its average, too."""
 
 import json
 import math
