@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 2 examples/actor_learner/main.py
 
 import argparse
 import multiprocessing
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -19,11 +20,9 @@ import fastps
 
 
 def serve(job: str, arguments: argparse.Namespace, result: Connection) -> None:
-    """The evaluator's process: send the last mean return and its version."""
-    try:
-        result.send(evaluate(job, arguments))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """The evaluator's process: send the last mean return and its version. Ctrl-C is for worker 0, whose end ends the job."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    result.send(evaluate(job, arguments))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ Nothing is locked, so updates that meet can be lost, and a copy can mix versions
 
 import argparse
 import copy
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def shared_adam(model: ActorCritic, lr: float) -> torch.optim.Adam:
 
 
 def act(rank: int, arguments: argparse.Namespace, shared: Shared, barrier: Any) -> None:
-    """An actor: learn until the training is over."""
+    """An actor: learn until the training is over. Ctrl-C is for the process that started it, which ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = copy.deepcopy(shared.model)
     actor = Actor(rank, arguments, model)
     barrier.wait()
@@ -58,6 +60,7 @@ def act(rank: int, arguments: argparse.Namespace, shared: Shared, barrier: Any) 
 
 def evaluate(arguments: argparse.Namespace, shared: Shared, result: Any) -> None:
     """The evaluator: judge copies of the shared model, and send the last mean return and its version."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = copy.deepcopy(shared.model)
 
     def versions() -> Iterator[int]:

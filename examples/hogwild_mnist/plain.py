@@ -4,6 +4,7 @@ python examples/hogwild_mnist/plain.py --workers 2
 """
 
 import argparse
+import signal
 import sys
 import time
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 
 
 def work(rank: int, arguments: argparse.Namespace, model: nn.Module, data: Images, barrier: Any) -> None:
-    """One process: train the shared model."""
+    """One process: train the shared model. Ctrl-C is for the process that started it, which ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=arguments.momentum)
     barrier.wait()  # so that the measured time has no imports
     train(rank, arguments, model, optimizer, data)
