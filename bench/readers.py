@@ -1,9 +1,10 @@
 """What eight readers cost a training, and how soon a reader uses a new version.
 
-The training is a perceptron of the wanted size under two workers. Rounds alternate: without readers, with readers that wait for
-each version, with readers that update without any pause, with as many processes that only take processor time, and with a
-stopped reader. A machine with fewer cores than processes shares them, so readers without a pause take most of its time, and the
-processes beside them tell how much of the slowdown that alone is.
+The training is a perceptron of the wanted size. Each round is compared with the rounds without readers before and after it.
+Beside it are readers that wait for each version, readers that update without any pause, as many processes that only take
+processor time, readers without a pause of the scheduling class SCHED_IDLE, and stopped readers. A machine with fewer cores than
+processes shares them: readers without a pause take most of its time. Processes that are only busy tell how much of the slowdown
+that alone is, and idle ones what reading costs if the training has precedence.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ READERS, SMOKE_READERS = 8, 2
 INPUTS, CLASSES, BATCH_SIZE = 256, 10, 16
 LEARNING_RATE, MOMENTUM = 0.01, 0.5
 CALM = "none"  # the rounds without readers, which every other kind is compared with
-KINDS = (CALM, "wait", "no pause", "only busy", "stopped")
+KINDS = (CALM, "wait", "no pause", "only busy", "no pause, idle", "stopped")
 PAUSE_S = 0.05  # after a change of the readers, before the next round is measured
 _WAIT_S = 0.2  # how often a waiting reader looks whether it is to end
 
@@ -105,6 +106,8 @@ class Reading:
             pass
 
     def _read(self, kind: str) -> None:
+        if kind == "no pause, idle":
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
         model = self._model
         with reader(self._job, timeout_s=30) as opened:
             opened.update(model)
@@ -112,7 +115,7 @@ class Reading:
             while not self._is_over.is_set():
                 if kind == "stopped":
                     self._is_over.wait()
-                elif kind == "no pause" or self._waits(opened):
+                elif kind != "wait" or self._waits(opened):
                     opened.update(model)
                     self._updates += 1
 
@@ -164,42 +167,55 @@ def measure(options: BenchOptions) -> list[Row]:
 def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]:
     readers = SMOKE_READERS if options.smoke else READERS
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
     updates = dict.fromkeys(KINDS, 0)
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
         job = Path(folder).name
         crew = stack.enter_context(ForkedCrew(workers, lambda rank: Trainer(job, rank, workers, parameters)))
         beside = Beside(stack.enter_context(ForkedCrew(readers, lambda rank: Reading(job, parameters))))
-        steps, versions = 1, crew.call(1)[0][2]
-        for _ in range(2):
-            spans = crew.call(steps)
-            versions += steps + 1
-            steps = max(2, round(options.train_repeat_s * steps / _span_s(spans)))
-        for _ in range(options.repeats):
-            for kind in KINDS:
-                with beside.all_are(kind) as found:
-                    spans = crew.call(steps)
-                versions += steps + 1
-                check(spans[0][2] == versions, f"version {versions}", spans[0][2])
-                seconds[kind].append(_span_s(spans) / steps)
-                updates[kind] += found["updates"]
+        rounds = Rounds(crew, options.train_repeat_s)
+        before = rounds.run()
+        for kind in KINDS[1:] * options.repeats:
+            with beside.all_are(kind) as found:
+                seconds[kind].append(rounds.run())
+            updates[kind] += found["updates"]
+            after = rounds.run()
+            seconds[CALM].append(after)
+            ratios[CALM].append(after / before)
+            ratios[kind].append(2 * seconds[kind][-1] / (before + after))
+            before = after
     check(updates["no pause"] > 0 and updates["wait"] > 0, "readers that update", updates)
-    return [_row(kind, workers, parameters, seconds, updates[kind], readers) for kind in KINDS]
+    facts = {"workers": workers, "parameters": parameters}
+    return [_row(kind, seconds[kind], ratios[kind], updates[kind], readers) | facts for kind in KINDS]
+
+
+class Rounds:
+    """The training's rounds, each of as many steps as fit in a time; the version shows that they were made."""
+
+    def __init__(self, crew: ForkedCrew, round_s: float) -> None:
+        self._crew, self._versions, self._steps = crew, 0, 1
+        for _ in range(3):
+            self._steps = max(2, round(round_s / self.run()))
+
+    def run(self) -> float:
+        """Make a round and return the seconds of a step."""
+        spans = self._crew.call(self._steps)
+        self._versions += self._steps + 1
+        check(spans[0][2] == self._versions, f"version {self._versions}", spans[0][2])
+        return _span_s(spans) / self._steps
 
 
 def _span_s(spans: list[Any]) -> float:
     return float(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)) / 1e9
 
 
-def _row(kind: str, workers: int, parameters: int, seconds: dict[str, list[float]], updates: int, readers: int) -> Row:
-    ratios = [taken / calm for taken, calm in zip(seconds[kind], seconds[CALM], strict=True)]
+def _row(kind: str, seconds: list[float], ratios: list[float], updates: int, readers: int) -> Row:
     return {
         "bench": "readers",
         "name": kind,
-        "workers": workers,
-        "parameters": parameters,
         "readers": 0 if kind == CALM else readers,
         "updates": updates,
-        **Spread(tuple(seconds[kind])).row(),
+        **Spread(tuple(seconds)).row(),
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),

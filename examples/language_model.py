@@ -177,7 +177,9 @@ def sample(model: Gpt, text: Text, context: int, length: int = 200, begin: str =
     return "".join(text.characters[number] for number in coded[0].tolist())
 
 
-def report(arguments: argparse.Namespace, model: Gpt, optimizer: fastps.DistributedOptimizer, text: Text, seconds: float):
+def report(
+    arguments: argparse.Namespace, model: Gpt, optimizer: fastps.DistributedOptimizer, text: Text, seconds: float
+) -> None:
     """Judge the final weights and their average, and show text that the average makes."""
     figures = {"seconds": seconds, "version": optimizer.version, "held_out": held_out_loss(model, text, arguments)}
     figures["weights"] = sum(parameter.double().abs().sum().item() for parameter in model.parameters())

@@ -70,7 +70,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
     assert names["sim"] > set(SPECS)
     assert names["step"] == {"fastps", "limit", "gloo", "ddp", "hogwild", "handmade", "handmade-parts"}
     assert names["train"] == {"fastps", "ddp", "hogwild", "single"}
-    assert names["readers"] == {"none", "wait", "no pause", "only busy", "stopped"}
+    assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}
     assert names["weight transport"] == {"fastps", "fastps, wait()", "in place"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
