@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,13 @@ class Trainer:
         inner = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.optimizer = DistributedOptimizer(inner, "bsp", model=self.model, job=job, rank=rank, workers=workers)
 
-    def __call__(self, steps: int) -> tuple[int, int, int]:
-        """Take steps after one that aligns the workers: begin and end in ns, and the version."""
+    def __call__(self, steps: int) -> tuple[int, int, int, int]:
+        """Take steps after one that aligns the workers: begin and end in ns, processor time in ns, and the version."""
         self.step()
-        began_ns = time.monotonic_ns()
+        began_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
         for _ in range(steps):
             self.step()
-        return began_ns, time.monotonic_ns(), self.optimizer.version
+        return began_ns, time.monotonic_ns(), time.process_time_ns() - cpu_ns, self.optimizer.version
 
     def step(self) -> None:
         """One step of training, on the same batch."""
@@ -166,8 +167,8 @@ def measure(options: BenchOptions) -> list[Row]:
 
 def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]:
     readers = SMOKE_READERS if options.smoke else READERS
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    rounds_of: dict[str, list[Round]] = {kind: [] for kind in KINDS}
+    ratios: dict[str, list[Round]] = {kind: [] for kind in KINDS}
     updates = dict.fromkeys(KINDS, 0)
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
         job = Path(folder).name
@@ -177,16 +178,28 @@ def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]
         before = rounds.run()
         for kind in KINDS[1:] * options.repeats:
             with beside.all_are(kind) as found:
-                seconds[kind].append(rounds.run())
+                rounds_of[kind].append(rounds.run())
             updates[kind] += found["updates"]
             after = rounds.run()
-            seconds[CALM].append(after)
-            ratios[CALM].append(after / before)
-            ratios[kind].append(2 * seconds[kind][-1] / (before + after))
+            rounds_of[CALM].append(after)
+            ratios[CALM].append(after.over(before, before))
+            ratios[kind].append(rounds_of[kind][-1].over(before, after))
             before = after
     check(updates["no pause"] > 0 and updates["wait"] > 0, "readers that update", updates)
     facts = {"workers": workers, "parameters": parameters}
-    return [_row(kind, seconds[kind], ratios[kind], updates[kind], readers) | facts for kind in KINDS]
+    return [_row(kind, rounds_of[kind], ratios[kind], updates[kind], readers) | facts for kind in KINDS]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The time of a step, from begin to end and of all workers' processors: in seconds, or as a ratio of two rounds."""
+
+    wall: float
+    cpu: float
+
+    def over(self, one: "Round", other: "Round") -> "Round":
+        """This round over the mean of two."""
+        return Round(2 * self.wall / (one.wall + other.wall), 2 * self.cpu / (one.cpu + other.cpu))
 
 
 class Rounds:
@@ -195,29 +208,29 @@ class Rounds:
     def __init__(self, crew: ForkedCrew, round_s: float) -> None:
         self._crew, self._versions, self._steps = crew, 0, 1
         for _ in range(3):
-            self._steps = max(2, round(round_s / self.run()))
+            self._steps = max(2, round(round_s / self.run().wall))
 
-    def run(self) -> float:
-        """Make a round and return the seconds of a step."""
+    def run(self) -> Round:
+        """Make a round and return the times of a step."""
         spans = self._crew.call(self._steps)
         self._versions += self._steps + 1
-        check(spans[0][2] == self._versions, f"version {self._versions}", spans[0][2])
-        return _span_s(spans) / self._steps
+        check(spans[0][3] == self._versions, f"version {self._versions}", spans[0][3])
+        wall_ns = max(span[1] for span in spans) - min(span[0] for span in spans)
+        return Round(wall_ns / 1e9 / self._steps, sum(span[2] for span in spans) / 1e9 / self._steps)
 
 
-def _span_s(spans: list[Any]) -> float:
-    return float(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)) / 1e9
-
-
-def _row(kind: str, seconds: list[float], ratios: list[float], updates: int, readers: int) -> Row:
+def _row(kind: str, rounds: list[Round], ratios: list[Round], updates: int, readers: int) -> Row:
+    walls = [ratio.wall for ratio in ratios]
     return {
         "bench": "readers",
         "name": kind,
         "readers": 0 if kind == CALM else readers,
         "updates": updates,
-        **Spread(tuple(seconds)).row(),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        **Spread(tuple(each.wall for each in rounds)).row(),
+        "ratio": statistics.median(walls),
+        "ratio_min": min(walls),
+        "ratio_max": max(walls),
+        "cpu_seconds_median": statistics.median(each.cpu for each in rounds),
+        "cpu_ratio": statistics.median(ratio.cpu for ratio in ratios),
         "checked": True,
     }

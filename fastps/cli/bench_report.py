@@ -117,6 +117,8 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             "time / none": _ratio("ratio"),
             "least ratio": _ratio("ratio_min"),
             "most ratio": _ratio("ratio_max"),
+            "CPU": lambda row: _seconds(row["cpu_seconds_median"]),
+            "CPU / none": _ratio("cpu_ratio"),
             "updates": lambda row: f"{row['updates']:,}",
         },
     ),
