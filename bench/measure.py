@@ -19,7 +19,19 @@ Row = dict[str, Any]
 Floats = npt.NDArray[np.float32]
 
 ABLATIONS = ("alone", "plain", "streaming", "attributes", "server")  # fastps itself with one design choice changed
-PEERS = ("limit", "nccl", "gloo", "ddp", "hogwild", "handmade", "mpi", "rpc", "ray", *ABLATIONS)  # "limit" is the roofline
+PEERS = (
+    "limit",
+    "nccl",
+    "gloo",
+    "ddp",
+    "hogwild",
+    "handmade",
+    "mpi",
+    "rpc",
+    "ray",
+    "torchrl",
+    *ABLATIONS,
+)  # "limit" is the roofline
 
 
 class WrongResultError(Error):

@@ -118,6 +118,32 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             **_RATIO,
         },
     ),
+    "readers": (
+        "one step of training beside readers; bound: only busy, as many processes that read nothing",
+        {
+            "beside": lambda row: row["name"],
+            "readers": lambda row: str(row["readers"]),
+            **_SIZES,
+            **_TIMES,
+            "time / none": _ratio("ratio"),
+            "least ratio": _ratio("ratio_min"),
+            "most ratio": _ratio("ratio_max"),
+            "CPU": lambda row: _seconds(row["cpu_seconds_median"]),
+            "CPU / none": _ratio("cpu_ratio"),
+            "updates": lambda row: f"{row['updates']:,}",
+        },
+    ),
+    "weight transport": (
+        "from gradients in the trainer to new weights in a reader's hands; bound: none is known",
+        {
+            "side": lambda row: row["name"],
+            "parameters": lambda row: f"{row['parameters']:,}",
+            **_TIMES,
+            "after sight": lambda row: _seconds(row["seconds_from_sight"]),
+            **_RATIO,
+            "mixed looks": lambda row: f"{row['mixed_looks']} of {row['looks']}",
+        },
+    ),
 }
 
 
@@ -131,7 +157,7 @@ _WIDE = (
     "with headers",
     "CPU s/GB",
 )  # columns that a narrow terminal does without
-_TEXTS = ("optimizer", "kernel", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
+_TEXTS = ("optimizer", "kernel", "beside", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:

@@ -31,6 +31,9 @@ KEYS = {
     "sim": {"name", "size", "backend", "ns_per_op", "events_per_s", "bound_ns"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
     "rows": {"name", "sync", "optimizer", "workers", "parameters", "batch_size", "ratio"} | SECONDS,
+    "readers": {"name", "readers", "workers", "parameters", "updates", "ratio", "ratio_min", "ratio_max", "cpu_ratio"}
+    | SECONDS,
+    "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }
 
@@ -74,6 +77,8 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
         ("fastps", "push"),
         ("loop", "push"),
     }
+    assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}
+    assert names["weight transport"] == {"fastps", "fastps, wait()", "in place"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
     assert all(row["loss_last"] < row["loss_first"] for row in trained)
@@ -93,7 +98,7 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, nodes, all; found 'nothing'"),
+        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, nodes, all; found 'nothing'"),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),

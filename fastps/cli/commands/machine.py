@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
     " hogwild. A peer that cannot run here is named with the reason. Of a step also ablations of fastps itself:"
-    " alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp."
+    " alone, plain, streaming, attributes, server. Of nodes: limit, gloo, ddp. Of readers: torchrl."
 )
 
 GPUS_HELP = (
@@ -268,7 +268,9 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     "   |   fastps bench train -n 2   |   fastps bench nodes --parameters 25e3,25e6",
 )
 def bench(
-    what: Annotated[str, typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, all; nodes, as root.")] = "all",
+    what: Annotated[
+        str, typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers or all; nodes, as root.")
+    ] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
     workers: Annotated[

@@ -1,0 +1,27 @@
+"""The Hogwild example learns real digits alone and with two workers, and no update is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import example_programs
+
+SMALL = ("--images", "1024", "--epochs", "4", "--lr", "0.05")
+UPDATES_OF_A_WORKER = 4 * 1024 // 64
+
+
+@pytest.mark.parametrize("way", example_programs.WAYS)
+def test_it_learns_digits_and_no_update_is_lost(way: str, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    ended = example_programs.run(way, "hogwild_mnist/main.py", *SMALL, "--json", str(file))
+    figures, workers = json.loads(file.read_text()), example_programs.workers_of(way)
+    assert figures["updates"] == workers * UPDATES_OF_A_WORKER
+    assert figures["accuracy"] > 0.5, "a guess is right in 10 %"
+    assert all(f"worker {rank}: epoch 4 of 4" in ended.stdout for rank in range(workers))
+
+
+def test_the_plain_program_learns_the_same_task(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    example_programs.run("alone", "hogwild_mnist/plain.py", *SMALL, "--workers", "2", "--json", str(file))
+    assert json.loads(file.read_text())["accuracy"] > 0.5

@@ -1,0 +1,110 @@
+"""A reader never sees two versions in one shard: very many looks, while workers push without a pause.
+
+Every push adds one to every weight, so all weights of a shard equal its version. FASTPS_LOOKS sets the number of looks of the
+slow test; the same looks at memory that is written in place show that the check finds mixtures.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import fastps
+from fastps.store.reader import WeightsReader
+from fastps.system.clock import SYSTEM_CLOCK
+from tests.support import processes
+
+LOOKS = int(float(os.environ.get("FASTPS_LOOKS", "10e6")))
+READERS, WORKERS, SHARDS = 4, 2, 3
+LENGTHS = {"a": 16, "b": 4_000, "c": 60_000}  # floats: less than a cache line, several pages, more than a core's first cache
+WRITTEN = 60_000
+MOST_PUSHES = 2**23  # beyond twice that, a float32 does not hold each version
+_LIMIT_S = 3000.0
+
+
+def _store(sync: str) -> fastps.Store:
+    weights = {name: np.zeros(length, np.float32) for name, length in LENGTHS.items()}
+    return fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=WORKERS)
+
+
+def _push_until(store: fastps.Store, rank: int, is_over: Callable[[], bool]) -> int:
+    pushes = 0
+    with store.attach(rank) as worker:
+        while not is_over() and pushes < MOST_PUSHES:
+            for gradient in worker.gradients.values():
+                gradient[:] = -1.0
+            worker.step()
+            pushes += 1
+    return pushes
+
+
+def _look(job: str, looks: int) -> tuple[int, int]:
+    """Update and look, `looks` times over all shards. Returns the number of versions that were seen, and of mixtures."""
+    versions, mixtures, done = 0, 0, 0
+    last = -1
+    with WeightsReader(job, 10.0, SYSTEM_CLOCK) as reader:
+        shard_of = {parameter.name: parameter.shard for parameter in reader._memory.parameters}
+        while done < looks:
+            reader.pull()
+            now = reader.versions
+            versions, last = versions + (now[0] != last), now[0]
+            for name, values in reader.weights.items():
+                done += 1
+                mixtures += not _is_whole(values, now[shard_of[name]])
+    return versions, mixtures
+
+
+def _is_whole(values: npt.NDArray[np.float32], version: int) -> bool:
+    return bool((values == np.float32(version)).all())
+
+
+def _looked_at(sync: str, looks: int) -> None:
+    """Let readers look at a job together; no look may see a mixture, and each reader sees many versions."""
+    over = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+    with _store(sync) as store:
+        workers = [
+            processes.start(lambda rank=rank: _push_until(store, rank, lambda: bool(over[0]))) for rank in range(WORKERS)
+        ]
+        readers = [processes.start(lambda: _look(store.job, looks // READERS)) for _ in range(READERS)]
+        processes.finish(readers, _LIMIT_S)
+        over[0] = 1
+        processes.finish(workers, 60)
+    assert all(child.exit_code == 0 for child in (*workers, *readers)), [child.outcome for child in (*workers, *readers)]
+    assert [mixtures for _, mixtures in (child.outcome for child in readers)] == [0] * READERS
+    assert min(versions for versions, _ in (child.outcome for child in readers)) > 10, "a reader saw hardly any versions"
+
+
+@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
+def test_no_look_sees_two_versions_in_one_shard(sync: str) -> None:
+    _looked_at(sync, 20_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sync", ["asp", f"asp,shards={SHARDS}"])
+def test_no_look_of_very_many_sees_two_versions_in_one_shard(sync: str) -> None:
+    _looked_at(sync, LOOKS)
+
+
+def test_the_same_looks_find_mixtures_where_weights_are_written_in_place() -> None:
+    """Without it, looks that find nothing would prove nothing."""
+    shared = np.frombuffer(mmap.mmap(-1, 4 * WRITTEN + mmap.PAGESIZE), np.float32)[:WRITTEN]
+    over = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+
+    def write() -> None:
+        while not over[0]:
+            np.add(shared, np.float32(1.0), out=shared)
+
+    writer = processes.start(write)
+    deadline = time.monotonic() + 30
+    mixtures = 0
+    while not mixtures and time.monotonic() < deadline:
+        mixtures += not _is_whole(shared, int(shared[0]))
+    over[0] = 1
+    processes.finish([writer], 10)
+    assert writer.exit_code == 0
+    assert mixtures
