@@ -24,6 +24,7 @@ from fastps.membership.membership import Membership
 from fastps.store.background import Background
 from fastps.store.lane_view import LaneView
 from fastps.store.late_responses import LateResponses
+from fastps.store.presence import Presence
 from fastps.store.row_slots import RowSlots
 from fastps.store.transfers import Transfers
 from fastps.tracing.recorder import Recorder, recorder_for
@@ -82,8 +83,7 @@ class Worker(LaneView):
         self._background: Background | None = None
         self.transfer_ms(0.0)
         self.rows = RowSlots(store, rank)
-        self._put: set[int] = set()  # tables whose rows the next push has
-        self._everything = presence_of(range(len(store.layout.parameters)), len(store.layout.parameters))
+        self._presence = Presence(store.layout.parameters)
         self.recorder: Recorder | None = None
         self._membership = Membership(self, generation)
         if generation:
@@ -131,7 +131,7 @@ class Worker(LaneView):
             self.advance()  # a fold may still read the slot
         index = self.rows.number_of(table)
         self.rows.put(self.slot, index, numbers, values)
-        self._put.add(index)
+        self._presence.add(index)
 
     def push(
         self,
@@ -157,7 +157,7 @@ class Worker(LaneView):
             )
         now_ns, lane = self._clock.now_ns(), self.lane
         if not null:
-            slot, present = lane.slot, self._given() if presence is None else presence
+            slot, present = lane.slot, self._presence.take() if presence is None else presence
             if self._sent_hypers[slot] != hypers or self._sent_presence[slot] != present:
                 self._write_slot_header(slot, hypers, present)
         if self._pushes_itself and self.recorder is None and not self._has_transfers:
@@ -170,18 +170,6 @@ class Worker(LaneView):
             self._responses.draw(lane.steps)
         if now_ns - self._looked_ns > limits.LIVENESS_NS:
             self._look(now_ns)
-
-    def _given(self) -> bytes:
-        """The presence bitmap of a push whose caller gives none: all dense parameters, and the tables that got rows."""
-        if not self.store.tables:
-            return self._everything
-        present = [
-            index
-            for index, parameter in enumerate(self.store.layout.parameters)
-            if not parameter.is_table or index in self._put
-        ]
-        self._put.clear()
-        return presence_of(present, len(self.store.layout.parameters))
 
     def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
         """Handle the outcome of a push: an error while combining, a step before that is not granted yet, or a full ring."""
@@ -483,16 +471,6 @@ class Worker(LaneView):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(None if error is None else f"{type(error).__name__}: {error}")
-
-
-def presence_of(present: range | list[int], parameters: int) -> bytes:
-    """The bitmap of the parameters that have a gradient, as little-endian uint64 words.
-
-    >>> presence_of([0, 2], 3)[0]
-    5
-    """
-    bits = sum(1 << index for index in present)
-    return bits.to_bytes(8 * -(-parameters // 64), "little")
 
 
 def _after_fork_in_child() -> None:

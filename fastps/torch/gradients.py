@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fastps.errors import UnsupportedError, UsageError
-from fastps.store.worker import presence_of
+from fastps.store.presence import presence_of
 from fastps.torch.tensor_loops import tensor_loops
 
 

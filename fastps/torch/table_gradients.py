@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastps.errors import UnsupportedError
+from fastps.store.presence import presence_of
 from fastps.store.row_slots import RowSlots
-from fastps.store.worker import presence_of
 from fastps.torch.gradients import Gradients, norm_of
 
 
