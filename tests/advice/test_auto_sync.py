@@ -88,8 +88,7 @@ def _train(rank: int, delay_s: float, steps: int, job: str, file: Path | None, l
             seen.append((optimizer.policy.spec, float(model.weight.detach()[0, 0])))
         counted = optimizer.statistics()[rank].steps, optimizer.statistics()[rank].samples
         version = optimizer.version
-        with pytest.raises(UsageError, match="after the first step"):
-            optimizer.load_state_dict({})
+        optimizer.load_state_dict(optimizer.state_dict())  # in the arena that the job has moved to
     assert all(not tensor.is_shared() for tensor in model.parameters())
     return seen, counted, version
 
