@@ -10,7 +10,7 @@ import torch
 
 import fastps
 
-gymnasium = pytest.importorskip("gymnasium", reason="the extra fastps[clients] is not installed")
+gymnasium = pytest.importorskip("gymnasium", reason="the extra fastps[demo] is not installed")
 
 EPISODES = 240  # all actors together
 WORKERS = 2
