@@ -156,6 +156,8 @@ _WIDE = (
     "steps/s",
     "with headers",
     "CPU s/GB",
+    "least ratio",
+    "most ratio",
 )  # columns that a narrow terminal does without
 _TEXTS = ("optimizer", "kernel", "beside", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
 

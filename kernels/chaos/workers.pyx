@@ -31,7 +31,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_member_state,
 )
 from fastps.kernels.update.fold cimport fps_hyper
-from fastps.kernels.update.rows cimport fps_rows, fps_rows_values_offset, fps_table
+from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
 
 cdef enum:
     # The live store's limits, in simulated time.

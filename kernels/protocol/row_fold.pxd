@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.work_item cimport WorkItem
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.update.rows cimport RowScratch, fps_undo_log
+from fastps.kernels.update.rows cimport RowScratch
+from fastps.kernels.update.rows_h cimport fps_undo_log
 
 
 @cython.final

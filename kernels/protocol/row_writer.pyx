@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_undo_reserve
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.update.rows cimport fps_rows, fps_table
+from fastps.kernels.update.rows_h cimport fps_rows, fps_table
 
 cdef extern from "update/row_collect.h" nogil:
     ctypedef struct fps_row_places:

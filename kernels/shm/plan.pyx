@@ -29,7 +29,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
-from fastps.kernels.update.rows cimport (
+from fastps.kernels.update.rows_h cimport (
     FPS_MAX_ROWS,
     FPS_MAX_TABLES,
     FPS_N_ROW_RULES,

@@ -16,7 +16,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.update.fold cimport fps_segment
-from fastps.kernels.update.rows cimport fps_table, fps_undo_log
+from fastps.kernels.update.rows_h cimport fps_table, fps_undo_log
 
 
 cdef class ArenaView:

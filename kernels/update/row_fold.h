@@ -39,13 +39,6 @@ typedef struct {
     const fps_push *pushes[FPS_MAX_PUSHES];
 } fps_row_scratch;
 
-/* The log of one shard. */
-typedef struct {
-    fps_undo *words;
-    char *entries;
-    uint64_t room; /* bytes */
-} fps_undo_log;
-
 static void fps_row_scratch_free(fps_row_scratch *scratch) {
     if (!scratch) return;
     free(scratch->links), free(scratch->buckets), free(scratch->sums), free(scratch);

@@ -74,6 +74,13 @@ typedef struct {
 } fps_undo;
 _Static_assert(sizeof(fps_undo) == 64 && sizeof(fps_rows) == 64, "each is a cache line");
 
+/* The log of one shard: its words, and the memory of the logged rows. */
+typedef struct {
+    fps_undo *words;
+    char *entries;
+    uint64_t room; /* bytes */
+} fps_undo_log;
+
 /* Complete a table's description. `offset` is where the tables before it end, in bytes; returns where this one ends. */
 static inline uint64_t fps_place_table(fps_table *table, int row_rule, uint64_t offset) {
     table->n_planes = 0, table->plane_width = 0;

@@ -1,45 +1,9 @@
 # The fold of tables' rows for compiled callers.
 
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 
 from fastps.kernels.update.fold cimport fps_fold_job, fps_push
-
-cdef extern from "update/rows.h" nogil:
-    enum:
-        FPS_MAX_TABLES
-        FPS_ROW_PLANES
-        FPS_ROWS_SGD
-        FPS_ROWS_ADAGRAD
-        FPS_N_ROW_RULES
-
-    const int64_t FPS_MAX_ROWS
-
-    ctypedef struct fps_table:
-        int64_t rows
-        int32_t width
-        int32_t parameter
-        int32_t group
-        int32_t shard
-        uint64_t weights_offset
-        uint64_t planes_offset[2]
-        uint64_t slot_offset
-        uint64_t undo_bytes
-        int32_t n_planes
-        int32_t plane_width
-
-    ctypedef struct fps_rows:
-        int64_t count
-
-    ctypedef struct fps_undo:
-        uint64_t bytes
-        uint64_t version
-        uint64_t reserved
-
-    uint64_t fps_rows_lines(uint64_t bytes)
-    uint64_t fps_rows_values_offset(const fps_table *table)
-    uint64_t fps_rows_bytes(const fps_table *table)
-    uint64_t fps_place_table(fps_table *table, int row_rule, uint64_t offset)
-
+from fastps.kernels.update.rows_h cimport fps_table, fps_undo_log
 
 cdef extern from "update/row_fold.h" nogil:
     enum:
@@ -48,11 +12,6 @@ cdef extern from "update/row_fold.h" nogil:
 
     ctypedef struct fps_row_scratch:
         pass
-
-    ctypedef struct fps_undo_log:
-        fps_undo *words
-        char *entries
-        uint64_t room
 
 
 # What a fold of rows writes and forgets, for one thread at a time.

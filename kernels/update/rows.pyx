@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport calloc
 
 from fastps.kernels.update import fold
+from fastps.kernels.update.rows_h cimport FPS_MAX_ROWS, FPS_MAX_TABLES, FPS_N_ROW_RULES, fps_table, fps_undo_log
 
 cdef extern from "update/row_fold.h" nogil:
     """

@@ -31,7 +31,10 @@ BENCH = {
     **{"size": 25_000_000, "parameters": 25_000_000, "workers": 100_000, "bound_ns": 1000, "limit_share": 0.987},
     **dict.fromkeys(("seconds_median", "seconds_min", "seconds_max"), 0.0123456),
     **{"bytes_per_s": 123.4e9, "ns_per_op": 123.4, "events_per_s": 12.34e6, "max_rss_bytes": 2**31},
-    **{"steps_per_s": 1234.5, "ratio": 12.34, "backward_s": 0.5},
+    **{"steps_per_s": 1234.5, "ratio": 12.34, "backward_s": 0.5, "optimizer": "sparse-adam", "batch_size": 50_000},
+    **{"readers": 8, "updates": 12_345, "cpu_seconds_median": 0.0123456, "seconds_from_sight": 0.0123456, "looks": 300},
+    **dict.fromkeys(("ratio_min", "ratio_max", "cpu_ratio"), 12.34),
+    **{"mixed_looks": 134},
     **{"bytes_ratio": 1.023, "packet_bytes_ratio": 1.047, "cpu_s_per_gb": 1.234},
 }
 LOOK = Look(
