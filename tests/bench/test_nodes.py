@@ -103,6 +103,7 @@ def test_a_round_trip_takes_what_was_asked_for() -> None:
     assert 0.004 <= min(map(float, found)) < 0.008
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_process_that_fails_is_named_by_its_error() -> None:
     with two_nodes(Link()) as pair, Crew(Side("fastps", {"FASTPS_LINK_DTYPE": "float7"}), pair, 1000) as crew:

@@ -151,7 +151,8 @@ def test_a_failing_script_is_reported_with_exit_code_1(tmp_path: Path) -> None:
     assert "RuntimeError: boom" in outcome.stderr
 
 
-@pytest.mark.parametrize("push_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("push_dtype", ["bfloat16", "float32"])
 def test_train_writes_the_promised_keys(push_dtype: str) -> None:
     pushed = () if push_dtype == "float32" else ("--push-dtype", push_dtype)
     outcome = commands.fastps(

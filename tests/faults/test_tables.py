@@ -1,4 +1,4 @@
-"""Jobs with tables while workers are killed, under a server process, and when memory is short: each push of rows counts once."""
+"""Jobs with tables while workers are killed, under a server process, and when memory is short: each push counts once."""
 
 import os
 import random

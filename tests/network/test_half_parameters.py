@@ -63,9 +63,8 @@ def _work(sync: str, push_dtype: torch.dtype | None) -> Callable[[int], Any]:
     return work
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, pytest.param({"FASTPS_LOCAL_STEPS": "3"}, marks=pytest.mark.slow)], ids=["each step", "local steps"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, {"FASTPS_LOCAL_STEPS": "3"}], ids=["each step", "local steps"])
 def test_two_nodes_train_float32_masters_and_show_their_halves(variables: dict[str, str]) -> None:
     with nodes.rendezvous() as port:
         children = nodes.start((1, 1), port, _work("bsp", torch.float32), variables)

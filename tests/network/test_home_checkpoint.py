@@ -93,7 +93,8 @@ def test_a_resumed_job_ends_with_the_bits_of_one_that_was_not_stopped(
     assert [digest for _, digest in resumed] == [digest for _, digest in whole]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "nadam" else pytest.mark.slow) for name in OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_rules_resume_with_the_same_bits_and_load_into_plain_torch(name: str, tmp_path: Path) -> None:
     make = OTHERS[name]
     whole = _train((1, 1), _work(SMALL, STEPS, make=make))

@@ -108,7 +108,7 @@ def _start(
     ("launcher", "placement"),
     [
         pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn"),
-        pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven"),
+        pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven", marks=pytest.mark.slow),
         pytest.param(srun, (0, 0, 1, 1), id="srun, 2+2", marks=pytest.mark.slow),
         pytest.param(mpirun, (0, 0, 0, 1), id="mpirun, 3+1", marks=pytest.mark.slow),
     ],

@@ -233,6 +233,7 @@ def test_the_bytes_on_the_cable_are_not_those_of_the_message(store: TCPStore) ->
     assert text[:28] not in seen
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_trains_over_encrypted_links() -> None:
     def work(rank: int) -> Any:
         torch.manual_seed(0)

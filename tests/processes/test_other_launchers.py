@@ -127,6 +127,7 @@ with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), s
 """
 
 
+@pytest.mark.slow
 def test_tasks_of_srun_find_each_other_by_themselves(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(TASK)

@@ -229,6 +229,7 @@ def _zero_gaps(found: Run, workers: int) -> float:
     return float(sum(count for gap_ns, count in gaps if gap_ns < limit_ns) / sum(count for _, count in gaps))
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_batch_tuning_takes_the_fast_workers_blocking_away() -> None:
     """R2SP, section IV, under a straggler of factor 3: at least four fifths of the waiting of the fast."""
@@ -252,6 +253,7 @@ def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() ->
     assert backup.dropped > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pull() -> None:
     """PSP-SGD, section 4: few responses come very late."""
@@ -265,6 +267,7 @@ def test_partial_pull_keeps_the_speed_that_rare_large_delays_take_from_a_full_pu
     assert sum(row["stale_blocks"] for row in partial.counters) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_communication_overlaps_more_in_a_tree_and_wholly_in_the_background() -> None:
     """Rudra, Table 1: 11.52 % in base, 56.75 % in adv, 99.56 % in adv*, of compute / (compute + communication)."""

@@ -254,8 +254,8 @@ def _run(folder: Path, offset_s: int, homes: str, size: int) -> list[Path]:
 @pytest.mark.parametrize(
     ("offset_s", "homes", "size"),
     [
-        pytest.param(0, "first", 5_000, id="one clock"),
-        pytest.param(1000, "first", 5_000, id="two clocks"),
+        pytest.param(0, "first", 5_000, id="one clock", marks=pytest.mark.slow),
+        pytest.param(1000, "first", 5_000, id="two clocks", marks=pytest.mark.slow),
         pytest.param(-100, "spread", 4_000_000, id="two clocks, two homes, several parts"),
     ],
 )
@@ -280,6 +280,7 @@ def test_every_push_of_a_real_job_leaves_before_it_is_posted(offset_s: int, home
     assert -np.median(early) + second.error_ns > 0, "a message takes some time"
 
 
+@pytest.mark.slow
 def test_the_records_of_a_killed_agent_stay(tmp_path: Path) -> None:
     """Its node ends with an error, and the launcher merges what the agent and the workers have written."""
     script, port = tmp_path / "train.py", free_port()
