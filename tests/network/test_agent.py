@@ -295,6 +295,7 @@ def test_what_needs_the_jobs_state_is_refused_by_name() -> None:
     assert _train((1, 1), refusals) == [["UnsupportedError"] * 3] * 2
 
 
+@pytest.mark.slow
 def test_a_reader_shows_the_weights_of_its_own_node() -> None:
     def work(rank: int) -> Any:
         model, other = torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)

@@ -154,7 +154,7 @@ SPREAD = {"FASTPS_HOMES": "spread"}
 @pytest.mark.parametrize(
     ("counts", "shape"),
     [
-        pytest.param((2, 1), SMALL, id="2+1, one part"),
+        pytest.param((2, 1), SMALL, id="2+1, one part", marks=pytest.mark.slow),
         pytest.param((1, 1, 1), LARGE, id="1+1+1, several parts", marks=pytest.mark.slow),
     ],
 )

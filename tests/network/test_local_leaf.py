@@ -182,7 +182,7 @@ def test_nodes_train_as_the_paper_says(counts: tuple[int, ...], make: Optimizers
 @pytest.mark.parametrize(
     ("nodes", "make", "local_steps", "fragments", "overlap", "mix"),
     [
-        pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap"),
+        pytest.param(2, MOMENTUM, 6, 3, 1, 0.5, id="3 fragments, 1 version of overlap", marks=pytest.mark.slow),
         pytest.param(3, ADAMW, 4, 2, 0, 1.0, id="2 fragments, no overlap", marks=pytest.mark.slow),
         pytest.param(2, ADAMW, 4, 2, 2, 0.5, id="an overlap as long as the distance", marks=pytest.mark.slow),
         pytest.param(2, MOMENTUM, 4, 1, 3, 0.7, id="one fragment with overlap", marks=pytest.mark.slow),
