@@ -1,4 +1,4 @@
-"""Rules that read sums over a whole parameter: the bits of their Python text, whoever folds; LAMB and others against torch."""
+"""Rules that read sums over a whole parameter: the bits of their Python text in every process; LAMB beside torch."""
 
 import hashlib
 import math
