@@ -30,7 +30,7 @@ def add_markers(item: pytest.Item) -> None:
     """Mark a collected test by what its code uses."""
     uses = set().union(*(_uses(function) for function in _functions_of(item)))
     folder = item.path.parent.name
-    if "process" in uses or folder in ("clients", "crash"):
+    if "process" in uses or folder in ("clients", "crash", "integrations"):
         item.add_marker(pytest.mark.process)
     elif item.get_closest_marker("slow") is None and item.get_closest_marker("timing") is None:
         item.add_marker(pytest.mark.unit)
