@@ -302,6 +302,7 @@ def _lamb_by_torch(parameter: torch.Tensor, state: dict[str, torch.Tensor], numb
     parameter.sub_(0.002 * (norms[0] / norms[1] if min(norms) > 0 else 1.0) * direction)
 
 
+@pytest.mark.slow
 def test_the_lamb_of_the_example_is_that_of_its_paper(capsys: pytest.CaptureFixture[str]) -> None:
     rule = _run_example("lamb.py", capsys)["lamb"]
     options = {"learning_rate": 0.002, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-6, "weight_decay": 0.01}

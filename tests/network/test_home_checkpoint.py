@@ -73,7 +73,7 @@ def _train(counts: tuple[int, ...], work: Callable[[int], Any], **variables: str
 @pytest.mark.parametrize(
     ("counts", "shape"),
     [
-        pytest.param((1, 1), SMALL, id="1+1, one part"),
+        pytest.param((1, 1), SMALL, id="1+1, one part", marks=pytest.mark.slow),
         pytest.param((1, 2), SMALL, id="1+2, one part", marks=pytest.mark.slow),
         pytest.param((1, 1), LARGE, id="1+1, several parts", marks=pytest.mark.slow),
     ],

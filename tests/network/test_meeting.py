@@ -107,7 +107,7 @@ def _start(
 @pytest.mark.parametrize(
     ("launcher", "placement"),
     [
-        pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn"),
+        pytest.param(srun, (0, 1, 0), id="srun, dealt out in turn", marks=pytest.mark.slow),
         pytest.param(mpirun, (0, 1, 1), id="mpirun, uneven", marks=pytest.mark.slow),
         pytest.param(srun, (0, 0, 1, 1), id="srun, 2+2", marks=pytest.mark.slow),
         pytest.param(mpirun, (0, 0, 0, 1), id="mpirun, 3+1", marks=pytest.mark.slow),

@@ -254,9 +254,9 @@ def _run(folder: Path, offset_s: int, homes: str, size: int) -> list[Path]:
 @pytest.mark.parametrize(
     ("offset_s", "homes", "size"),
     [
-        pytest.param(0, "first", 5_000, id="one clock", marks=pytest.mark.slow),
+        pytest.param(0, "first", 5_000, id="one clock"),
         pytest.param(1000, "first", 5_000, id="two clocks", marks=pytest.mark.slow),
-        pytest.param(-100, "spread", 4_000_000, id="two clocks, two homes, several parts"),
+        pytest.param(-100, "spread", 4_000_000, id="two clocks, two homes, several parts", marks=pytest.mark.slow),
     ],
 )
 def test_every_push_of_a_real_job_leaves_before_it_is_posted(offset_s: int, homes: str, size: int, tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def _look(folder: Path, rank: int, interval_s: float) -> tuple[fastps.Look, list
     return now, top.node_rows(before, now)
 
 
-@pytest.mark.parametrize(("sync", "homes"), [("asp", "first"), pytest.param("bsp", "spread", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "homes"), [("asp", "first"), ("bsp", "spread")])
 def test_node_0_shows_every_node(sync: str, homes: str, tmp_path: Path) -> None:
     (tmp_path / "ready").mkdir()
     with nodes.rendezvous() as port:
