@@ -254,7 +254,7 @@ def _run(folder: Path, offset_s: int, homes: str, size: int) -> list[Path]:
 @pytest.mark.parametrize(
     ("offset_s", "homes", "size"),
     [
-        pytest.param(0, "first", 5_000, id="one clock"),
+        pytest.param(0, "first", 5_000, id="one clock", marks=pytest.mark.slow),
         pytest.param(1000, "first", 5_000, id="two clocks", marks=pytest.mark.slow),
         pytest.param(-100, "spread", 4_000_000, id="two clocks, two homes, several parts", marks=pytest.mark.slow),
     ],
