@@ -11,7 +11,7 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 12
+#define FPS_ABI 13
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -106,10 +106,13 @@ typedef struct {
 } fps_lane_shard;
 _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
 
-/* How many readers had a place at the same time so far: processes of the job's user that only read weights. */
+/* The words of all readers: processes of the job's user that only read weights. One line, because combiners read `ready` and
+ * `wanted` at each commit, and nobody writes it unless a reader comes or sleeps. */
 typedef struct {
-    uint64_t ready; /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
-    uint8_t pad_ready[56];
+    uint64_t ready;  /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
+    uint64_t wanted; /* [WANTED] the least version that a reader sleeps for, or 0; of one that was killed until it is reached */
+    uint32_t event;  /* [EVENT] futex word of all readers that sleep */
+    uint8_t pad_readers[44];
 } fps_readers;
 /* A reader's word in one shard. The process that has the reader's socket name owns it. */
 typedef struct {

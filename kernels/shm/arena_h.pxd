@@ -201,6 +201,8 @@ cdef extern from "shm/arena.h" nogil:
 
     ctypedef struct fps_readers:
         uint64_t ready
+        uint64_t wanted
+        uint32_t event
 
     ctypedef struct fps_reader_shard:
         uint64_t pin
