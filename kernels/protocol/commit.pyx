@@ -189,7 +189,9 @@ cdef class Commit:
 
     cdef int _flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
         cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), self.spare_buffer, record)
-        if not fps_commit_flip(&self.shard_header.commit, self.seen, commit):
+        cdef bint is_committed = fps_commit_flip(&self.shard_header.commit, self.seen, commit)
+        self.rows.publish_counts(is_committed)
+        if not is_committed:
             return COMBINE_FENCED
         self._publish(state)
         self._serve_wanted(state.version)

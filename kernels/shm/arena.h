@@ -100,9 +100,10 @@ typedef struct {
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
     uint8_t pad_pin[48];
-    /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them. */
+    /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them; rows. */
     int64_t rejected, rejected_step, rejected_parameter;
-    uint8_t pad_rejected[40];
+    int64_t rows; /* of tables, in the lane's folded pushes */
+    uint8_t pad_rejected[32];
 } fps_lane_shard;
 _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
 
@@ -213,6 +214,7 @@ typedef struct {
     int64_t staleness[FPS_STALENESS_BUCKETS];
     int64_t updates;               /* versions */
     int64_t average_staleness_sum; /* sum over the updates of <sigma> (Rudra, equation 2), in thousandths */
+    int64_t rows_written;          /* of tables: a row that several pushes of a version have counts once */
     int64_t arrivals[][FPS_GAP_BUCKETS]; /* one a lane: when the k-th push of a version came, counted from its beginning */
 } fps_statistics;
 
