@@ -87,7 +87,7 @@ UNDER_ADDRESS := cd build/address && LD_PRELOAD=$$(cc -print-file-name=libasan.s
 	UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"
 
 test-sanitizers: sanitized-thread sanitized-address  ## an arena's threads under ThreadSanitizer, the core under AddressSanitizer
-	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/protocol/test_lane.py
+	$(UNDER_THREAD) $(SANITIZED_PYTEST) -k threads tests/kernels/protocol/test_lane.py tests/kernels/protocol/test_reader_pins.py
 	$(UNDER_ADDRESS) $(SANITIZED_PYTEST) -m "not slow" \
 		tests/kernels/protocol tests/kernels/update/test_rows.py tests/kernels/scheduling/test_scheduler.py
 

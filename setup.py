@@ -47,9 +47,11 @@ def stage_cimports() -> str:
     package = STAGE / "fastps"
     package.mkdir(parents=True, exist_ok=True)
     (package / "__init__.pxd").touch()
-    link = package / "kernels"
+    link, kernels = package / "kernels", Path("kernels").resolve()
+    if link.is_symlink() and link.resolve() != kernels:
+        link.unlink()  # this tree is a copy of another
     if not link.is_symlink():
-        link.symlink_to(Path("kernels").resolve(), target_is_directory=True)
+        link.symlink_to(kernels, target_is_directory=True)
     return str(STAGE)
 
 

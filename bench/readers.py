@@ -26,6 +26,7 @@ from fastps.bench import weight_transport
 from fastps.bench.crew import ForkedCrew
 from fastps.bench.measure import BenchOptions, Row, Spread, check
 from fastps.bench.member import load_torch
+from fastps.errors import TimeoutExceededError
 from fastps.torch.optimizer import DistributedOptimizer
 from fastps.torch.reader import reader
 
@@ -121,11 +122,10 @@ class Reading:
                     self._updates += 1
 
     def _waits(self, opened: Any) -> bool:
-        """Wait for a version, in parts, so that the end of the round is seen. As the reader's own wait does, look each ms."""
-        deadline_s = time.monotonic() + _WAIT_S
-        while opened.newest <= opened.version and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        return bool(opened.newest > opened.version)
+        """Wait for a version, in parts, so that the end of the round is seen."""
+        with contextlib.suppress(TimeoutExceededError):
+            return bool(opened.wait(timeout_s=_WAIT_S))
+        return False
 
     def close(self) -> None:
         """End the thread."""

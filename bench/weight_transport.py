@@ -56,7 +56,7 @@ class FastpsTrainer:
 
 
 class FastpsReader:
-    """fastps.reader, which asks for the newest version without a pause; with `waits` it calls `wait`, which looks each ms."""
+    """fastps.reader, which asks for the newest version without a pause; with `waits` it calls `wait`, and sleeps."""
 
     def __init__(self, job: ForkedJob, words: Any, *, waits: bool) -> None:
         self.model = Model(job.tensors_of(torch.ones(job.size)))

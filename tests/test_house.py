@@ -125,7 +125,6 @@ MODULES = {
     "kernels/protocol/combiner": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/commit": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
-    "kernels/protocol/reader_pins": "tests/store/test_reader.py",
     "kernels/shm/counts": "tests/cli/test_main.py",  # help without numpy
     "kernels/shm/arena": "tests/kernels/shm/test_damage.py",
     "kernels/shm/format": "tests/kernels/shm/test_damage.py",

@@ -125,6 +125,7 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
             "wait_share": row.wait_share,
             "folded": row.folded,
             "dropped": row.dropped,
+            **({"rows": row.rows} if now.tables else {}),
         }
         for old, row in zip(old_workers, now.workers, strict=True)
     ]
@@ -136,6 +137,7 @@ def rows_of(before: Look | None, now: Look) -> list[Row]:
             "folds_per_s": (shard.version - old.version) / seconds if old and seconds > 0 else None,
             "sigma_mean": shard.sigma_mean,
             "staleness": shard.staleness,
+            **({"rows_written": shard.rows_written, "updates": shard.updates} if now.tables else {}),
         }
         for old, shard in zip(old_shards, now.shards, strict=True)
     ]
@@ -186,7 +188,8 @@ def _node_row(old: NodeStatistics | None, row: NodeStatistics, now_ns: int) -> R
 def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
     """Make the tables: a row per node, if there are several, per worker and per shard; one for all shards if they are many."""
     mark = "" if look.settled else " (versions were published meanwhile)"
-    headings = ("worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped")
+    headings = ["worker", "state", "steps", "steps/s", "loss", "staleness", "max", "waiting", "folded", "dropped"]
+    headings += ["rows"] if look.tables else []
     columns = [Column(name, wide=name in ("max", "folded", "dropped"), left=name == "state") for name in headings]
     cells = [
         [
@@ -200,6 +203,7 @@ def tables(job: str, rows: Sequence[Row], look: Look) -> list[Rows]:
             f"{row['wait_share']:.0%}",
             str(row["folded"]),
             str(row["dropped"]),
+            *([f"{row['rows']:,}"] if look.tables else []),
         ]
         for row in rows
         if row["kind"] == "worker"
@@ -253,9 +257,20 @@ def clock_cell(offset_ns: int | None, error_ns: int | None) -> str:
 
 
 def _shard_table(shards: Sequence[Row]) -> Rows:
-    columns = [*(Column(heading) for heading in ("shard", "version", "folds/s")), Column("pushes by staleness", left=True)]
+    has_rows = any("rows_written" in row for row in shards)
+    headings = ("shard", "version", "folds/s", *(["rows/fold"] if has_rows else []))
+    columns = [*(Column(heading) for heading in headings), Column("pushes by staleness", left=True)]
     if len(shards) <= _MOST_SHARD_LINES:
-        cells = [[str(row["shard"]), str(row["version"]), _rate(row["folds_per_s"]), bars(row["staleness"])] for row in shards]
+        cells = [
+            [
+                str(row["shard"]),
+                str(row["version"]),
+                _rate(row["folds_per_s"]),
+                *([_rows_per_fold([row])] if has_rows else []),
+                bars(row["staleness"]),
+            ]
+            for row in shards
+        ]
         return Rows("shards", columns, cells)
     versions = [row["version"] for row in shards]
     rates = [row["folds_per_s"] for row in shards if row["folds_per_s"] is not None]
@@ -264,8 +279,16 @@ def _shard_table(shards: Sequence[Row]) -> Rows:
         for staleness, count in row["staleness"]:
             counts[staleness] = counts.get(staleness, 0) + count
     mean = sum(rates) / len(rates) if rates else None
-    cells = [[f"all {len(shards)}", f"{min(versions)} to {max(versions)}", _rate(mean), bars(sorted(counts.items()))]]
+    rows_cells = [_rows_per_fold(shards)] if has_rows else []
+    span = f"{min(versions)} to {max(versions)}"
+    cells = [[f"all {len(shards)}", span, _rate(mean), *rows_cells, bars(sorted(counts.items()))]]
     return Rows("shards", columns, cells)
+
+
+def _rows_per_fold(shards: Sequence[Row]) -> str:
+    """Rows of tables that an update of these shards has written, in the mean."""
+    updates = sum(row["updates"] for row in shards)
+    return f"{sum(row['rows_written'] for row in shards) / updates:,.1f}" if updates else "-"
 
 
 def bars(histogram: Sequence[tuple[int, int]], width: int = _BARS_WIDTH) -> str:

@@ -17,15 +17,17 @@ MOST_SHOWN = 20
 
 def worker_table(rows: Sequence[Row], title: str) -> Rows:
     """Make a table with one row per worker: the mean ms of each part of a step."""
-    headings = ("worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer")
+    headings = ["worker", "steps", "compute", "median", "95%", "on a core", "for a core", "blocked", "store", "transfer"]
     lesser = ("median", "95%", "on a core", "for a core", "blocked", "max")
     cells = []
     for row in rows:
         times = ("compute_ms_mean", "compute_ms_median", "compute_ms_p95", "cpu_ms_mean", "queue_ms_mean", "blocked_ms_mean")
         found = ["?" if row[name] is None else f"{row[name]:.2f}" for name in (*times, "store_cpu_ms_mean", "transfer_ms_mean")]
-        end = (f"{row['wait_share']:.1%}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), str(row["dropped"]))
+        end = [f"{row['wait_share']:.1%}", f"{row['staleness_mean']:.2f}", str(row["staleness_max"]), str(row["dropped"])]
+        end += [f"{row['rows_per_step']:,.1f}"] if "rows_per_step" in row else []
         cells.append((str(row["worker"]), str(row["steps"]), *found, *end))
-    columns = [Column(heading, wide=heading in lesser) for heading in (*headings, "waiting", "staleness", "max", "dropped")]
+    headings += ["waiting", "staleness", "max", "dropped", *(["rows"] if any("rows_per_step" in row for row in rows) else [])]
+    columns = [Column(heading, wide=heading in lesser) for heading in headings]
     return Rows(title, columns, cells)
 
 
@@ -37,6 +39,9 @@ def summary_line(row: Row) -> str:
         f" staleness {row['staleness_mean']:.2f} (at most {row['staleness_max']}), waiting {row['wait_share']:.1%},"
         f" {row['dropped']} dropped"
     )
+    if "rows_pushed" in row:
+        text += f", {row['rows_pushed']:,} rows of tables pushed ({row['rows_per_step']:,.1f} a step),"
+        text += f" {row['rows_folded']:,} folded"
     missing = [rank for rank in range(row["workers"]) if rank not in row["recorded"]]
     if missing:
         text += f"; not recorded: workers {', '.join(map(str, missing))}"

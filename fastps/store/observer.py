@@ -44,6 +44,7 @@ class WorkerStatistics:
     stale_blocks: int
     loss: float
     version: int
+    rows: int = 0  # of tables, in the folded pushes
 
     @property
     def staleness_mean(self) -> float:
@@ -62,7 +63,8 @@ class ShardStatistics:
     """A shard's counters since the job began: its version, and the staleness of the pushes that it folded, in versions.
 
     `staleness` has a pair (versions, pushes) for each staleness that occurred; 255 versions mean 255 or more. `sigma_mean` is
-    the mean over all updates of their mean staleness (Rudra, equation 2).
+    the mean over all updates of their mean staleness (Rudra, equation 2). `rows_written` counts the rows of tables that its
+    updates wrote: a row that several pushes of one update have counts once.
     """
 
     shard: int
@@ -70,6 +72,7 @@ class ShardStatistics:
     updates: int
     sigma_mean: float
     staleness: list[tuple[int, int]]
+    rows_written: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Look:
         failures: rank to the reported failure, for each worker that failed.
         over: whether the job has ended: every worker has left, failed or died, or no process answers for the job any more.
         nodes: in a job of several nodes the figures of all nodes, on node 0; elsewhere those of this node.
+        tables: how many tables the job has, of which pushes carry rows.
     """
 
     seen_ns: int
@@ -91,6 +95,7 @@ class Look:
     failures: dict[int, str]
     over: bool
     nodes: list[NodeStatistics] = field(default_factory=list)
+    tables: int = 0
 
 
 def statistics_of(arena: Arena) -> list[WorkerStatistics]:
@@ -114,6 +119,7 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
                 stale_blocks=counters["stale_blocks"],
                 loss=counters["loss"],
                 version=arena.version,
+                rows=counters["rows"],
             )
         )
     return rows
@@ -131,6 +137,7 @@ def shard_statistics_of(arena: Arena) -> list[ShardStatistics]:
                 updates=histograms["updates"],
                 sigma_mean=histograms["average_staleness"],
                 staleness=histograms["staleness"],
+                rows_written=histograms["rows_written"],
             )
         )
     return rows
@@ -202,6 +209,7 @@ class Observer:
             failures={row.rank: self._arena.failure(row.rank) for row in workers if row.state == "failed"},
             over=not places or all(row.state in ("left", "failed", "died") for row in workers),
             nodes=self.nodes(),
+            tables=self._arena.n_tables,
         )
 
     def close(self) -> None:

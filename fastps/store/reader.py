@@ -1,7 +1,8 @@
 """A reader: a process that only reads a running job's newest weights. It is no worker: no discipline counts it or waits for it.
 
 A reader has a place, a socket name that the kernel frees when its process ends, and brings a weights buffer of its own into
-the job. It maps the weights read-only; the only words of the arena that it writes are its pins.
+the job. It maps the weights read-only; the only words of the arena that it writes are its pins and the version that it sleeps
+for.
 """
 
 import errno
@@ -25,8 +26,7 @@ from fastps.system.clock import Clock
 from fastps.system.deadline import Deadline
 
 _PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING)
-_POLL_NS = 1_000_000
-_LIVENESS_NS = 200_000_000  # a wait asks so often whether the job has ended
+_LIVENESS_NS = 200_000_000  # the longest sleep of a wait: so often it asks whether the job has ended
 
 # Strong references: a reader that were collected would give up its place while a model still shows its buffers.
 _live: "set[WeightsReader]" = set()
@@ -124,17 +124,17 @@ class WeightsReader:
     def wait(self, version: int | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the job has made `version` updates, by default one more than this reader has read.
 
-        Returns False if the job ended before; its last weights can still be read. The job is not told of the wait, which polls
-        every millisecond. Raises TimeoutExceededError if no worker made a version for `timeout_s` seconds (default:
+        Returns False if the job ended before; its last weights can still be read. The process sleeps, and the worker that
+        commits the version wakes it. Raises TimeoutExceededError if no worker made a version for `timeout_s` seconds (default:
         FASTPS_TIMEOUT, else 300), UsageError in a forked child or after close.
         """
         self._check_usable()
         wanted = self.version + 1 if version is None else version
         timeout_ns = int(limits.timeout_s(timeout_s) * 1e9)
+        slice_ns = min(_LIVENESS_NS, timeout_ns)
         began_ns = looked_ns = self._clock.now_ns()
         newest, deadline = self.newest, Deadline(began_ns, timeout_ns)
-        while newest < wanted:
-            self._clock.sleep_ns(_POLL_NS)
+        while newest < wanted and not self._pins.wait(wanted, slice_ns):
             now_ns = self._clock.now_ns()
             if now_ns - looked_ns >= _LIVENESS_NS:
                 if self.over:

@@ -68,6 +68,18 @@ class RowSlots:
         count = int(np.frombuffer(self._store.memory, np.int64, 1, begin)[0])
         return np.frombuffer(self._store.memory, np.float32, count * width, values).reshape(count, width)
 
+    def counts(self, slot: int, present: bytes) -> list[int]:
+        """How many rows of each shard's tables a push of this slot has; none without tables. `present`: its presence bitmap."""
+        if not self._store.tables:
+            return []
+        found, bits = [0] * self._store.arena.shards, int.from_bytes(present, "little")
+        for table, parameter in enumerate(self._store.tables):
+            if bits >> parameter & 1:
+                (begin, _), _ = self._store.arena.table_slot_ranges(self._lane, slot, table, 0)
+                count = int(np.frombuffer(self._store.memory, np.int64, 1, begin)[0])
+                found[self._store.layout.parameters[parameter].shard] += count
+        return found
+
     def _reserve(self, slot: int, table: int, count: int, most: int) -> None:
         """Allocate memory for so many rows in the slot, and for the log of a fold that writes them."""
         reserved = self._reserved.get((slot, table), 0)

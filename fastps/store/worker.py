@@ -197,7 +197,8 @@ class Worker(LaneView):
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
         step, slot, version = self.lane.begin_push(now_ns, samples, null)
         if recorder is not None:
-            recorder.computed(now_ns, posts, step, version, samples, null)
+            rows = self.rows.counts(slot, b"" if null else self._sent_presence[slot] or b"")
+            recorder.computed(now_ns, posts, step, version, samples, null, rows)
         kind = KIND_NULL if null else KIND_PUSH
         if self._background is None:
             self._deliver(kind, step, slot, version, scale, loss, samples)

@@ -11,6 +11,7 @@ import numpy as np
 
 from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, UNDECIDED, Lines, Trace
 from fastps.tracing.merging import before_it_was_sent, nodes_of
+from fastps.tracing.summary import folded_rows
 
 Row = dict[str, Any]
 
@@ -193,6 +194,13 @@ def _counts(trace: Trace) -> Iterator[Violation]:
             if logged != count:
                 sentence = f"worker {worker}: {logged} pushes are {name} in the push log, {count} by the combiners' count"
                 yield Violation("counts", sentence, worker)
+    for worker, count in enumerate(committed.get("rows", [])):
+        rows = folded_rows(trace)
+        logged = int(rows["rows"][rows["worker"] == worker].sum())
+        if logged != count:
+            yield Violation(
+                "counts", f"worker {worker}: {logged} rows are folded in the push log, {count} by the combiners'", worker
+            )
     for shard, version in enumerate(trace.header["versions"]):
         most = push_log_row(trace)["versions"][shard]
         if most != version:

@@ -1,4 +1,4 @@
-"""The trace file of a recorded run: a JSON header, then tables of steps and pushes, and of messages and clocks between nodes.
+"""The trace file of a recorded run: a JSON header, then tables of steps, pushes and rows, and of messages and clocks of nodes.
 
 Layout, all little endian: the 16 bytes of `MAGIC`; uint64: bytes of the header; the header in JSON, padded with spaces to a
 multiple of 64 bytes; the tables one after the other, each as described in `header["tables"]`. numpy reads them without a copy.
@@ -87,8 +87,20 @@ CLOCK_DTYPE = np.dtype(
         ("written", "u1"),  # 1, and written last
     ]
 )
-_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
-_OF_NODES = ("messages", "clock")  # which a trace of one node may lack
+
+# A record of the rows of tables that one push had in one shard. Only a job with tables has them.
+ROWS_DTYPE = np.dtype(
+    [
+        ("position", "<i8"),  # of the push, as in its record
+        ("rows", "<i8"),
+        ("worker", "<i2"),
+        ("shard", "<i2"),
+        ("written", "u1"),  # 1, and written last
+    ]
+)
+# In the order of the file. What was added later comes last: an older fastps reads what it knows, and leaves the rest.
+_DTYPES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE, "messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE, "rows": ROWS_DTYPE}
+_OPTIONAL = ("messages", "clock", "rows")  # an older trace lacks some, and one of a job without tables the last
 Lines = npt.NDArray[np.void]
 
 
@@ -106,6 +118,7 @@ class Trace:
         pushes: records of PUSH_DTYPE, by worker, then position, then shard.
         messages: records of MESSAGE_DTYPE; none in a job of one node.
         clock: records of CLOCK_DTYPE; none in a job of one node.
+        rows: records of ROWS_DTYPE, by worker, then position, then shard; none in a job without tables.
     """
 
     header: Mapping[str, Any]
@@ -113,6 +126,7 @@ class Trace:
     pushes: Lines
     messages: Lines = field(default_factory=lambda: np.empty(0, MESSAGE_DTYPE))
     clock: Lines = field(default_factory=lambda: np.empty(0, CLOCK_DTYPE))
+    rows: Lines = field(default_factory=lambda: np.empty(0, ROWS_DTYPE))
 
     @property
     def workers(self) -> int:
@@ -128,6 +142,7 @@ class Trace:
 def write(trace: Trace, file: Path) -> None:
     """Write a trace atomically. Raises TraceError."""
     tables = {"steps": trace.steps, "pushes": trace.pushes, "messages": trace.messages, "clock": trace.clock}
+    tables |= {"rows": trace.rows} if len(trace.rows) else {}
     described = {name: {"lines": len(lines), "dtype": _described(_DTYPES[name])} for name, lines in tables.items()}
     text = json.dumps({**trace.header, "tables": described}).encode()
     text += b" " * (-(len(MAGIC) + 8 + len(text)) % _ALIGNMENT)
@@ -162,7 +177,7 @@ def read(file: Path) -> Trace:
         offset = begin + length
         tables = {}
         for name, dtype in _DTYPES.items():
-            if name in _OF_NODES and name not in header["tables"]:  # an older trace
+            if name in _OPTIONAL and name not in header["tables"]:
                 tables[name] = np.empty(0, dtype)
                 continue
             described = header["tables"][name]
@@ -191,6 +206,8 @@ def _check_header(trace: Trace) -> None:
         (trace.steps, "worker", workers),
         (trace.pushes, "worker", workers),
         (trace.pushes, "shard", shards),
+        (trace.rows, "worker", workers),
+        (trace.rows, "shard", shards),
     ):
         if len(lines) and not (int(lines[name].min()) >= 0 and int(lines[name].max()) < most):
             raise ValueError(f"a record of {name} {int(lines[name].max())} of {most}")

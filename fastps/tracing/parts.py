@@ -26,6 +26,7 @@ from fastps.tracing.file import (
     FOLDED,
     MESSAGE_DTYPE,
     PUSH_DTYPE,
+    ROWS_DTYPE,
     STEP_DTYPE,
     UNDECIDED,
     Lines,
@@ -120,6 +121,7 @@ def _counts_of(arena: Arena) -> dict[str, Any]:
         "committed": {
             "folded": [count["folded"] for count in counters],
             "dropped": [count["dropped"] for count in counters],
+            **({"rows": [count["rows"] for count in counters]} if arena.n_tables else {}),
         },
         "versions": [arena.shard_version(shard) for shard in range(arena.shards)],
     }
@@ -185,12 +187,13 @@ class PartTable:
 
 
 class Part:
-    """One worker's part: its steps, its pushes, and a note about itself."""
+    """One worker's part: its steps, its pushes, in a job with tables the rows of its pushes, and a note about itself."""
 
-    def __init__(self, folder: Path, rank: int, note: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, note: dict[str, Any], has_tables: bool = False) -> None:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self.steps, self.pushes = (PartTable(folder / f"{rank}.{name}", dtype) for name, dtype in _TABLES.items())
+            self.rows = PartTable(folder / f"{rank}.rows", ROWS_DTYPE) if has_tables else None
             self._folder, self._rank, self._note = folder, rank, note
             self._write_note(finished=False)
         except OSError as error:
@@ -200,6 +203,8 @@ class Part:
         """Close the tables, and mark the part as finished; `more` is added to the note."""
         self.steps.close()
         self.pushes.close()
+        if self.rows is not None:
+            self.rows.close()
         self._note.update(more)
         with contextlib.suppress(FileNotFoundError):  # the folder was removed: there is nothing to finish
             self._write_note(finished=True)
@@ -253,6 +258,9 @@ def _gathered(folder: Path, notes: list[dict[str, Any]]) -> Trace:
     for name, dtype in _TABLES.items():
         parts = [_complete(folder / f"{note['rank']}.{name}", dtype) for note in notes]
         tables[name] = np.concatenate(parts) if parts else np.empty(0, dtype)
+    rows = [folder / f"{note['rank']}.rows" for note in notes]
+    if parts := [_complete(file, ROWS_DTYPE) for file in rows if file.exists()]:
+        tables["rows"] = np.concatenate(parts)
     header = {
         **notes[0]["job"],  # the same in all workers' notes
         "recorded": [note["rank"] for note in notes],

@@ -110,15 +110,41 @@ def _message_events(trace: Trace, origin_ns: int, places: _Places) -> Iterator[E
 
 
 def _worker_events(trace: Trace, worker: int, origin_ns: int, places: _Places) -> Iterator[Event]:
-    place = places.worker(worker)
+    place, rows = places.worker(worker), _rows_of_steps(trace, worker)
     for record in trace.steps_of(worker):
         step, read = int(record["step"]), int(record["read_version"])
         cpu = {"cpu_ms": int(record["cpu_ns"]) / 1e6, "queue_ms": int(record["queue_ns"]) / 1e6}
         yield _span("compute", place, record["begin_ns"], record["computed_ns"], origin_ns, step=step, read_version=read, **cpu)
-        yield _span("push", place, record["computed_ns"], record["pushed_ns"], origin_ns, step=step)
+        more = {"rows": rows[step]} if step in rows else {}
+        yield _span("push", place, record["computed_ns"], record["pushed_ns"], origin_ns, step=step, **more)
         if record["end_ns"]:
             yield _span("wait", place, record["pushed_ns"], record["granted_ns"], origin_ns, step=step)
             yield _span("pull", place, record["granted_ns"], record["end_ns"], origin_ns, step=step)
+
+
+def _rows_of_steps(trace: Trace, worker: int) -> dict[int, int]:
+    """Return how many rows of tables each step of a worker has pushed, over all shards; empty without tables."""
+    of_worker, pushes = trace.rows[trace.rows["worker"] == worker], trace.pushes[trace.pushes["worker"] == worker]
+    step_of = dict(zip(pushes["position"].tolist(), pushes["step"].tolist(), strict=True))
+    found: dict[int, int] = {}
+    for position, count in zip(of_worker["position"].tolist(), of_worker["rows"].tolist(), strict=True):
+        if position in step_of:
+            found[step_of[position]] = found.get(step_of[position], 0) + count
+    return found
+
+
+def _rows_of_versions(trace: Trace, shard: int) -> dict[int, int]:
+    """Return how many rows the pushes of each version of a shard had together; empty without tables."""
+    pushes = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] == FOLDED)]
+    of_push = zip(pushes["worker"].tolist(), pushes["position"].tolist(), strict=True)
+    version_of = dict(zip(of_push, pushes["version"].tolist(), strict=True))
+    found: dict[int, int] = {}
+    for line in trace.rows[trace.rows["shard"] == shard].tolist():
+        position, count, worker = line[:3]
+        if (worker, position) in version_of:
+            version = version_of[worker, position]
+            found[version] = found.get(version, 0) + count
+    return found
 
 
 def _span(name: str, place: Place, begin_ns: Any, end_ns: Any, origin_ns: int, **arguments: Any) -> Event:
@@ -136,7 +162,7 @@ def _span(name: str, place: Place, begin_ns: Any, end_ns: Any, origin_ns: int, *
 
 def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> Iterator[Event]:
     records = trace.pushes[(trace.pushes["shard"] == shard) & (trace.pushes["fate"] <= DROPPED)]
-    last_version, track = -1, places.shard(shard)
+    last_version, track, rows = -1, places.shard(shard), _rows_of_versions(trace, shard)
     steps_of = [trace.steps_of(worker) for worker in range(trace.workers)]
     for record in records[np.argsort(records["decided_ns"], kind="stable")]:
         worker, step, version = int(record["worker"]), int(record["step"]), int(record["version"])
@@ -147,7 +173,8 @@ def _shard_events(trace: Trace, shard: int, origin_ns: int, places: _Places) -> 
             yield {"ph": "i", "s": "t", "name": f"drop of worker {worker}", **here, "args": arguments}
             continue
         if version != last_version:
-            yield {"ph": "X", "name": f"version {version}", "dur": 0, **here, "args": {"version": version}}
+            more = {"rows": rows[version]} if version in rows else {}
+            yield {"ph": "X", "name": f"version {version}", "dur": 0, **here, "args": {"version": version, **more}}
             last_version = version
         of_worker = steps_of[worker]
         place = np.searchsorted(of_worker["step"], step)

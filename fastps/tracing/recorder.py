@@ -7,6 +7,7 @@ recorder writes for its own worker only.
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -160,7 +161,8 @@ class Recorder:
         self._arena = worker.store.arena
         self._part: Part | None = None
         if self._folder is not None:
-            self._part = Part(self._folder, worker.rank, {"job": job_note(worker), "began_ns": self._clock.now_ns()})
+            note = {"job": job_note(worker), "began_ns": self._clock.now_ns()}
+            self._part = Part(self._folder, worker.rank, note, has_tables=self._arena.n_tables > 0)
         self._ended = False
         self._open: dict[
             int, _Step
@@ -177,15 +179,17 @@ class Recorder:
             self._clock.thread_queue_ns(),
         )
 
-    def computed(self, now_ns: int, position: int, step: int, read_version: int, samples: int, null: bool) -> None:
-        """Record that the worker begins to push a step's gradient."""
+    def computed(
+        self, now_ns: int, position: int, step: int, read_version: int, samples: int, null: bool, rows: Sequence[int] = ()
+    ) -> None:
+        """Record that the worker begins to push a step's gradient. `rows`: those of its tables in each shard, if it has any."""
         cpu_ns, queue_ns = self._clock.thread_cpu_ns(), self._clock.thread_queue_ns()
         entry = self._step = _Step()
         entry.begin_ns, entry.computed_ns, entry.pushed_ns = self._begin_ns, now_ns, now_ns
         entry.cpu_ns, entry.computed_cpu_ns = cpu_ns - self._begin_cpu_ns, cpu_ns
         entry.queue_ns = queue_ns - self._begin_queue_ns if queue_ns >= 0 else -1
         entry.position, entry.step, entry.read_version = position, step, read_version
-        entry.samples, entry.null = samples, null
+        entry.samples, entry.null, entry.rows = samples, null, rows
         self._open[step] = entry
         if self._load is None or now_ns - self._load[1].now_ns > _LOAD_EVERY_NS:
             load = _Load(now_ns, self._clock.machine_cpu_ns(), self._clock.process_cpu_ns(), cpu_ns)
@@ -264,6 +268,8 @@ class Recorder:
             self._part.pushes.append(
                 (position, entry.step, entry.read_version, version, decided_ns, staleness, rank, shard, kind, 1)
             )
+            if self._part.rows is not None:
+                self._part.rows.append((position, entry.rows[shard] if entry.rows else 0, rank, shard, 1))
 
     def finish(self, failure: str | None = None) -> None:
         """Write the remaining records, at the end of the worker or of its recording; merge_if_last merges the parts."""
@@ -325,6 +331,7 @@ class _Step:
         "pushed_ns",
         "queue_ns",
         "read_version",
+        "rows",
         "samples",
         "step",
         "store_cpu_ns",
@@ -338,6 +345,7 @@ class _Step:
     pushed_ns: int
     queue_ns: int
     read_version: int
+    rows: Sequence[int]
     samples: int
     step: int
 

@@ -1,5 +1,6 @@
 """Summaries of a trace: a row for each worker, and one for the whole run."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,19 @@ def span_ns(trace: Trace) -> int:
     return int(trace.steps["computed_ns"].max() - trace.steps["begin_ns"].min()) if len(trace.steps) else 0
 
 
+def folded_rows(trace: Trace) -> Lines:
+    """Return the records of rows whose push was folded."""
+
+    def key(lines: Lines) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = (
+            lines["position"] * int(trace.header["shards"]) + lines["shard"]
+        ) * trace.workers + lines["worker"]
+        return found
+
+    found: Lines = trace.rows[np.isin(key(trace.rows), key(trace.pushes[trace.pushes["fate"] == FOLDED]))]
+    return found
+
+
 def summary_row(trace: Trace) -> Row:
     """Summarize the whole run: speed, staleness, waiting, drops."""
     seconds = span_ns(trace) / 1e9
@@ -54,6 +68,7 @@ def summary_row(trace: Trace) -> Row:
         "dropped": int((trace.pushes["fate"] == DROPPED).sum()),
         "recorded": list(trace.header["recorded"]),
         "unfinished": list(trace.header["unfinished"]),
+        **_rows_of(trace, trace.rows, steps),
     }
 
 
@@ -83,7 +98,17 @@ def _worker_row(trace: Trace, worker: int) -> Row:
         "staleness_mean": float(folded["staleness"].mean()) if len(folded) else 0.0,
         "staleness_max": int(folded["staleness"].max(initial=0)),
         "dropped": int((pushes["fate"] == DROPPED).sum()),
+        **_rows_of(trace, trace.rows[trace.rows["worker"] == worker], len(steps)),
     }
+
+
+def _rows_of(trace: Trace, rows: Lines, steps: int) -> Row:
+    """Return how many rows of tables were pushed and folded; nothing for a job without tables."""
+    if not len(trace.rows):
+        return {}
+    folded = folded_rows(replace(trace, rows=rows))
+    pushed = int(rows["rows"].sum())
+    return {"rows_pushed": pushed, "rows_folded": int(folded["rows"].sum()), "rows_per_step": pushed / max(1, steps)}
 
 
 def _waiting(steps: Lines) -> tuple[int, int]:

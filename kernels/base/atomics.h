@@ -10,8 +10,10 @@
  *   [COMMIT]   commit         combiner -> everyone       weights, rule state, record and scheduler state of one version
  *   [PIN]      lane.pin       reader   -> combiner       which buffer is being read; paired with [COMMIT], see below
  *   [READERS]  readers.ready  reader   -> combiner       how many readers' pins count, and how many buffers more there are
+ *   [WANTED]   readers.wanted reader   -> combiner       the version that readers sleep for; paired with [COMMIT], see below
  *   [GRANT]    lane.granted   combiner -> worker         the permission, after the commit that earned it
  *   [EVENT]    lane.event     combiner -> sleeper        the futex word; paired with lane.sleeping, see below
+ *   [EVENT]    readers.event  combiner -> readers        the futex word of all readers that sleep; moves where [WANTED] is taken
  *   [STATE]    lane.state     member   -> everyone       that a worker attached, left or failed, and its message
  *   [WORK]     work.ticket    combiner -> helpers        a fold in the making; a claim takes one chunk of it
  *   [HELP]     lane.helping   helper   -> combiner       that chunks may be in this lane's hands; 0: and what it wrote
@@ -19,10 +21,11 @@
  *   [UNDO]     undo.bytes     combiner -> next combiner  the old words of rows, before a fold writes these rows in place
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
- * Three places need more than acquire and release, because each side writes one word and then reads the other's:
+ * Four places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
  *   ready and commit: a reader raises ready, pins and then reads commit; the combiner flips commit and later reads ready.
  *   sleeping and event: the sleeper sets sleeping and then re-reads event; the combiner adds to event and then reads sleeping.
+ *   wanted and commit: a reader lowers wanted and then reads commit; the combiner flips commit and then reads wanted.
  * All these operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
  * fence anywhere: ThreadSanitizer cannot model one.
  *
@@ -32,6 +35,7 @@
 #define FPS_ATOMICS_H
 
 #include <errno.h>
+#include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
@@ -143,6 +147,24 @@ static inline uint64_t fps_readers_load(const uint64_t *ready) {
     return __atomic_load_n(ready, __ATOMIC_SEQ_CST);
 }
 
+/* [WANTED] Publishes to combiners: readers sleep, or are about to, for this version or a later one; 0: none does. A reader that
+ * finds a low enough version writes it again: only a read-modify-write has a place in the one order of [COMMIT] and [WANTED]. */
+static inline int fps_wanted_lower(uint64_t *wanted, uint64_t seen, uint64_t next) {
+    fps_failpoint_store();
+    return __atomic_compare_exchange_n(wanted, &seen, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+/* Loaded after each flip. A line that nobody writes while no reader sleeps. */
+static inline uint64_t fps_wanted_load(const uint64_t *wanted) {
+    fps_failpoint_load();
+    return __atomic_load_n(wanted, __ATOMIC_SEQ_CST);
+}
+/* Take the wish. The taker then moves [EVENT]: a reader loads it before it lowers [WANTED], so a reader whose wish was taken
+ * sleeps only until then. */
+static inline void fps_wanted_take(uint64_t *wanted) {
+    fps_failpoint_store();
+    (void)__atomic_exchange_n(wanted, 0, __ATOMIC_SEQ_CST);
+}
+
 /* One reader at a time copies a whole version; as with pins, what follows must re-read commit. 0 where another reads. */
 static inline int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next) {
     fps_failpoint_store();
@@ -191,6 +213,10 @@ static inline void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice
 static inline void fps_event_wake(uint32_t *event) {
     FPS_FAILPOINT_INSTEAD(wake, event);
     syscall(SYS_futex, event, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+static inline void fps_event_wake_all(uint32_t *event) {
+    FPS_FAILPOINT_INSTEAD(wake, event);
+    syscall(SYS_futex, event, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 /* -- [STATE] ----------------------------------------------------------------------------------------------------------- */

@@ -22,6 +22,9 @@ cdef extern from "base/atomics.h" nogil:
     uint64_t fps_pin_load(const uint64_t *pin)
     int fps_readers_raise(uint64_t *ready, uint64_t seen, uint64_t next)
     uint64_t fps_readers_load(const uint64_t *ready)
+    int fps_wanted_lower(uint64_t *wanted, uint64_t seen, uint64_t next)
+    uint64_t fps_wanted_load(const uint64_t *wanted)
+    void fps_wanted_take(uint64_t *wanted)
     int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
     uint64_t fps_reader_load(const uint64_t *reader)
 
@@ -34,6 +37,7 @@ cdef extern from "base/atomics.h" nogil:
     uint32_t fps_sleeping_load(const uint32_t *sleeping)
     void fps_event_sleep(uint32_t *event, uint32_t seen, int64_t slice_ns)
     void fps_event_wake(uint32_t *event)
+    void fps_event_wake_all(uint32_t *event)
 
     uint32_t fps_state_acquire(const uint32_t *state)
     int fps_state_change(uint32_t *state, uint32_t seen, uint32_t next)

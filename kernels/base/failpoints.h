@@ -28,7 +28,10 @@
     MUTANT(ROW_FIRST, "row-first", "a fold writes rows before the log says that it has them")                            \
     MUTANT(FORGET_UNDO, "forget-undo", "recovery of a lock does not roll a fold's rows back")                            \
     MUTANT(KEEP_UNDO, "keep-undo", "a log is rolled back although its fold was committed")                               \
-    MUTANT(ROWS_LATE, "rows-late", "a fold writes its rows after the flip")
+    MUTANT(ROWS_LATE, "rows-late", "a fold writes its rows after the flip")                                              \
+    MUTANT(FORGET_WANTED, "forget-wanted", "a commit does not look whether readers sleep")                               \
+    MUTANT(LOOK_FIRST, "look-first", "a reader looks at the version before it says that it sleeps for one")              \
+    MUTANT(EVENT_LATE, "event-late", "a reader reads the event after it said that it sleeps")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,

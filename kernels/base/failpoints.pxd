@@ -25,6 +25,9 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_FORGET_READERS
         FPS_MUTANT_FORGET_UNDO
         FPS_MUTANT_ROWS_LATE
+        FPS_MUTANT_FORGET_WANTED
+        FPS_MUTANT_LOOK_FIRST
+        FPS_MUTANT_EVENT_LATE
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.

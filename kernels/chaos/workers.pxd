@@ -44,6 +44,8 @@ cdef class Workers:
     cdef void _compute(self, int32_t index) noexcept nogil
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil
     cdef void _read(self, int32_t index) noexcept nogil
+    cdef void _sleep_as_reader(self, int32_t index) noexcept nogil
+    cdef bint _is_any_locked(self) noexcept nogil
     cdef void _check_reader(self, int32_t index) noexcept nogil
     cdef void _check_reads(self, int32_t index) noexcept nogil
     cdef void _write_rows(self, int32_t index, int64_t position) noexcept nogil

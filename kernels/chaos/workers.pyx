@@ -8,7 +8,13 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from fastps.kernels.base.atomics cimport fps_grant_acquire, fps_pin_exchange, fps_state_acquire, fps_tail_acquire
+from fastps.kernels.base.atomics cimport (
+    fps_event_sleep,
+    fps_grant_acquire,
+    fps_pin_exchange,
+    fps_state_acquire,
+    fps_tail_acquire,
+)
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport Machine
@@ -28,7 +34,9 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PUSH,
     fps_commit_buffer,
     fps_commit_version,
+    fps_lock_owner,
     fps_member_state,
+    fps_readers,
 )
 from fastps.kernels.update.fold cimport fps_hyper
 from fastps.kernels.update.rows_h cimport fps_rows, fps_rows_values_offset, fps_table
@@ -39,6 +47,7 @@ cdef enum:
     LIVENESS_NS = 50_000_000
     IDLE_NS = 5_000_000         # between two polls of a worker that waits for the others' end
     JOIN_NS = 500_000           # and of one that waits to join
+    READER_SLICE_NS = 1_000_000  # of a worker that sleeps as a reader: the others may need its push
     ROUNDS_AWAKE = 3            # of a wait that begins without sleep
     POLLS_AWAKE = 4             # in each
     OVERDUE_NS = 200_000
@@ -152,6 +161,8 @@ cdef class Workers:
                 self._check_reader(index)
                 if self.machine.draw() % 3 == 0:
                     self._read(index)
+                if self.machine.draw() % 4 == 0:
+                    self._sleep_as_reader(index)
 
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
@@ -176,6 +187,30 @@ cdef class Workers:
             commit = (<ReaderPins> self._readers[index])._pull(shard)
             self.lives[index].read_buffers[shard] = fps_commit_buffer(commit)
         self._check_reader(index)
+
+    cdef void _sleep_as_reader(self, int32_t index) noexcept nogil:
+        """Sleep as a reader for one of the next versions, and check the wake: a flip that reached it has moved the event.
+
+        Its combiner moves it under the shard lock, and where that one died, the lane that recovers the lock does.
+        """
+        cdef uint32_t event = 0
+        cdef uint64_t version
+        cdef fps_readers *words = self.arena.readers_words()
+        version = (<ReaderPins> self._readers[index])._newest() + 1 + self.machine.draw() % 3
+        if (<ReaderPins> self._readers[index])._is_there(version, &event):
+            return
+        fps_event_sleep(&words.event, event, READER_SLICE_NS)
+        if ((<ReaderPins> self._readers[index])._newest() >= version and words.event == event
+                and not self._is_any_locked()):
+            self.checker.fail(b"missed wake: reader %ld sleeps for version %ld, which is there", index, version, 0)
+
+    cdef bint _is_any_locked(self) noexcept nogil:
+        """Whether any lane holds a shard lock."""
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            if fps_lock_owner(self.arena.shard_header(shard).lock):
+                return True
+        return False
 
     cdef void _check_reader(self, int32_t index) noexcept nogil:
         """What a reader has pinned stays as it was published."""

@@ -39,6 +39,7 @@ cdef class Commit:
     # Scratch, allocated once: the lanes to wake once the shard lock is given back.
     cdef uint32_t *to_wake
     cdef uint32_t n_to_wake
+    cdef bint wakes_readers     # the same for the readers that sleep
 
     cdef scheduler_t *begin(self) noexcept nogil
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil
@@ -62,3 +63,5 @@ cdef class Commit:
     cdef void _publish(self, scheduler_t *state) noexcept nogil
     cdef void _publish_lane_shard(self, scheduler_t *state, uint32_t index) noexcept nogil
     cdef void _queue_wake(self, uint32_t index) noexcept nogil
+    cdef void _serve_wanted(self, uint64_t version) noexcept nogil
+    cdef void _call_readers(self) noexcept nogil

@@ -15,6 +15,7 @@ from fastps.kernels.base.atomics cimport (
     fps_counter_set,
     fps_event_add,
     fps_event_wake,
+    fps_event_wake_all,
     fps_grant_release,
     fps_head_release,
     fps_pin_load,
@@ -22,6 +23,8 @@ from fastps.kernels.base.atomics cimport (
     fps_readers_load,
     fps_sleeping_load,
     fps_state_acquire,
+    fps_wanted_load,
+    fps_wanted_take,
 )
 from fastps.kernels.base.failpoints cimport (
     FPS_FAILPOINT,
@@ -30,6 +33,7 @@ from fastps.kernels.base.failpoints cimport (
     FPS_MUTANT_FORGET_HEADS,
     FPS_MUTANT_FORGET_READERS,
     FPS_MUTANT_FORGET_UNDO,
+    FPS_MUTANT_FORGET_WANTED,
     FPS_MUTANT_ROWS_LATE,
     fps_mutant,
 )
@@ -185,9 +189,12 @@ cdef class Commit:
 
     cdef int _flip(self, scheduler_t *state, uint64_t record) noexcept nogil:
         cdef uint64_t commit = fps_commit_pack(state.version, fps_commit_epoch(self.seen), self.spare_buffer, record)
-        if not fps_commit_flip(&self.shard_header.commit, self.seen, commit):
+        cdef bint is_committed = fps_commit_flip(&self.shard_header.commit, self.seen, commit)
+        self.rows.publish_counts(is_committed)
+        if not is_committed:
             return COMBINE_FENCED
         self._publish(state)
+        self._serve_wanted(state.version)
         return COMBINE_DONE
 
     # -- buffers that nobody reads -----------------------------------------------------------------
@@ -294,12 +301,33 @@ cdef class Commit:
         self.to_wake[self.n_to_wake] = index
         self.n_to_wake += 1
 
+    cdef void _serve_wanted(self, uint64_t version) noexcept nogil:
+        """Let readers go on that sleep for a version that this shard has reached. Read after the flip.
+
+        Those that need more, of this shard or of another, say so again. Where no reader sleeps, this is one load.
+        """
+        cdef uint64_t wanted
+        if self.arena.header.n_readers == 0 or fps_mutant(FPS_MUTANT_FORGET_WANTED):
+            return
+        wanted = fps_wanted_load(&self.arena.readers_words().wanted)
+        if wanted and wanted <= version:
+            self._call_readers()
+
+    cdef void _call_readers(self) noexcept nogil:
+        """Move the event of the readers, and wake them once the shard lock is released. The wish is taken first."""
+        fps_wanted_take(&self.arena.readers_words().wanted)
+        fps_event_add(&self.arena.readers_words().event)
+        self.wakes_readers = True
+
     cdef void wake(self) noexcept nogil:
-        """Wake the queued workers, after the lock is released: every lane would wait for a system call under the lock."""
+        """Wake who is queued, after the lock is released: every lane would wait for a system call under the lock."""
         cdef uint32_t i
         for i in range(self.n_to_wake):
             fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
         self.n_to_wake = 0
+        if self.wakes_readers:
+            self.wakes_readers = False
+            fps_event_wake_all(&self.arena.readers_words().event)
 
     # -- after one that was not finished -----------------------------------------------------------
 
@@ -331,3 +359,5 @@ cdef class Commit:
             return
         for index in range(self.arena.header.n_lanes):
             self._publish_lane_shard(active, index)
+        if self.arena.header.n_readers:
+            self._call_readers()  # the dead combiner may have taken their wish and not moved the event

@@ -1,12 +1,22 @@
-"""The pins of a process that only reads weights: it has no lane, no scheduler knows it, and no fold waits for it.
+"""A process that only reads weights: its pins, and its sleep. It has no lane, no scheduler knows it, and no fold waits for it.
 
 Each reader brings a weights buffer of its own into the job. It pins one buffer of a shard at a time, so however long it holds
 that pin, the workers have as many buffers as without it.
 """
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport fps_pin_exchange, fps_readers_load, fps_readers_raise
+from fastps.kernels.base.atomics cimport (
+    fps_commit_load,
+    fps_event_load,
+    fps_event_sleep,
+    fps_pin_exchange,
+    fps_readers_load,
+    fps_readers_raise,
+    fps_wanted_load,
+    fps_wanted_lower,
+)
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_EVENT_LATE, FPS_MUTANT_LOOK_FIRST, fps_mutant
 from fastps.kernels.protocol.pins cimport pin_published
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_commit_buffer, fps_commit_version
@@ -63,6 +73,55 @@ cdef class ReaderPins:
             &self.arena.shard_header(shard).commit, &self.arena.reader_shard(self.index, shard).pin)
         self.versions[shard] = fps_commit_version(commit)
         return commit
+
+    # -- sleeping ----------------------------------------------------------------------------------
+
+    def wait(self, uint64_t version, int64_t slice_ns):
+        """Sleep until every shard has `version`. Releases the GIL.
+
+        False if `slice_ns` ended before, if a signal came, or if another reader's version woke all: call again. A combiner that
+        commits the version wakes all readers that sleep. One that is killed after its commit wakes nobody, and the slice ends
+        the sleep.
+        """
+        cdef bint reached
+        with nogil:
+            reached = self._wait(version, slice_ns)
+        return reached
+
+    cdef bint _wait(self, uint64_t version, int64_t slice_ns) noexcept nogil:
+        cdef uint32_t event
+        if self._newest() >= version or self._is_there(version, &event):
+            return True
+        fps_event_sleep(&self.arena.readers_words().event, event, slice_ns)
+        return self._newest() >= version
+
+    cdef bint _is_there(self, uint64_t version, uint32_t *event) noexcept nogil:
+        """Say that this reader is about to sleep for `version`. Returns whether it need not: the version is there.
+
+        `event` is read first: whoever takes this wish moves it, so no reader sleeps with a wish that nobody knows. The version
+        is read last: a combiner that has not seen the wish flipped before.
+        """
+        cdef bint is_there = fps_mutant(FPS_MUTANT_LOOK_FIRST) and self._newest() >= version
+        event[0] = fps_event_load(&self.arena.readers_words().event)
+        self._want(version)
+        if fps_mutant(FPS_MUTANT_EVENT_LATE):
+            event[0] = fps_event_load(&self.arena.readers_words().event)
+        return is_there if fps_mutant(FPS_MUTANT_LOOK_FIRST) else self._newest() >= version
+
+    cdef void _want(self, uint64_t version) noexcept nogil:
+        """Lower the version that readers sleep for to this one, if it is higher."""
+        cdef uint64_t *wanted = &self.arena.readers_words().wanted
+        cdef uint64_t seen = fps_wanted_load(wanted)
+        while not fps_wanted_lower(wanted, seen, version if seen == 0 else min(seen, version)):
+            seen = fps_wanted_load(wanted)
+
+    cdef uint64_t _newest(self) noexcept nogil:
+        """The version that every shard has reached."""
+        cdef uint64_t newest = fps_commit_version(fps_commit_load(&self.arena.shard_header(0).commit))
+        cdef uint32_t shard
+        for shard in range(1, self.arena.header.n_shards):
+            newest = min(newest, fps_commit_version(fps_commit_load(&self.arena.shard_header(shard).commit)))
+        return newest
 
     def shard_version(self, uint32_t shard=0):
         """The version of a shard's last pull."""

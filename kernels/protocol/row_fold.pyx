@@ -6,13 +6,14 @@ admits one writer; helpers of a shared fold do not write rows.
 """
 
 cimport cython
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
+from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
 from fastps.kernels.protocol.shared_fold cimport FOLD_DONE, FOLD_NONFINITE, FOLD_REFUSED
 from fastps.kernels.shm.arena_h cimport fps_folded_push
 from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
-from fastps.kernels.update.rows cimport fold_table, largest_row, undo_begin, undo_roll_back
+from fastps.kernels.update.rows cimport fold_table, largest_row, pushed_rows, undo_begin, undo_roll_back
 
 cdef enum:
     LONG_BYTES = 1 << 18  # of the log: about 2,000 rows of 16 floats
@@ -33,32 +34,39 @@ cdef class RowFold:
             self.log = arena.undo_log(shard)
             self.scratch = RowScratch()
             self.pushed = <char **> calloc(FPS_MAX_PUSHES, sizeof(char *))
-            if not self.pushed:
+            self.counted = <int64_t *> calloc(FPS_MAX_PUSHES, sizeof(int64_t))
+            if not self.pushed or not self.counted:
                 raise MemoryError()
 
     def __dealloc__(self):
         free(self.pushed)
+        free(self.counted)
 
     cdef int run(self, uint64_t version) noexcept nogil:
         """Write the item's rows, after the fold of its dense parameters. `version`: the shard's, before the commit.
 
         Results that are not finite are rolled back.
         """
-        cdef uint64_t used = 0
+        cdef uint64_t used = 0, before
         cdef uint32_t index
         if not self.has_tables:
             return FOLD_DONE
+        self.written = 0
         if not self.item.read() or not self._read_pushes():
             return FOLD_REFUSED
         self.item.nonfinite = 0
         undo_begin(&self.log, version)
         for index in range(self.arena.header.n_tables):
-            if <uint32_t> self.arena.tables[index].shard == self.shard and fold_table(
-                    &self.item.job, self.arena.header.row_rule, self.arena.tables, index, self.arena.rows(), self.pushed,
-                    self.scratch.words, &self.log, &used) != 0:
+            if <uint32_t> self.arena.tables[index].shard != self.shard:
+                continue
+            before = used
+            if fold_table(&self.item.job, self.arena.header.row_rule, self.arena.tables, index, self.arena.rows(), self.pushed,
+                          self.scratch.words, &self.log, &used) != 0:
                 return FOLD_REFUSED
+            self._count(index, used - before)
         self.is_long = used >= LONG_BYTES
-        if not self.item.nonfinite:
+        self.is_counted = not self.item.nonfinite
+        if self.is_counted:
             return FOLD_DONE
         return FOLD_NONFINITE if self.roll_back(version) else FOLD_REFUSED
 
@@ -67,10 +75,37 @@ cdef class RowFold:
         return not self.has_tables or undo_roll_back(
             &self.log, self.arena.tables, self.arena.header.n_tables, self.arena.rows(), version)
 
+    cdef void _count(self, uint32_t table, uint64_t logged) noexcept nogil:
+        """Count a table's rows in each push, which may write its slot again after the commit, and those that were logged."""
+        cdef int index
+        self.written += logged // self.arena.tables[table].undo_bytes
+        for index in range(self.item.job.n_pushes):
+            self.counted[index] += pushed_rows(&self.arena.tables[table], &self.item.pushes[index], self.pushed[index])
+
+    cdef void publish_counts(self, bint is_committed) noexcept nogil:
+        """Add the fold's rows to what observers see if it was committed, or forget them. A death in between loses some."""
+        cdef int64_t *rows
+        cdef uint32_t lane
+        cdef int index
+        if not self.is_counted:
+            return
+        self.is_counted = False
+        if not is_committed:
+            return
+        for index in range(self.item.job.n_pushes):
+            lane = self.item.push(index).lane
+            if lane >= self.arena.header.n_lanes:
+                continue
+            rows = &self.arena.lane_shard(lane, self.shard).rows
+            fps_counter_set(rows, fps_counter_get(rows) + self.counted[index])
+        rows = &self.arena.statistics(self.shard).rows_written
+        fps_counter_set(rows, fps_counter_get(rows) + self.written)
+
     cdef bint _read_pushes(self) noexcept nogil:
         cdef fps_folded_push push
         cdef int index
         for index in range(self.item.job.n_pushes):
+            self.counted[index] = 0
             push = self.item.push(index)
             if push.lane >= self.arena.header.n_lanes or push.slot >= self.arena.header.n_slots:
                 return False

@@ -11,7 +11,7 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 12
+#define FPS_ABI 13
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
@@ -100,16 +100,20 @@ typedef struct {
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
     uint8_t pad_pin[48];
-    /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them. */
+    /* Line of the combiner, for observers: pushes that were rejected as non-finite, and the last of them; rows. */
     int64_t rejected, rejected_step, rejected_parameter;
-    uint8_t pad_rejected[40];
+    int64_t rows; /* of tables, in the lane's folded pushes */
+    uint8_t pad_rejected[32];
 } fps_lane_shard;
 _Static_assert(sizeof(fps_lane_shard) == 3 * FPS_LINE, "combiner and worker write lines of their own");
 
-/* How many readers had a place at the same time so far: processes of the job's user that only read weights. */
+/* The words of all readers: processes of the job's user that only read weights. One line, because combiners read `ready` and
+ * `wanted` at each commit, and nobody writes it unless a reader comes or sleeps. */
 typedef struct {
-    uint64_t ready; /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
-    uint8_t pad_ready[56];
+    uint64_t ready;  /* [READERS] never falls; the pins of readers beyond do not count, and their buffers have no pages yet */
+    uint64_t wanted; /* [WANTED] the least version that a reader sleeps for, or 0; of one that was killed until it is reached */
+    uint32_t event;  /* [EVENT] futex word of all readers that sleep */
+    uint8_t pad_readers[44];
 } fps_readers;
 /* A reader's word in one shard. The process that has the reader's socket name owns it. */
 typedef struct {
@@ -210,6 +214,7 @@ typedef struct {
     int64_t staleness[FPS_STALENESS_BUCKETS];
     int64_t updates;               /* versions */
     int64_t average_staleness_sum; /* sum over the updates of <sigma> (Rudra, equation 2), in thousandths */
+    int64_t rows_written;          /* of tables: a row that several pushes of a version have counts once */
     int64_t arrivals[][FPS_GAP_BUCKETS]; /* one a lane: when the k-th push of a version came, counted from its beginning */
 } fps_statistics;
 

@@ -34,10 +34,12 @@ class Counters(TypedDict):
     rejected: int
     staleness_sum: int
     staleness_max: int
+    rows: int
     loss: float
 
 class Histograms(TypedDict):
     updates: int
+    rows_written: int
     average_staleness: float
     gaps_ns: list[tuple[int, int]]
     staleness: list[tuple[int, int]]

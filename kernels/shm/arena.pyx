@@ -421,7 +421,7 @@ cdef class Arena(ArenaView):
     def counters(self, uint32_t lane):
         """The lane's counters by name, over all shards; each is current, but they are not of one moment.
 
-        `done` is the least of the shards, `folded` and `dropped` are sums over shards.
+        `done` is the least of the shards, `folded`, `dropped` and `rows` (of tables, in folded pushes) are sums over shards.
         """
         cdef fps_lane *words = self.lane(lane)
         cdef fps_lane_shard *lane_shard
@@ -429,7 +429,7 @@ cdef class Arena(ArenaView):
         cdef double loss
         cdef uint32_t shard
         cdef uint64_t done = fps_head_acquire(&self.lane_shard(lane, 0).head)
-        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0
+        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0, rows = 0
         memcpy(&loss, &loss_bits, sizeof(loss))
         for shard in range(self.header.n_shards):
             lane_shard = self.lane_shard(lane, shard)
@@ -438,6 +438,7 @@ cdef class Arena(ArenaView):
             dropped += fps_counter_get(&lane_shard.dropped)
             staleness_sum += fps_counter_get(&lane_shard.staleness_sum)
             staleness_max = max(staleness_max, fps_counter_get(&lane_shard.staleness_max))
+            rows += fps_counter_get(&lane_shard.rows)
         return {
             "posted": fps_tail_acquire(&words.tail),
             "done": done,
@@ -451,6 +452,7 @@ cdef class Arena(ArenaView):
             "rejected": self.rejected(lane)[0],
             "staleness_sum": staleness_sum,
             "staleness_max": staleness_max,
+            "rows": rows,
             "loss": loss,
         }
 
@@ -459,7 +461,7 @@ cdef class Arena(ArenaView):
 
         `gaps_ns` between two consecutive updates; `staleness` of folded pushes, in versions; `arrivals_ns`: for each k, when
         the k-th push of a version came, counted from its beginning; `updates`; `average_staleness`: mean over all updates of
-        <sigma> (Rudra, equation 2).
+        <sigma> (Rudra, equation 2); `rows_written` of tables.
         """
         cdef fps_statistics *found = self.statistics(shard)
         cdef int bucket
@@ -467,6 +469,7 @@ cdef class Arena(ArenaView):
         updates = fps_counter_get(&found.updates)
         return {
             "updates": updates,
+            "rows_written": fps_counter_get(&found.rows_written),
             "average_staleness": fps_counter_get(&found.average_staleness_sum) / 1000.0 / max(1, updates),
             "gaps_ns": [(fps_bucket_time(bucket), found.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
                         if found.gaps[bucket]],

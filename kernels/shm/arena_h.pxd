@@ -68,6 +68,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t rejected
         int64_t rejected_step
         int64_t rejected_parameter
+        int64_t rows
 
     enum:
         FPS_STATE_BUFFERS
@@ -137,6 +138,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t *staleness
         int64_t updates
         int64_t average_staleness_sum
+        int64_t rows_written
         int64_t arrivals[1][512]
 
     int fps_time_bucket(int64_t ns)
@@ -201,6 +203,8 @@ cdef extern from "shm/arena.h" nogil:
 
     ctypedef struct fps_readers:
         uint64_t ready
+        uint64_t wanted
+        uint32_t event
 
     ctypedef struct fps_reader_shard:
         uint64_t pin

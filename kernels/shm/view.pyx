@@ -294,6 +294,11 @@ cdef class ArenaView:
         return self.header.total_bytes
 
     @property
+    def n_tables(self):
+        """Parameters of which pushes carry rows."""
+        return self.header.n_tables
+
+    @property
     def shards(self):
         """Shards, each versioned by itself."""
         return self.header.n_shards

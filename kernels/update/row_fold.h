@@ -66,6 +66,10 @@ static inline fps_row fps_row_at(char *tables, const fps_table *table, uint32_t 
     return row;
 }
 
+static inline int fps_has_rows(const fps_table *table, const fps_push *push) {
+    return push->presence[table->parameter >> 6] >> (table->parameter & 63) & 1;
+}
+
 /* -- the log ----------------------------------------------------------------------------------------------------------- */
 
 /* Begin a fold at this version: nothing is logged. The count is first, because the rows that it counts are of another fold. */
@@ -280,7 +284,7 @@ static int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, in
     if (row_rule < 0 || row_rule >= FPS_N_ROW_RULES || job->n_pushes > FPS_MAX_PUSHES) return FPS_ROWS_REFUSED;
     for (int push = 0; push < job->n_pushes; push++) {
         const fps_push *from = &job->pushes[push];
-        if (!(from->presence[table->parameter >> 6] >> (table->parameter & 63) & 1)) continue;
+        if (!fps_has_rows(table, from)) continue;
         rates = from->hypers[table->group].learning_rate * from->rate_scale;
         if (count == 0) first_rate = rates;
         equal &= rates == first_rate;
@@ -307,12 +311,18 @@ static int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, in
     return outcome;
 }
 
+/* How many rows of a table a push has. */
+static inline int64_t fps_pushed_rows(const fps_table *table, const fps_push *push, const char *pushed) {
+    if (!fps_has_rows(table, push)) return 0;
+    return ((const fps_rows *)(pushed + table->slot_offset))->count;
+}
+
 /* The largest absolute value of a push's rows of one table; infinite if a value is not finite. */
 static float fps_largest_row(const fps_table *table, const fps_push *push, const char *pushed) {
     const fps_rows *rows = (const fps_rows *)(pushed + table->slot_offset);
     const float *values = fps_values_of(rows, table);
     float most = -1;
-    if (!(push->presence[table->parameter >> 6] >> (table->parameter & 63) & 1)) return most;
+    if (!fps_has_rows(table, push)) return most;
     for (int64_t i = 0; i < rows->count * table->width && rows->count <= table->rows; i++) {
         float size = fabsf(values[i] * (float)push->scale);
         if (!(size < INFINITY)) return INFINITY;

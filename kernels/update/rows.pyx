@@ -4,7 +4,7 @@ A worker collects the rows of a sparse gradient into its slot, each row once. A 
 writes the row; without a commit the log restores them.
 """
 
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc
 
 from fastps.kernels.update import fold
@@ -38,6 +38,7 @@ cdef extern from "update/row_fold.h" nogil:
     int fps_fold_table(const fps_row_loop *loops, const fps_fold_job *job, int row_rule, const fps_table *tables,
                        int32_t index, char *base, char **pushed, fps_row_scratch *scratch, const fps_undo_log *log,
                        uint64_t *used)
+    int64_t fps_pushed_rows(const fps_table *table, const fps_push *push, const char *pushed)
     float fps_largest_row(const fps_table *table, const fps_push *push, const char *pushed)
 
 MAX_TABLES = FPS_MAX_TABLES
@@ -74,6 +75,10 @@ cdef bint undo_roll_back(
 cdef int fold_table(const fps_fold_job *job, int row_rule, const fps_table *tables, int32_t index, char *base,
                     char **pushed, fps_row_scratch *scratch, const fps_undo_log *log, uint64_t *used) noexcept nogil:
     return fps_fold_table(_chosen, job, row_rule, tables, index, base, pushed, scratch, log, used)
+
+
+cdef int64_t pushed_rows(const fps_table *table, const fps_push *push, const char *pushed) noexcept nogil:
+    return fps_pushed_rows(table, push, pushed)
 
 
 cdef float largest_row(const fps_table *table, const fps_push *push, const char *pushed) noexcept nogil:

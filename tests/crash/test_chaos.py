@@ -28,7 +28,13 @@ FOUND_WITHIN = {
     "keep-undo": 50,
     "rows-late": 20,
 }
-FOUND_BY_READERS = {"forget-readers": 50}  # seeds whose processes are readers, too
+# Seeds whose processes are readers, too, and what is found.
+FOUND_BY_READERS = {
+    "forget-readers": (50, "torn read: reader"),
+    "forget-wanted": (50, "missed wake: reader"),
+    "look-first": (1_000, "missed wake: reader"),
+    "event-late": (1_000, "missed wake: reader"),
+}
 RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
 
 
@@ -68,19 +74,20 @@ def _violations_with_readers(seeds: int) -> list[str]:
     return found
 
 
-def test_what_a_reader_has_pinned_never_changes_and_costs_no_worker_its_buffer() -> None:
-    """Processes are stopped and killed while they read, and others take their places."""
+def test_what_a_reader_has_pinned_never_changes_and_costs_no_worker_its_buffer_and_no_wake_is_missed() -> None:
+    """Processes are stopped and killed while they read and sleep as readers, and others take their places."""
     assert _violations_with_readers(1_000) == []
 
 
 @pytest.mark.parametrize("mutant", FOUND_BY_READERS)
 def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
+    seeds, expected = FOUND_BY_READERS[mutant]
     hooks.switch_on(mutant)
     try:
-        found = _violations_with_readers(FOUND_BY_READERS[mutant])
+        found = _violations_with_readers(seeds)
     finally:
         hooks.switch_on(None)
-    assert any("torn read: reader" in violation for violation in found), found
+    assert any(expected in violation for violation in found), found
     assert chaos.simulate(0, 20, mutant=mutant).violations == []
 
 

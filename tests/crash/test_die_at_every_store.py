@@ -24,6 +24,7 @@ from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # no
 from fastps.kernels.protocol.reader_pins import ReaderPins  # noqa: E402
 from fastps.kernels.protocol.row_writer import RowWriter  # noqa: E402
 from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.shm import offsets  # noqa: E402
 from fastps.kernels.shm.arena import LANE_FREE, LANE_LEFT, Arena  # noqa: E402
 from fastps.kernels.shm.format import format_memory  # noqa: E402
 from fastps.kernels.shm.plan import plan  # noqa: E402
@@ -329,6 +330,7 @@ def _read(job: Job) -> int:
     for shard, buffer in enumerate(buffers):
         version, weights, _ = job.arena.committed(shard)
         assert (pins.shard_version(shard), buffer) == (version, weights)
+    assert not pins.wait(job.arena.version + 1, 1)
     pins.unpin()
     return hooks.stores() - before
 
@@ -351,7 +353,7 @@ def test_a_readers_death_at_every_store_changes_nothing_for_the_workers(case: Ca
     plain.survive()
     expected = plain.push_log(), plain.bits()
     stores = _read(Job(case, readers=1))
-    assert stores == SHARDS * 5 + 1
+    assert stores == SHARDS * 5 + 2
     for store in range(1, stores + 1):
         job = Job(case, readers=1)
         _read_and_die(job, store)
@@ -361,3 +363,34 @@ def test_a_readers_death_at_every_store_changes_nothing_for_the_workers(case: Ca
         job.survive()
         assert (job.push_log(), job.bits()) == expected, f"died at store {store}"
         _read(job)
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.name)
+def test_whatever_store_a_combiner_dies_at_a_reader_that_sleeps_for_its_version_is_called(case: Case) -> None:
+    """Its own commit moves the event of the readers, or the one that recovers its lock does."""
+
+    def born() -> tuple[Job, int, int]:
+        job = Job(case, readers=1)
+        words = offsets.header_of(job.memory)["reader_words_offset"]
+        pins = ReaderPins(job.arena, 0)
+        pins.begin()
+        assert not pins.wait(1, 1)  # says so, and sleeps for 1 ns
+        return job, words + offsets.OFFSETS["readers.wanted"], words + offsets.OFFSETS["readers.event"]
+
+    job, _, _ = born()
+    before = hooks.stores()
+    job.begin()
+    job.live()
+    for store in range(1, hooks.stores() - before + 1, 5):
+        job, wanted, event = born()
+        job.begin()
+        child = os.fork()
+        if child == 0:
+            hooks.die_at(store)
+            job.live()
+            os._exit(0)
+        os.waitpid(child, 0)
+        job.lanes[0].recover_lock(VICTIM, 70)
+        version, said = job.arena.version, struct.unpack_from("<Q", job.memory, wanted)[0]
+        moved = struct.unpack_from("<I", job.memory, event)[0]
+        assert moved if version else (moved or said == 1), f"died at store {store} of {case.name}: version {version}"

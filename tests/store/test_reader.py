@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -264,6 +265,80 @@ def test_the_weights_outlive_the_job(end: int | None) -> None:
             assert reader.weights["w"].tolist() == [5.0] * 1000
     with pytest.raises(fastps.AttachError, match="found nobody"):
         WeightsReader(job, 0.1, SYSTEM_CLOCK)
+
+
+def _wait_for_each(job: str, last: int, ready: int) -> None:
+    """Wait for every version until `last`, as a process that sleeps; then write another byte."""
+    with _open(job) as reader:
+        os.write(ready, b"r")
+        while reader.version < last:
+            assert reader.wait(timeout_s=60)
+            reader.pull()
+            _check(reader)
+        os.write(ready, b"d")
+
+
+@pytest.mark.timing
+def test_a_commit_wakes_a_sleeping_process_at_once() -> None:
+    """Without the wake each version would be seen at the end of a slice of 200 ms."""
+    versions = 40
+    with _store() as store, store.attach(0) as worker:
+        mine, theirs = os.pipe()
+        child = processes.start(lambda: _wait_for_each(store.job, versions, theirs))
+        assert os.read(mine, 1) == b"r"
+        began = time.monotonic()
+        for _ in range(versions):
+            time.sleep(0.01)  # the reader has seen the last version, and sleeps
+            _steps(worker, 1)
+        assert os.read(mine, 1) == b"d"
+        took_s = time.monotonic() - began
+        processes.finish([child], 10)
+        os.close(mine)
+        os.close(theirs)
+        assert child.exit_code == 0, child.outcome
+        assert took_s < 0.1 * versions
+
+
+@pytest.mark.slow
+def test_a_sleeping_reader_survives_the_kill_of_combiners() -> None:
+    """Workers are killed at any moment of their pushes; the reader still sees the versions of the one that is left."""
+    with _store(sync="asp", workers=4, on_worker_loss="continue") as store, store.attach(0) as worker:
+        others = [processes.start(lambda rank=rank: _train(store, rank, 1_000_000)) for rank in range(1, 4)]
+        with _open(store.job) as reader:
+            for other in others:
+                assert reader.wait(reader.newest + 50, timeout_s=30)
+                os.kill(other.process_id, signal.SIGKILL)
+                reader.pull()
+            processes.finish(others, 10)
+            _steps(worker, 20)  # recovers the locks
+            wanted = reader.newest + 30
+            sleeper = threading.Thread(target=lambda: seen.append(reader.wait(wanted, timeout_s=30)))
+            seen: list[bool] = []
+            sleeper.start()
+            _steps(worker, 40)
+            sleeper.join(30)
+            assert seen == [True]
+            reader.pull()
+            _check(reader)
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_stopped_in_its_sleep_delays_nobody_and_goes_on() -> None:
+    with _store() as store, store.attach(0) as worker:
+        mine, theirs = os.pipe()
+        child = processes.start(lambda: _wait_for_each(store.job, 500, theirs))
+        assert os.read(mine, 1) == b"r"
+        _steps(worker, 10)
+        processes.stop(child.process_id)
+        began = time.monotonic()
+        _steps(worker, 490)
+        assert time.monotonic() - began < 10, "490 steps take some ms"
+        os.kill(child.process_id, signal.SIGCONT)
+        assert os.read(mine, 1) == b"d"
+        processes.finish([child], 10)
+        os.close(mine)
+        os.close(theirs)
+        assert child.exit_code == 0, child.outcome
 
 
 def test_a_wait_without_a_new_version_ends_with_the_timeout() -> None:

@@ -1,0 +1,217 @@
+"""A reader's sleep on plain memory: which commits wake it, that no wake is missed, and what a killed reader leaves behind."""
+
+import mmap
+import struct
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastps.kernels.protocol import lane as turn
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.protocol.reader_pins import ReaderPins
+from fastps.kernels.shm.arena import Arena
+from fastps.kernels.shm.format import format_memory
+from fastps.kernels.shm.offsets import OFFSETS, header_of
+from fastps.kernels.shm.plan import plan
+
+FLOATS = 32
+LONG_NS = 60_000_000_000  # a missed wake would last so long
+LIMIT_S = 30.0
+
+
+class Job:
+    """An arena of this process with one worker, some readers, and a parameter in each shard."""
+
+    def __init__(self, readers: int = 2, shards: int = 1) -> None:
+        header, size = plan(
+            lanes=1, slots=2, ring_size=8, groups=1, parameters=shards, buffer_floats=shards * FLOATS, rule=0, state_planes=0,
+            extra_bytes=0, buffers=4, shards=shards, readers=readers,
+        )  # fmt: skip
+        self.memory = mmap.mmap(-1, size)
+        places = [(FLOATS * shard, FLOATS * (shard + 1)) for shard in range(shards)]
+        segments = [(first, FLOATS, 0) for first, _ in places]
+        format_memory(self.memory, header, segments, shards=places, fold="each", grant="at-once")
+        self.arena = Arena(self.memory)
+        self.lane = Lane(self.arena, 0)
+        self.readers = [ReaderPins(self.arena, index) for index in range(readers)]
+        self.words = header_of(self.memory)["reader_words_offset"]
+        self.posts = 0
+        for reader in self.readers:
+            reader.begin()
+
+    def post(self) -> None:
+        """Post a push."""
+        slot = self.posts % 2
+        np.frombuffer(self.memory, np.float32, FLOATS, self.arena.gradient_offset(0, slot))[:] = 1.0
+        self.lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        self.lane.set_presence(slot, (1).to_bytes(8, "little"))
+        self.lane.set_versions(slot)
+        assert self.lane.post(turn.KIND_PUSH, self.posts, slot, self.lane.version, self.posts)
+        self.posts += 1
+
+    def step(self) -> None:
+        """Make a version of each shard."""
+        self.post()
+        assert self.lane.try_combine() == turn.DONE
+
+    @property
+    def wanted(self) -> int:
+        return int(struct.unpack_from("<Q", self.memory, self.words + OFFSETS["readers.wanted"])[0])
+
+    @property
+    def event(self) -> int:
+        return int(struct.unpack_from("<I", self.memory, self.words + OFFSETS["readers.event"])[0])
+
+
+class Sleeper(threading.Thread):
+    """A thread that waits for versions; `seen` has, after its end, when each came, and None for a slice that ended before."""
+
+    def __init__(self, reader: ReaderPins, versions: list[int]) -> None:
+        super().__init__(daemon=True)
+        self._reader, self._versions = reader, versions
+        self.seen: list[float | None] = []
+        self.start()
+
+    def run(self) -> None:
+        for version in self._versions:
+            began = time.monotonic()
+            while not (reached := self._reader.wait(version, LONG_NS)):  # woken for another's version
+                if time.monotonic() - began > LONG_NS / 1e9:
+                    break
+            self.seen.append(time.monotonic() if reached else None)
+
+    def end(self) -> list[float | None]:
+        self.join(LIMIT_S)
+        assert not self.is_alive(), "a wake was missed"
+        return self.seen
+
+
+def _await(job: Job, wanted: int) -> None:
+    """Wait until a reader says that it sleeps for the version; it sleeps a moment later."""
+    deadline = time.monotonic() + LIMIT_S
+    while job.wanted != wanted:
+        assert time.monotonic() < deadline, f"expected version {wanted} to be wanted, found {job.wanted}"
+        time.sleep(0.0005)
+    time.sleep(0.005)
+
+
+def test_a_version_that_is_there_needs_no_sleep_and_no_word() -> None:
+    job = Job()
+    job.step()
+    assert job.readers[0].wait(1, LONG_NS)
+    assert (job.wanted, job.event) == (0, 0)
+
+
+def test_a_commit_wakes_nobody_where_nobody_sleeps() -> None:
+    job = Job()
+    for _ in range(5):
+        job.step()
+    assert (job.wanted, job.event) == (0, 0)
+
+
+def test_a_slice_that_ends_before_the_version_returns_false() -> None:
+    job = Job()
+    assert not job.readers[0].wait(1, 1_000_000)
+    assert job.wanted == 1
+
+
+def test_the_commit_of_the_version_wakes_the_sleeper() -> None:
+    job = Job()
+    sleeper = Sleeper(job.readers[0], [1])
+    _await(job, 1)
+    began = time.monotonic()
+    job.step()
+    (seen,) = sleeper.end()
+    assert seen is not None and seen - began < LIMIT_S
+    assert (job.wanted, job.event) == (0, 1)
+
+
+def test_earlier_commits_do_not_wake_a_reader_that_waits_for_a_later_version() -> None:
+    job = Job()
+    sleeper = Sleeper(job.readers[0], [4])
+    _await(job, 4)
+    for _ in range(3):
+        job.step()
+    assert (job.wanted, job.event) == (4, 0)
+    job.step()
+    assert None not in sleeper.end()
+    assert (job.wanted, job.event) == (0, 1)
+
+
+def test_all_readers_wake_for_the_first_and_those_that_need_more_sleep_again() -> None:
+    job = Job()
+    early, late = Sleeper(job.readers[0], [1]), Sleeper(job.readers[1], [3])
+    _await(job, 1)
+    job.step()
+    assert None not in early.end()
+    _await(job, 3)
+    assert late.is_alive()
+    job.step()
+    job.step()
+    assert None not in late.end()
+
+
+def test_a_reader_waits_for_the_last_shard() -> None:
+    job = Job(shards=3)
+    assert job.lane.hold(1)
+    sleeper = Sleeper(job.readers[0], [1])
+    _await(job, 1)
+    job.post()
+    assert job.lane.try_combine() == turn.BUSY  # shards 0 and 2 commit, and this lane holds the lock of shard 1
+    assert [job.arena.shard_version(shard) for shard in range(3)] == [1, 0, 1]
+    _await(job, 1)
+    assert sleeper.is_alive()
+    assert job.lane.release(False, 1) == turn.DONE
+    assert None not in sleeper.end()
+
+
+def test_a_reader_that_was_killed_in_its_sleep_costs_one_call() -> None:
+    job = Job()
+    assert not job.readers[0].wait(2, 1)  # nobody takes its wish back
+    job.step()
+    assert (job.wanted, job.event) == (2, 0)
+    for _ in range(3):
+        job.step()
+    assert (job.wanted, job.event) == (0, 1)
+
+
+def test_the_recovery_of_a_lock_wakes_readers_whose_wish_the_dead_combiner_took() -> None:
+    job = Job()
+    assert job.lane.hold()
+    sleeper = Sleeper(job.readers[0], [1])
+    _await(job, 1)
+    struct.pack_into("<Q", job.memory, job.words + OFFSETS["readers.wanted"], 0)  # as one that died before it moved the event
+    event = job.event
+    assert job.lane.recover_lock(0) == turn.DONE
+    assert job.event == event + 1
+    _await(job, 1)
+    job.step()
+    assert None not in sleeper.end()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_threads_that_sleep_for_each_version_miss_no_wake(shards: int) -> None:
+    """Readers fall asleep while the version is made, again and again: a missed wake would last a minute."""
+    versions, job = 1_500, Job(readers=3, shards=shards)
+    rng = np.random.default_rng(1)
+    sleepers = [
+        Sleeper(job.readers[0], list(range(1, versions + 1))),
+        Sleeper(job.readers[1], list(range(2, versions + 1, 2))),
+        Sleeper(job.readers[2], [versions]),
+    ]
+    for pause in rng.integers(0, 3, versions).tolist():
+        if pause == 0:
+            _nap(job, sleepers[0])
+        job.step()
+    assert all(None not in sleeper.end() for sleeper in sleepers)
+
+
+def _nap(job: Job, sleeper: Any) -> None:
+    """Let the first reader come as far as the last version."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(sleeper.seen) < job.posts:
+        assert time.monotonic() < deadline, "a wake was missed"
+        time.sleep(0)
