@@ -30,7 +30,7 @@ SETTING = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": 
 PROGRAM, PLAIN = "ray_train_digits.py", "ray_train_digits_plain.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[None]:
     """A Ray cluster of one node, on this machine, that says it has two GPUs."""
     os.environ.update(SETTING)
@@ -289,7 +289,6 @@ def two_nodes() -> Iterator[None]:
     """A Ray cluster of two nodes with an address each, on this machine."""
     from ray.cluster_utils import Cluster
 
-    ray.shutdown()
     os.environ.update(SETTING)
     nodes = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
