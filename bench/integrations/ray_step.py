@@ -1,6 +1,6 @@
 """A step of a loop that Ray Train runs, beside the same loop under fastps.spawn: what Ray adds to a step of 10 ms.
 
-    python -m fastps.bench.ray_step --pairs 5
+    python -m fastps.bench.integrations.ray_step --pairs 5
 
 Runs alternate. A step waits for 10 ms, as if it computed, and then makes a gradient of 100,000 floats and pushes it. Ray is to
 add nothing to a step, because its own threads only look at the worker now and then. A call of ray.train.report is timed apart.
@@ -59,7 +59,7 @@ def _measured(folder: str, workers: int, steps: int) -> float:
     """The mean of the workers' medians, in seconds."""
     found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(workers)]
     assert {each["version"] for each in found} == {workers * steps}, "each push is an update, once"
-    return statistics.mean(each["step_s"] for each in found)
+    return statistics.mean(float(each["step_s"]) for each in found)
 
 
 def measure(pairs: int, workers: int, steps: int, step_s: float, sync: str) -> list[dict[str, float]]:
