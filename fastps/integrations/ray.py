@@ -21,7 +21,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from fastps.errors import UnsupportedError, UsageError
+from fastps.errors import Error, NodeLostError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.specs import parse_policy
 from fastps.network.store_host import limit_name_lookups
 from fastps.system import exit_handlers
@@ -113,6 +113,36 @@ class FastpsTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types tha
             dataset_config=dataset_config,
             validation_config=validation_config,
         )
+
+    def fit(self) -> Any:
+        """Train, and return Ray's Result.
+
+        Raises ray.train.WorkerGroupError if workers fail more often than `FailureConfig` allows. If a worker or node was lost,
+        its `__cause__` is the WorkerDiedError or NodeLostError that names it.
+        """
+        try:
+            return super().fit()
+        except ray.train.WorkerGroupError as failed:
+            if (loss := loss_of(failed.worker_failures)) is None:
+                raise
+            raise failed from loss
+
+
+def loss_of(failures: Mapping[int, Exception]) -> Error | None:
+    """The error that names a lost worker or node, from what Ray saw of each rank; None if none was lost.
+
+    Ray may see a dead process before the other workers have raised their own error, and then knows of nothing else.
+    """
+    for _, failure in sorted(failures.items()):
+        if isinstance(failure, WorkerDiedError | NodeLostError):
+            return failure
+    for rank, failure in sorted(failures.items()):
+        if isinstance(getattr(failure, "health_check_failure", failure), ray.exceptions.RayActorError):
+            return WorkerDiedError(
+                f"worker {rank} died: expected it to end its loop, found its process gone; see its own output for the reason",
+                rank,
+            )
+    return None
 
 
 class FastpsConfig(TorchConfig):  # type: ignore[misc]

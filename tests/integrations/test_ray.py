@@ -154,10 +154,17 @@ def test_lost_worker_is_named_at_the_driver(way: str, tmp_path: Path) -> None:
 
     with pytest.raises(train.WorkerGroupError) as caught:
         _fit(loop, tmp_path)
-    error = caught.value.worker_failures[0]
+    error = caught.value.__cause__
     assert type(error) is fastps.WorkerDiedError and error.worker == 1
-    assert "WorkerDiedError: worker 1" in str(caught.value)
-    assert ("ValueError: bad data" in str(error)) == (way == "raises")
+    assert re.search("worker 1 (.*) failed: ValueError: bad data" if way == "raises" else "worker 1 .*died", str(error))
+
+
+def test_a_loss_is_named_whatever_ray_saw_first() -> None:
+    own, gone = fastps.WorkerDiedError("worker 1 died", 1), ray.exceptions.RayActorError()
+    assert integration.loss_of({0: own, 1: gone}) is own
+    found = integration.loss_of({1: gone, 2: gone})
+    assert type(found) is fastps.WorkerDiedError and found.worker == 1
+    assert integration.loss_of({0: ValueError("bad data")}) is None
 
 
 @pytest.mark.usefixtures("cluster")
@@ -263,6 +270,7 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         ),
         ("import ray.train.backend as b; del b.Backend", "found ImportError: cannot import name 'Backend'"),
     ],
+    ids=["not installed", "V1", "a name is missing"],
 )
 def test_a_ray_that_does_not_fit_is_named_at_the_first_use(before: str, message: str) -> None:
     code = f"import os, sys; {before}\nfrom fastps.integrations.ray import FastpsTrainer\nFastpsTrainer(print)"
