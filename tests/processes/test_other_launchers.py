@@ -1,6 +1,6 @@
 """Workers that neither fastps nor torchrun starts: tasks of a process pool, and tasks of SLURM by their variables.
 
-The programs are those of docs/how-to/other-launchers.md.
+The programs are those of docs/how-to/other-launchers.md and docs/how-to/slurm.md.
 """
 
 import concurrent.futures
