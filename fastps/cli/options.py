@@ -23,6 +23,14 @@ def _checked(target: Path | str | None, option: typer.CallbackParam) -> Path | s
     return target
 
 
+def checked_page(target: Path | None, option: typer.CallbackParam) -> Path | None:
+    """Check that a page can be written, before a run starts."""
+    if target is not None and target.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{option.opts[0]} {target}: expected a file whose name ends with .html, because the report is a page")
+    _checked(target, option)
+    return target
+
+
 SYNC_HELP = "Synchronization, such as bsp, asp or dssp:3,15; `fastps disciplines` lists all."
 PUSH_DTYPES = ("float32", "float16", "bfloat16")
 DATA_HELP = "mnist5k (5,000 real MNIST images), digits, mnist:DIR or cifar10:DIR (the original files)."
@@ -51,6 +59,10 @@ Save = Annotated[Path | None, typer.Option(callback=_checked, help="Write the fi
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", callback=_checked, help="Record the run, for fastps trace and fastps advise."),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.html", callback=checked_page, help="Write a page with plots, which opens without a network."),
 ]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")

@@ -79,6 +79,7 @@ class FaultReport:
         updates: versions published in that time.
         live_worker_seconds: the sum over all workers of the time in which each was live and not stopped.
         recoveries_s: for each kill, the time until another worker was live in its place.
+        stops_ns: the rank, the beginning and the end of each stop.
     """
 
     faults: dict[str, int] = field(default_factory=lambda: {"kill": 0, "stop": 0})
@@ -86,6 +87,7 @@ class FaultReport:
     updates: int = 0
     live_worker_seconds: float = 0.0
     recoveries_s: list[float] = field(default_factory=list)
+    stops_ns: list[tuple[int, int, int]] = field(default_factory=list)
 
     def row(self) -> Mapping[str, Any]:
         """Return the report as a JSON row."""
@@ -151,8 +153,9 @@ class FaultInjector:
             self._killed[victim.rank] = now_ns, members[victim.rank][0]
             victim.send(signal.SIGKILL)
         else:
-            duration_s = self._random.uniform(_LEAST_STOP_S, _MOST_STOP_S)
-            self._stopped[victim.rank] = now_ns + int(duration_s * 1e9), victim
+            until_ns = now_ns + int(self._random.uniform(_LEAST_STOP_S, _MOST_STOP_S) * 1e9)
+            self._stopped[victim.rank] = until_ns, victim
+            self.report.stops_ns.append((victim.rank, now_ns, until_ns))
             victim.send(signal.SIGSTOP)
 
     def _has_begun(self, now_ns: int) -> bool:

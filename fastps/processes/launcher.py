@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from fastps.errors import NodeLostError, UsageError, WorkerDiedError
 from fastps.kernels.shm.arena import MAX_LANES
@@ -240,11 +240,21 @@ class Launcher:
         return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
 
     def _finish_trace(self, file: Path) -> None:
-        if self._rendezvous is None:
-            trace_parts.finish(file, self.job)
-        else:
+        job = self.job
+        if self._rendezvous is not None:
             node = self._rendezvous.number
-            trace_parts.finish(trace_parts.of_node(file, node), f"{self.job}.node{node}")
+            file, job = trace_parts.of_node(file, node), f"{self.job}.node{node}"
+        trace_parts.annotate(trace_parts.finish(file, job) or [file], self._endings())
+
+    def _endings(self) -> dict[int, dict[str, Any]]:
+        """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""
+        found: dict[int, dict[str, Any]] = {}
+        for worker in self._workers:
+            if worker.failed and worker.ended_ns:
+                found.setdefault(worker.rank, {})["end"] = {"at_ns": worker.ended_ns, "exit_code": worker.exit_code}
+        for rank, begin_ns, end_ns in self._injector.report.stops_ns if self._injector is not None else ():
+            found.setdefault(rank, {}).setdefault("stops", []).append((begin_ns, end_ns))
+        return found
 
     def _look_at_job(self) -> None:
         if self._options.continues:

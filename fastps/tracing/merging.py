@@ -151,8 +151,8 @@ def _header(traces: Sequence[Trace], nodes: Sequence[NodeOfTrace]) -> Mapping[st
     for name in ("recorded", "unfinished"):
         found[name] = [first + rank for first, header in zip(firsts, headers, strict=True) for rank in header[name]]
     found["of_worker"] = {
-        str(first + int(rank)): note
-        for first, header in zip(firsts, headers, strict=True)
+        str(first + int(rank)): _note_at(note, node.offset_ns)
+        for first, header, node in zip(firsts, headers, nodes, strict=True)
         for rank, note in header["of_worker"].items()
     }
     if all("committed" in header and "versions" in header for header in headers):
@@ -161,6 +161,18 @@ def _header(traces: Sequence[Trace], nodes: Sequence[NodeOfTrace]) -> Mapping[st
             name: [count for header in headers for count in header["committed"][name]] for name in ("folded", "dropped")
         }
     return {**found, "of_nodes": [asdict(node) for node in nodes]}
+
+
+def _note_at(note: Mapping[str, Any] | None, offset_ns: int) -> Mapping[str, Any] | None:
+    """A worker's note with the times that the launcher saw moved to node 0's clock."""
+    if not note:
+        return note
+    moved = dict(note)
+    if note.get("end"):
+        moved["end"] = {**note["end"], "at_ns": note["end"]["at_ns"] + offset_ns}
+    if note.get("stops"):
+        moved["stops"] = [(begin_ns + offset_ns, end_ns + offset_ns) for begin_ns, end_ns in note["stops"]]
+    return moved
 
 
 def flows(trace: Trace) -> list[Flow]:

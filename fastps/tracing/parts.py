@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _SUFFIX = ".parts"
 _CODES = {"<i8": "q", "<i4": "i", "<i2": "h", "|u1": "B"}
 _TABLES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
 _AGENT_TABLES = {"messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
-_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load")
+_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss")
 
 
 def folder_of(file: Path, job: str) -> Path:
@@ -77,15 +77,33 @@ def of_node(file: Path, node: int) -> Path:
     return file.with_stem(f"{file.stem}.node{node}")
 
 
-def finish(file: Path, job: str) -> None:
-    """Merge the parts that dead workers left, after all of a launch's workers have ended.
+def finish(file: Path, job: str) -> list[Path]:
+    """Merge the parts that dead workers left, after all of a launch's workers have ended. Returns the traces that this wrote.
 
     A node's agent that still serves other nodes merges them when it ends.
     """
-    number = 0
+    number, written = 0, []
     while (folder := folder_of(numbered(file, number), f"{job}.{number}" if number else job)).exists() or number == 0:
-        merge(folder, numbered(file, number), lambda notes, folder=folder: not agent_runs(folder))  # type: ignore[misc]
+        if merge(folder, numbered(file, number), lambda notes, folder=folder: not agent_runs(folder)):  # type: ignore[misc]
+            written.append(numbered(file, number))
         number += 1
+    return written
+
+
+def annotate(files: Sequence[Path], notes: Mapping[int, Mapping[str, Any]]) -> None:
+    """Add notes on workers, by their ranks, to traces that are written. Raises TraceError.
+
+    A file that does not exist is passed over: the job has not begun to train.
+    """
+    for file in files if notes else ():
+        if not file.exists():
+            continue
+        trace = read(file)
+        of_worker = dict(trace.header["of_worker"])
+        for rank, note in notes.items():
+            if str(rank) in of_worker:
+                of_worker[str(rank)] = {**(of_worker[str(rank)] or {}), **note}
+        write(replace(trace, header={**trace.header, "of_worker": of_worker}), file)
 
 
 def agent_runs(folder: Path) -> bool:

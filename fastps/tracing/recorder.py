@@ -5,6 +5,7 @@ combiner writes before the commit that makes them true (fps_push_outcome), so th
 recorder writes for its own worker only.
 """
 
+import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -283,7 +284,8 @@ class Recorder:
         self._open.clear()
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
-            self._part.finish(posted=self._worker.posts, transfer_ns=transfer_ns, failure=failure, load=self.load())
+            loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
+            self._part.finish(posted=self._worker.posts, transfer_ns=transfer_ns, failure=failure, load=self.load(), loss=loss)
 
     def load(self) -> dict[str, int]:
         """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""

@@ -111,6 +111,30 @@ def _rows_of(trace: Trace, rows: Lines, steps: int) -> Row:
     return {"rows_pushed": pushed, "rows_folded": int(folded["rows"].sum()), "rows_per_step": pushed / max(1, steps)}
 
 
+def time_rows(trace: Trace) -> list[Row]:
+    """Return for each worker the ms of its recorded time that went to each part; they add up to it.
+
+    Parts are "core" (computing on a core), "queue" (ready to, without a core), "blocked", "store" (push, fold and pull) and
+    "waiting". Where the machine does not tell how long threads waited for a core, "queue" is None, and is part of "blocked".
+    """
+    return [_time_row(trace.steps_of(worker)) for worker in range(trace.workers)]
+
+
+def _time_row(steps: Lines) -> Row:
+    wall_ns, core_ns = int((steps["computed_ns"] - steps["begin_ns"]).sum()), int(steps["cpu_ns"].sum())
+    is_known = bool((steps["queue_ns"] >= 0).all())
+    queue_ns = int(steps["queue_ns"].sum()) if is_known else 0
+    whole = steps[steps["end_ns"] > 0]
+    store_ns = int(((whole["pushed_ns"] - whole["computed_ns"]) + (whole["end_ns"] - whole["granted_ns"])).sum())
+    return {
+        "core": core_ns / 1e6,
+        "queue": queue_ns / 1e6 if is_known else None,
+        "blocked": max(0, wall_ns - core_ns - queue_ns) / 1e6,
+        "store": store_ns / 1e6,
+        "waiting": _waiting(steps)[0] / 1e6,
+    }
+
+
 def _waiting(steps: Lines) -> tuple[int, int]:
     """Return the time in which a worker neither computed nor pushed nor pulled, and its total time, in ns."""
     whole = steps[steps["end_ns"] > 0]

@@ -26,6 +26,7 @@ from fastps.cli.options import (
     Progress,
     PullDelay,
     PushDtype,
+    Report,
     Restarts,
     Resume,
     Save,
@@ -124,7 +125,7 @@ def train(
 
 @commands.command(
     rich_help_panel=TRAIN,
-    epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png",
+    epilog="Example:  fastps compare --sync bsp,asp,ssp:3,dssp:3,15 --straggler 0:3 --plot accuracy.png --report page.html",
 )
 def compare(
     context: typer.Context,
@@ -148,6 +149,7 @@ def compare(
     pull_delay: PullDelay = None,
     push_dtype: PushDtype = "float32",
     plot: Annotated[Path | None, typer.Option(help="Draw accuracy over time into this picture.")] = None,
+    report: Report = None,
     wide: Wide = False,
     json_file: Json = None,
     progress: Progress = True,
@@ -160,6 +162,10 @@ def compare(
     from fastps.training import runs
     from fastps.training.data import load
 
+    if report is not None:
+        from fastps.report.page import check_installed
+
+        check_installed()  # before a long run
     policies = parse_policies(sync)
     options = options_of(context, sync="")
     for policy in policies:
@@ -167,9 +173,15 @@ def compare(
     console = console_of(json_file)
     rows = runs.compare(policies, options, load(data), console, progress=progress and console.is_terminal)
     stragglers = f", straggler {' '.join(straggler)}" if straggler else ""
-    show(console, training_table(rows, f"{data}, {epochs} epochs, seed {seed}{stragglers}", rows[0]), wide=wide)
+    title = f"{data}, {epochs} epochs, seed {seed}{stragglers}"
+    show(console, training_table(rows, title, rows[0]), wide=wide)
     if plot is not None:
         plot_accuracy(rows, plot)
+    if report is not None:
+        from fastps.report import comparison, page
+
+        page.write(comparison.page_of(rows, title), report)
+        console.print(f"{report}: open it in a browser", markup=False, highlight=False)
     if json_file is not None:
         write_json("compare", rows, json_file)
 
