@@ -15,6 +15,7 @@ from fastps.report.figure import listed, seconds_text
 from fastps.tracing.check import check
 from fastps.tracing.endings import ABSENT, CUT_SHORT, FAILED, KILLED, Ending, Pause, endings, pauses
 from fastps.tracing.file import Trace
+from fastps.tracing.merging import nodes_of
 from fastps.tracing.series import leads, span_of
 from fastps.tracing.summary import Row, summary_row, time_rows, worker_rows
 from fastps.tracing.waiting import Times, waiting_matrix
@@ -109,6 +110,8 @@ def findings_of(facts: Facts) -> list[Finding]:
         *_bound(facts),
         *_faster(facts),
     ]
+    if any(each.kind == "limit" for each in found):  # says the same
+        found = [each for each in found if each.kind not in ("blocked", "cores")]
     if not any(each.level in (BAD, WARNING) for each in found):
         several = "no worker was lost, none is slower than the others, and no push was dropped"
         alone = "the worker ran to its end, and no push was dropped"
@@ -225,7 +228,8 @@ def _waits(facts: Facts) -> Iterator[Finding]:
     by = int(row.argmax())
     part = of_worker[worker] / max(1, facts.waited_ns.sum())
     if of_worker[worker] < facts.waited_ns[:, -1].sum():
-        title = f"Workers waited {_share(share)} of their time, mostly for no worker: for folds, messages and wake-ups."
+        what = "messages between nodes and folds" if len(nodes_of(facts.trace)) > 1 else "folds and wake-ups"
+        title = f"Workers waited {_share(share)} of their time, mostly for no worker: for {what}."
         yield Finding("waits", NOTE, title)
         return
     title = f"Workers waited {_share(share)} of their time"
@@ -346,19 +350,24 @@ def _bounded_by(facts: Facts) -> Iterator[Finding]:
     except UsageError:
         return
     lead = "No other discipline would be much faster" if facts.advice else "What would speed it up"
-    reached = rows["measured"]["steps_per_s"]
-    cores = rows.get("cores")
-    shares = _time_shares(facts)
-    if cores is not None and reached >= 0.75 * cores["steps_per_s"]:
+    shares, cores, found = _time_shares(facts), rows.get("cores"), straggler_of(facts)
+    most = max(shares, key=lambda name: shares[name])
+    if cores is not None and rows["measured"]["steps_per_s"] >= 0.75 * cores["steps_per_s"]:
+        reached = rows["measured"]["steps_per_s"]
         title = f"{lead}: the cores are the limit, at {cores['steps_per_s']:.3g} steps/s, and the run made {reached:.3g}."
         detail = f"A step takes {cores['core_ms']:.3g} ms of a core. More cores, or less work in a step, would speed it up."
-    elif shares["queue"] >= _MUCH_QUEUEING:
-        title = f"{lead}: steps wait for a core."
-        detail = "Fewer workers, or a machine with more cores or less other work, would speed it up."
-    elif shares["blocked"] >= _MUCH_BLOCKED:
-        title = f"{lead}: steps are blocked for {_share(shares['blocked'])} of the time."
-        detail = "A faster data pipeline, or batches that are read ahead, would speed it up."
-    else:
-        title = f"{lead}: {_share(shares['core'])} of the time is computing."
-        detail = "Less work in a step, or more workers if there are cores for them, would speed it up."
-    yield Finding("limit", NOTE, title, detail)
+        yield Finding("limit", NOTE, title, detail)
+        return
+    texts = {
+        "core": ("is computing", "Less work in a step, or more workers if there are cores for them, would speed it up."),
+        "queue": ("is waiting for a core", "Fewer workers, or a machine with more cores or less other work, would speed it up."),
+        "blocked": ("is sleep, or waiting for files or data", "A faster data pipeline, or batches that are read ahead, would."),
+        "store": ("is pushing, folding and pulling", "Larger batches make fewer pushes."),
+        "waiting": ("is waiting for grants", "Larger batches make fewer of them."),
+    }
+    text, detail = texts[most]
+    if most == "waiting" and found is not None:
+        detail = f"Worker {found[0]} as fast as the others would speed it up, or a discipline that does not wait for it."
+    elif most == "waiting" and len(nodes_of(facts.trace)) > 1:
+        detail = "The way to the other nodes takes it: larger batches, or a faster link, would speed it up."
+    yield Finding("limit", NOTE, f"{lead}: {_share(shares[most])} of the time {text}.", detail)

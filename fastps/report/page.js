@@ -37,7 +37,7 @@
   // -- The time line ---------------------------------------------------------------------------------
 
   const MOST_DRAWN = 2600; // steps drawn one by one
-  const LEAST_PIXELS = 4; // of a step: narrower ones would hide each other
+  const LEAST_PIXELS = 8; // of a step: narrower ones would hide each other
 
   function array(packed) {
     const text = atob(packed.bdata);
@@ -181,8 +181,8 @@
       spec.layout.hovermode = "closest";
       spec.layout.shapes = found.shapes;
       spec.layout.annotations = found.annotations.filter((each) => each.x >= begin - pad && each.x <= end + pad);
-      const how = count ? `${count.toLocaleString("en")} steps, each drawn` : isTouch ? "shares of time in short intervals"
-        : "shares of time in short intervals: zoom in for single steps";
+      const where = extra.whole ? (isTouch ? "" : ": zoom in for single steps") : ": single steps are in the parts named here";
+      const how = count ? `${count.toLocaleString("en")} steps, each drawn` : `shares of time in short intervals${where}`;
       return { spec, how };
     };
   }

@@ -13,7 +13,7 @@ _PARTS = {
     "queue": ("ready, no core", "queue", "is spent ready to compute, while no core is free"),
     "blocked": ("blocked", "blocked", "is spent blocked: asleep, or waiting for files or data"),
     "store": ("store", "fold", "is pushing, folding and pulling"),
-    "waiting": ("waiting", "wait", "is waiting for other workers"),
+    "waiting": ("waiting", "wait", "is waiting for the next grant"),
 }
 _SPREAD = (5, 25, 50, 75, 95)
 

@@ -13,7 +13,7 @@ from fastps.report.findings import GOOD, NOTE, Facts, Finding, facts_of, finding
 from fastps.report.page import Fact, Page, Part
 from fastps.report.timeline import timeline
 from fastps.tracing.check import push_log_row
-from fastps.tracing.file import Trace, TraceError
+from fastps.tracing.file import MESSAGES, Trace, TraceError
 from fastps.tracing.merging import nodes_of
 from fastps.version import __version__
 
@@ -122,7 +122,22 @@ def _nodes(trace: Trace) -> list[Part]:
         clock = ["0", "0"] if node.node == 0 else [f"{node.offset_ns / 1e6:+.3f}", f"{node.error_ns / 1e6:.3f}"]
         rows.append([f"node {node.node}", node.host, workers, *clock])
     sentence = "All times are on node 0's clock. The times of another node are wrong by at most its error."
-    return [Part("nodes", "Nodes", [sentence], Table(["node", "host", "workers", "moved by, ms", "error, ms"], rows))]
+    found = [Part("nodes", "Nodes", [sentence], Table(["node", "host", "workers", "moved by, ms", "error, ms"], rows))]
+    return found + ([_messages(trace)] if len(trace.messages) else [])
+
+
+def _messages(trace: Trace) -> Part:
+    """How long the messages between nodes take, as one of the two nodes saw them."""
+    rows = []
+    for node, peer, kind in np.unique(trace.messages[["node", "peer", "kind"]]):
+        is_of = (trace.messages["node"] == node) & (trace.messages["peer"] == peer) & (trace.messages["kind"] == kind)
+        times = (trace.messages["end_ns"][is_of] - trace.messages["begin_ns"][is_of]) / 1e6
+        shown = [f"{value:.3g} ms" for value in np.percentile(times, (5, 50, 95))]
+        rows.append([f"node {node}", MESSAGES[int(kind)], f"node {peer}", f"{len(times):,}", *shown])
+    sentence = "From the first byte to the last, or to the post of a push, as the node on the left saw them."
+    return Part(
+        "messages", "Messages between nodes", [sentence], Table(["node", "what", "peer", "number", "5%", "median", "95%"], rows)
+    )
 
 
 def _log(trace: Trace, why_not: str) -> Part:

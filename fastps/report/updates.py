@@ -34,14 +34,15 @@ def _line(name: str, x: Sequence[float], y: Sequence[float], colour: str, **more
 def staleness(facts: Facts) -> Figure | None:
     """Staleness, and where a lead is bounded the lead, over time."""
     folded = facts.trace.pushes[facts.trace.pushes["fate"] == FOLDED]
-    if not len(folded) or facts.trace.workers < 2:
+    bound = lead_bound(dict(facts.trace.header["policy"]))
+    if not len(folded) or facts.trace.workers < 2 or (bound is None and not folded["staleness"].any()):
         return None
     times, mean, most = _in_intervals((folded["decided_ns"] - facts.begin_ns) / 1e9, folded["staleness"], facts.seconds)
     data = [
         _line("staleness, most", times, most, "wait", line={"width": 1, "shape": "hvh"}),
         _line("staleness, mean", times, mean, "compute"),
     ]
-    run, bound = facts.run, lead_bound(dict(facts.trace.header["policy"]))
+    run = facts.run
     sentence = f"{run['staleness_mean']:.2f} versions in the mean, {run['staleness_max']} at most."
     more: Json = {}
     if bound is not None:
