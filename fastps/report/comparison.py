@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastps.report.figure import Figure, Json, Table, layout, paired, rounded, seconds_text
+from fastps.report.figure import Figure, Json, Table, layout, number_text, paired, rounded, seconds_text
 from fastps.report.findings import GOOD, NOTE, Finding
 from fastps.report.page import Fact, Page, Part
 from fastps.version import __version__
@@ -24,7 +24,9 @@ def page_of(rows: Sequence[Row], what: str) -> Page:
         _staleness(rows),
         _bars(rows, "gaps", "Updates at almost the same time", "zero_gap_share", "% of gaps", "pull", 100),
     ]
-    facts = [Fact(_name(row), f"{row['test_accuracy']:.1%}", seconds_text(row["seconds"])) for row in rows[:8]]
+    facts = [
+        Fact(_name(row), f"{row['test_accuracy']:.1%}", f"accuracy, in {seconds_text(row['seconds'])}") for row in rows[:8]
+    ]
     made = f"Made by fastps {__version__}. This file holds all that it shows, and loads nothing."
     table = Part("runs", "Runs", [what], _table(rows))
     return Page(f"{heading}: fastps report", heading, what, facts, _findings(rows), paired(figures), [table], made=made)
@@ -101,7 +103,7 @@ def _accuracy(rows: Sequence[Row]) -> Figure:
         "Accuracy over time",
         f"At the end {_name(best)} has {best['test_accuracy']:.1%}.",
         "Lines, one for each discipline: test accuracy after each pass over the samples. The table has the numbers.",
-        {"data": data, "layout": layout("seconds", "test accuracy, %", showlegend=True)},
+        {"data": data, "layout": layout("seconds", "test accuracy, %", showlegend=True, xaxis={"rangemode": "tozero"})},
         400,
         Table(["discipline", *(f"pass {number}" for number in range(1, passes + 1))], table),
         is_wide=True,
@@ -117,8 +119,8 @@ def _bars(rows: Sequence[Row], name: str, title: str, key: str, unit: str, colou
             "orientation": "h",
             "y": [_name(row) for row in rows],
             "x": values,
-            "texttemplate": "%{x:,.3~g}",
-            "hovertemplate": f"%{{y}}: %{{x:,.4~g}} {unit}<extra></extra>",
+            "texttemplate": "%{x:,.3~r}",
+            "hovertemplate": f"%{{y}}: %{{x:,.4~r}} {unit}<extra></extra>",
             "marker": {"color": f"var(--{colour})"},
         }
     ]
@@ -126,11 +128,11 @@ def _bars(rows: Sequence[Row], name: str, title: str, key: str, unit: str, colou
     return Figure(
         name,
         title,
-        f"The most under {_name(most)}: {factor * most[key]:,.3g} {unit}.",
+        f"The most under {_name(most)}: {number_text(factor * most[key])} {unit}.",
         "Bars, one for each discipline. The table has the numbers.",
         {"data": data, "layout": layout(unit, "", yaxis={"autorange": "reversed"}, bargap=0.35)},
         100 + 38 * len(rows),
-        Table(["discipline", unit], [[_name(row), f"{value:,.4g}"] for row, value in zip(rows, values, strict=True)]),
+        Table(["discipline", unit], [[_name(row), number_text(value)] for row, value in zip(rows, values, strict=True)]),
         note,
     )
 

@@ -153,6 +153,15 @@ def seconds_text(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def number_text(value: float) -> str:
+    """A number for people, with three significant digits.
+
+    >>> [number_text(each) for each in (0.0123, 3.14159, 2643.7, 1e6)]
+    ['0.0123', '3.14', '2,644', '1,000,000']
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def listed(words: Sequence[str]) -> str:
     """Words as an enumeration.
 

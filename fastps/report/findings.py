@@ -227,7 +227,7 @@ def _waits(facts: Facts) -> Iterator[Finding]:
     row = facts.waited_ns[:, worker]
     by = int(row.argmax())
     part = of_worker[worker] / max(1, facts.waited_ns.sum())
-    if of_worker[worker] < facts.waited_ns[:, -1].sum():
+    if of_worker.sum() < facts.waited_ns[:, -1].sum():
         what = "messages between nodes and folds" if len(nodes_of(facts.trace)) > 1 else "folds and wake-ups"
         title = f"Workers waited {_share(share)} of their time, mostly for no worker: for {what}."
         yield Finding("waits", NOTE, title)
@@ -355,12 +355,16 @@ def _bounded_by(facts: Facts) -> Iterator[Finding]:
     if cores is not None and rows["measured"]["steps_per_s"] >= 0.75 * cores["steps_per_s"]:
         reached = rows["measured"]["steps_per_s"]
         title = f"{lead}: the cores are the limit, at {cores['steps_per_s']:.3g} steps/s, and the run made {reached:.3g}."
-        detail = f"A step takes {cores['core_ms']:.3g} ms of a core. More cores, or less work in a step, would speed it up."
+        left = f"Other programs left {cores['cores']:.2g} of {facts.trace.header['machine']['cores']:g} cores, and a step takes"
+        detail = f"{left} {cores['core_ms']:.3g} ms of one. More cores, or less work in a step, would speed it up."
         yield Finding("limit", NOTE, title, detail)
         return
     texts = {
         "core": ("is computing", "Less work in a step, or more workers if there are cores for them, would speed it up."),
-        "queue": ("is waiting for a core", "Fewer workers, or a machine with more cores or less other work, would speed it up."),
+        "queue": (
+            "is waiting for a core",
+            "Fewer workers, or a machine with more cores or less other work, would speed it up.",
+        ),
         "blocked": ("is sleep, or waiting for files or data", "A faster data pipeline, or batches that are read ahead, would."),
         "store": ("is pushing, folding and pulling", "Larger batches make fewer pushes."),
         "waiting": ("is waiting for grants", "Larger batches make fewer of them."),
