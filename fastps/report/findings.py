@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastps.advice.limits import limits
-from fastps.errors import UsageError
+from fastps.errors import Error
 from fastps.report.figure import listed, seconds_text
 from fastps.tracing.check import check
 from fastps.tracing.endings import ABSENT, CUT_SHORT, FAILED, KILLED, Ending, Pause, endings, pauses
@@ -73,8 +73,8 @@ class Facts:
         return (end_ns - begin_ns) / 1e9
 
     def at_s(self, time_ns: int) -> float:
-        """A time of the trace in seconds from the first step."""
-        return (time_ns - self.begin_ns) / 1e9
+        """A time of the trace in seconds from the first step; 0 for a time before it."""
+        return max(0.0, (time_ns - self.begin_ns) / 1e9)
 
 
 def facts_of(trace: Trace, advice: Sequence[Row] = ()) -> Facts:
@@ -347,7 +347,7 @@ def _bounded_by(facts: Facts) -> Iterator[Finding]:
     """What bounds the speed, if no other discipline would raise it much."""
     try:
         rows = {row["name"]: row for row in limits(facts.trace)}
-    except UsageError:
+    except Error:
         return
     lead = "No other discipline would be much faster" if facts.advice else "What would speed it up"
     shares, cores, found = _time_shares(facts), rows.get("cores"), straggler_of(facts)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fastps.advice.advise import advise
-from fastps.errors import UsageError
+from fastps.errors import Error, UsageError
 from fastps.report import disciplines, plots, updates
 from fastps.report.figure import Figure, Table, listed, paired, seconds_text
 from fastps.report.findings import GOOD, NOTE, Facts, Finding, facts_of, findings_of
@@ -73,7 +73,7 @@ def _advice(trace: Trace, tick: Callable[[int, int], None] | None) -> tuple[list
         return [], "One worker waits for no other, so no other discipline was replayed."
     try:
         return advise(trace, tick=tick), ""
-    except UsageError as error:
+    except Error as error:
         return [], f"No other discipline was replayed: {error}."
 
 

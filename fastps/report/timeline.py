@@ -87,7 +87,10 @@ def _lane(facts: Facts, worker: int, findings: Sequence[Finding]) -> Json:
         lane["straggler"] = f"straggler, {found[1]:.1f} times"
     if ending.is_lost:
         word = "killed" if ending.kind == KILLED else "failed" if ending.kind == "failed" else "lost"
-        lane["lost"] = {"at": facts.at_s(ending.at_ns), "text": f"{word} at {seconds_text(facts.at_s(ending.at_ns))}"}
+        lane["lost"] = {
+            "at": min(facts.seconds, facts.at_s(ending.at_ns)),
+            "text": f"{word} at {seconds_text(facts.at_s(ending.at_ns))}",
+        }
     lane["pauses"] = [
         {
             "begin": facts.at_s(pause.begin_ns),

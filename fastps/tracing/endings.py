@@ -62,7 +62,7 @@ def endings(trace: Trace) -> list[Ending]:
 
 def _ending(trace: Trace, worker: int) -> Ending:
     note: Mapping[str, Any] = trace.header["of_worker"].get(str(worker)) or {}
-    last_ns = _last_ns(trace, worker)
+    last_ns = _last_ns(trace, worker, int(note.get("began_ns") or -1))
     if worker not in trace.header["recorded"]:
         return Ending(worker, ABSENT, -1)
     end = note.get("end") or {}
@@ -79,9 +79,10 @@ def _ending(trace: Trace, worker: int) -> Ending:
     return Ending(worker, ENDED, last_ns)
 
 
-def _last_ns(trace: Trace, worker: int) -> int:
+def _last_ns(trace: Trace, worker: int, began_ns: int) -> int:
+    """The last time of a worker's records; of a worker without a step, when it began to record."""
     steps = trace.steps_of(worker)
-    return int(max(steps["end_ns"].max(), steps["pushed_ns"].max())) if len(steps) else -1
+    return int(max(steps["end_ns"].max(), steps["pushed_ns"].max())) if len(steps) else began_ns
 
 
 def pauses(trace: Trace) -> list[Pause]:

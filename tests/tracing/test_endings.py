@@ -8,9 +8,11 @@ import pytest
 
 from fastps.tracing.endings import ABSENT, CUT_SHORT, ENDED, FAILED, KILLED, endings, pauses
 from fastps.tracing.file import read, write
+from fastps.tracing.merging import merge_nodes
 from fastps.tracing.parts import annotate
 from tests.report.traces import BEGIN, MS, bsp, with_end
 from tests.support import commands
+from tests.tracing.test_merging import Clocks, _pair
 
 
 def test_each_kind_of_end_is_told() -> None:
@@ -40,6 +42,32 @@ def test_notes_are_added_to_a_trace_that_is_written(tmp_path: Path) -> None:
     assert notes["1"]["end"] == {"at_ns": 7, "exit_code": -9} and notes["1"]["posted"] == 0
     assert "5" not in notes and "end" not in notes["0"]
     assert [path.name for path in tmp_path.iterdir()] == ["run.trace"]
+
+
+def test_a_worker_that_was_lost_before_its_first_step_has_the_time_at_which_it_began() -> None:
+    trace = bsp([5, 5], 20)
+    notes = {**trace.header["of_worker"], "1": {**trace.header["of_worker"]["1"], "began_ns": BEGIN + MS}}
+    found = replace(
+        trace,
+        header={**trace.header, "of_worker": notes, "unfinished": [1]},
+        steps=trace.steps[trace.steps["worker"] == 0],
+        pushes=trace.pushes[trace.pushes["worker"] == 0],
+    )
+    assert (endings(found)[1].kind, endings(found)[1].at_ns) == (CUT_SHORT, BEGIN + MS)
+
+
+def test_what_a_launcher_saw_moves_with_a_nodes_clock() -> None:
+    parts = dict(_pair(Clocks(10**9, 0)))
+    file = next(file for file, trace in parts.items() if trace.header["node"]["node"] == 1)
+    at_ns = int(parts[file].steps["end_ns"].max())
+    note = {"end": {"at_ns": at_ns, "exit_code": -9}, "stops": [[at_ns - 5 * MS, at_ns - MS]]}
+    notes = {**parts[file].header["of_worker"], "2": note}
+    parts[file] = replace(parts[file], header={**parts[file].header, "of_worker": notes})
+    merged = merge_nodes(list(parts.items()))
+    ending = endings(merged)[4]  # node 0 has workers 0 and 1
+    assert ending.kind == KILLED and ending.at_ns == pytest.approx(at_ns - 10**9, abs=MS)
+    (pause,) = pauses(merged)
+    assert pause.worker == 4 and pause.end_ns == pytest.approx(ending.at_ns - MS, abs=1)
 
 
 @pytest.mark.slow
