@@ -3,7 +3,7 @@
 from fastps.advice.limits import limits
 from fastps.advice.replay import steady_part
 from fastps.errors import Error
-from fastps.report.figure import Figure, Json, Table, layout, line_at, rounded
+from fastps.report.figure import Figure, Json, Table, layout, line_at, number_text, rounded
 from fastps.report.findings import Facts
 from fastps.tracing.summary import Row
 
@@ -35,7 +35,7 @@ def disciplines(facts: Facts) -> Figure | None:
     bounds = _bounds(facts)
     lines = [line_at("x", value, name, "ink", _LINE * number) for number, (name, value) in enumerate(bounds)]
     chosen = next(row for row in rows if row["recommended"])
-    text = "".join(f" {name[0].upper()}{name[1:]}: {value:.3g} steps/s." for name, value in bounds)
+    text = "".join(f" {name[0].upper()}{name[1:]}: {number_text(value)} steps/s." for name, value in bounds)
     replayed, made = len(steady_part(facts.trace).steps), len(facts.trace.steps)
     return Figure(
         "disciplines",

@@ -11,20 +11,19 @@ import numpy as np
 
 from fastps.advice.limits import limits
 from fastps.errors import Error
-from fastps.report.figure import listed, seconds_text
+from fastps.report.figure import listed, number_text, seconds_text
 from fastps.tracing.check import check
 from fastps.tracing.endings import ABSENT, CUT_SHORT, FAILED, KILLED, Ending, Pause, endings, pauses
 from fastps.tracing.file import Trace
 from fastps.tracing.merging import nodes_of
 from fastps.tracing.series import leads, span_of
-from fastps.tracing.summary import Row, summary_row, time_rows, worker_rows
+from fastps.tracing.summary import Row, pace_rows, summary_row, time_rows, worker_rows
 from fastps.tracing.waiting import Times, waiting_matrix
 
 BAD, WARNING, NOTE, GOOD = "bad", "warning", "note", "good"
 _ORDER = (BAD, WARNING, NOTE, GOOD)
 STRAGGLES = 1.25  # times the median of the others
 _MUCH_WAITING, _MUCH_QUEUEING, _MUCH_STORE, _MUCH_BLOCKED, _MUCH_FASTER = 0.05, 0.25, 0.2, 0.25, 0.1
-_LEAST_STEPS = 5  # of which a median is worth comparing
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Facts:
     run: Row
     workers: Sequence[Row]
     times: Sequence[Row]
+    paces: Sequence[Row]
     endings: Sequence[Ending]
     pauses: Sequence[Pause]
     waited_ns: Times
@@ -79,20 +79,14 @@ class Facts:
 
 def facts_of(trace: Trace, advice: Sequence[Row] = ()) -> Facts:
     """Compute what findings and plots share. `advice` is the rows of fastps.advice, if it can be given."""
-    rows = worker_rows(trace), time_rows(trace)
+    rows = worker_rows(trace), time_rows(trace), pace_rows(trace)
     return Facts(trace, summary_row(trace), *rows, endings(trace), pauses(trace), waiting_matrix(trace), advice)
 
 
-def straggler_of(facts: Facts) -> tuple[int, float] | None:
-    """Return the slowest worker and by what factor its median step computes longer than the others', if it stands out."""
-    medians = {
-        row["worker"]: row["compute_ms_median"] for row in facts.workers if row["steps"] >= _LEAST_STEPS and not _idle(row)
-    }
-    if len(medians) < 2:
-        return None
-    worker = max(medians, key=lambda each: medians[each])
-    factor = medians[worker] / max(1e-9, float(np.median([value for each, value in medians.items() if each != worker])))
-    return (worker, factor) if factor >= STRAGGLES else None
+def straggler_of(facts: Facts) -> Row | None:
+    """Return the row of `pace_rows` of the worker that is slowest beside the others, if it stands out."""
+    row = max(facts.paces, key=lambda each: float(each["factor"]), default=None)
+    return row if row is not None and row["factor"] >= STRAGGLES else None
 
 
 def findings_of(facts: Facts) -> list[Finding]:
@@ -184,14 +178,13 @@ def _straggler(facts: Facts) -> Iterator[Finding]:
     found = straggler_of(facts)
     if found is None:
         return
-    worker, factor = found
+    worker = int(found["worker"])
     rows = [row for row in facts.workers if row["worker"] != worker and not _idle(row)]
     mine = facts.workers[worker]
-    others_ms = float(np.median([row["compute_ms_median"] for row in rows]))
     until = ", until it was lost" if facts.endings[worker].is_lost else ""
     title = (
-        f"Worker {worker} is the straggler{until}: its steps computed {factor:.1f} times as long as the others',"
-        f" {mine['compute_ms_median']:.3g} ms against {others_ms:.3g} ms."
+        f"Worker {worker} is the straggler{until}: its steps computed {found['factor']:.1f} times as long as the others',"
+        f" {found['ms']:.3g} ms against {found['others_ms']:.3g} ms."
     )
     yield Finding("straggler", WARNING, title, _why_slow(mine, rows), worker)
 
@@ -354,7 +347,8 @@ def _bounded_by(facts: Facts) -> Iterator[Finding]:
     most = max(shares, key=lambda name: shares[name])
     if cores is not None and rows["measured"]["steps_per_s"] >= 0.75 * cores["steps_per_s"]:
         reached = rows["measured"]["steps_per_s"]
-        title = f"{lead}: the cores are the limit, at {cores['steps_per_s']:.3g} steps/s, and the run made {reached:.3g}."
+        most_text, reached_text = number_text(cores["steps_per_s"]), number_text(reached)
+        title = f"{lead}: the cores are the limit, at {most_text} steps/s, and the run made {reached_text}."
         left = f"Other programs left {cores['cores']:.2g} of {facts.trace.header['machine']['cores']:g} cores, and a step takes"
         detail = f"{left} {cores['core_ms']:.3g} ms of one. More cores, or less work in a step, would speed it up."
         yield Finding("limit", NOTE, title, detail)
@@ -371,7 +365,7 @@ def _bounded_by(facts: Facts) -> Iterator[Finding]:
     }
     text, detail = texts[most]
     if most == "waiting" and found is not None:
-        detail = f"Worker {found[0]} as fast as the others would speed it up, or a discipline that does not wait for it."
+        detail = f"Worker {found['worker']} as fast as the others would speed it up, or a discipline that does not wait for it."
     elif most == "waiting" and len(nodes_of(facts.trace)) > 1:
         detail = "The way to the other nodes takes it: larger batches, or a faster link, would speed it up."
     yield Finding("limit", NOTE, f"{lead}: {_share(shares[most])} of the time {text}.", detail)

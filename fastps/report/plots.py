@@ -121,7 +121,7 @@ def steps(facts: Facts) -> Figure:
     ]
     medians = [float(np.median(mine)) for mine in times if len(mine)]
     found = straggler_of(facts)
-    slow = found[0] if found is not None else -1
+    slow = found["worker"] if found is not None else -1
     spread = max(medians) / max(1e-9, min(medians))
     return Figure(
         "steps",

@@ -8,7 +8,7 @@ import numpy as np
 from fastps.advice.advise import advise
 from fastps.errors import Error, UsageError
 from fastps.report import disciplines, plots, updates
-from fastps.report.figure import Figure, Table, listed, paired, seconds_text
+from fastps.report.figure import Figure, Table, listed, number_text, paired, seconds_text
 from fastps.report.findings import GOOD, NOTE, Facts, Finding, facts_of, findings_of
 from fastps.report.page import Fact, Page, Part
 from fastps.report.timeline import timeline
@@ -81,7 +81,7 @@ def _facts(facts: Facts, result: Row | None) -> list[Fact]:
     run, header = facts.run, facts.trace.header
     losses = [note["loss"] for note in header["of_worker"].values() if note and note.get("loss") is not None]
     made = [Fact("duration", seconds_text(facts.seconds))]
-    made.append(Fact("steps", f"{run['steps']:,}", f"{run['steps'] / max(1e-9, facts.seconds):,.3g}/s"))
+    made.append(Fact("steps", f"{run['steps']:,}", f"{number_text(run['steps'] / max(1e-9, facts.seconds))}/s"))
     if result is not None:
         accuracy = result["test_accuracy"]
         made.append(Fact("test accuracy", "unknown" if accuracy is None or np.isnan(accuracy) else f"{accuracy:.1%}"))

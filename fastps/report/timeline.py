@@ -83,8 +83,8 @@ def _lane(facts: Facts, worker: int, findings: Sequence[Finding]) -> Json:
     node = next((each for each in nodes_of(facts.trace) if 0 <= worker - each.first_worker < each.workers), None)
     found = straggler_of(facts)
     lane: Json = {"worker": worker, "name": f"worker {worker}", "node": "" if node is None else f"node {node.node}"}
-    if found is not None and found[0] == worker:
-        lane["straggler"] = f"straggler, {found[1]:.1f} times"
+    if found is not None and found["worker"] == worker:
+        lane["straggler"] = f"straggler, {found['factor']:.1f} times"
     if ending.is_lost:
         word = "killed" if ending.kind == KILLED else "failed" if ending.kind == "failed" else "lost"
         lane["lost"] = {

@@ -9,6 +9,8 @@ import numpy.typing as npt
 from fastps.tracing.file import DROPPED, FOLDED, Lines, Trace
 
 Row = dict[str, Any]
+_FIRST_STEPS = 2  # of a worker
+_LEAST_STEPS = 5  # of which a median is worth comparing
 
 
 def blocked_ns(steps: Lines) -> npt.NDArray[np.int64]:
@@ -109,6 +111,30 @@ def _rows_of(trace: Trace, rows: Lines, steps: int) -> Row:
     folded = folded_rows(replace(trace, rows=rows))
     pushed = int(rows["rows"].sum())
     return {"rows_pushed": pushed, "rows_folded": int(folded["rows"].sum()), "rows_per_step": pushed / max(1, steps)}
+
+
+def pace_rows(trace: Trace) -> list[Row]:
+    """Return for each worker with enough steps its median computing time, and that of all others' steps meanwhile.
+
+    The first steps are left out, because they include one-time costs. A worker is compared with the others while it was there,
+    so that one that was lost early is not compared with their later steps.
+    """
+    steps = [trace.steps_of(worker)[_FIRST_STEPS:] for worker in range(trace.workers)]
+    rows = []
+    for worker, mine in enumerate(steps):
+        if len(mine) < _LEAST_STEPS:
+            continue
+        begin_ns, end_ns = mine["begin_ns"][0], mine["computed_ns"][-1]
+        beside = [
+            (theirs["computed_ns"] - theirs["begin_ns"])[(theirs["computed_ns"] >= begin_ns) & (theirs["begin_ns"] <= end_ns)]
+            for other, theirs in enumerate(steps)
+            if other != worker
+        ]
+        others_ns = np.concatenate(beside) if beside else np.empty(0)
+        if len(others_ns) >= _LEAST_STEPS:
+            own, theirs_ns = float(np.median(mine["computed_ns"] - mine["begin_ns"])), float(np.median(others_ns))
+            rows.append({"worker": worker, "ms": own / 1e6, "others_ms": theirs_ns / 1e6, "factor": own / max(1.0, theirs_ns)})
+    return rows
 
 
 def time_rows(trace: Trace) -> list[Row]:

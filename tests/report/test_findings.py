@@ -103,7 +103,18 @@ def test_one_worker_is_no_straggler_and_waits_for_nobody() -> None:
 
 def test_evenly_slow_workers_are_no_stragglers() -> None:
     assert straggler_of(facts_of(bsp([5, 5.5, 5, 5.4], 50))) is None
-    assert straggler_of(facts_of(bsp([5, 5, 5, 7], 50))) == (3, pytest.approx(1.4, rel=0.05))
+    row = straggler_of(facts_of(bsp([5, 5, 5, 7], 50)))
+    assert row is not None and (row["worker"], row["factor"]) == (3, pytest.approx(1.4, rel=0.05))
+
+
+def test_a_worker_is_compared_with_the_others_while_it_was_there() -> None:
+    """All are slow for 20 steps, in which worker 2 is lost; later worker 1 is the slow one."""
+    trace = bsp([10, 20, 10], 200, {2: 20})
+    steps = trace.steps.copy()
+    begin = steps["step"] < 20
+    steps["begin_ns"][begin] -= 40 * MS
+    row = straggler_of(facts_of(replace(trace, steps=steps)))
+    assert row is not None and row["worker"] == 1, "worker 2's 50 ms are not compared with the others' later 10 ms"
 
 
 def test_drops_name_the_worker_that_lost_most() -> None:

@@ -1,17 +1,22 @@
 """The page about a run: its parts, and its answers to traces that say little or nothing."""
 
+import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastps.errors import UsageError
+from fastps.report.page import write as write_page
 from fastps.report.run import page_of, result_of
 from fastps.tracing.file import TraceError, read, write
 from fastps.tracing.merging import merge_nodes
 from tests.report.traces import asp, bsp
 from tests.support import commands
 from tests.tracing.test_merging import Clocks, _pair
+from tests.tracing.test_trace import SPECS, recorded
 
 
 def test_a_page_says_what_ran_and_shows_the_plots_of_it() -> None:
@@ -82,3 +87,34 @@ def test_the_command_refuses_what_is_no_trace_and_other_suffixes_in_one_sentence
     done = commands.fastps("report", str(whole), "--json", "-")
     assert done.returncode == 0 and '"kind": "nothing"' in done.stdout
     assert whole.with_suffix(".html").stat().st_size > 4_000_000 and read(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [*SPECS, "bsp,shards=2"])
+def test_a_recorded_run_of_every_discipline_has_a_page_whose_figures_plotly_takes(sync: str, tmp_path: Path) -> None:
+    graphs = pytest.importorskip("plotly.graph_objects")
+    page = page_of(recorded(tmp_path / "run.trace", sync, delay_s=0.004), "run.trace")
+    for figure in page.figures:
+        text = json.dumps(figure.spec, allow_nan=False)
+        graphs.Figure(json.loads(re.sub(r"var\(--[\w-]+\)", "#123456", text)))
+    found = {each.kind: each for each in (*page.findings, *page.notes)}
+    assert found["straggler"].worker == 0, "it takes three times as long"
+    assert "push-log" not in found and "killed" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [4, 64])
+def test_a_million_steps_make_a_page_of_bounded_size(workers: int, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from plotly.offline import get_plotlyjs
+
+    trace = asp([5.0] * (workers - 1) + [15.0], 1_000_000 // workers)
+    began_s = time.process_time()
+    made = page_of(trace, "run.trace")
+    write_page(made, tmp_path / "run.html")
+    spent_s, size = time.process_time() - began_s, (tmp_path / "run.html").stat().st_size
+    print(f"{workers} workers, {len(trace.steps):,} steps: {spent_s:.1f} s of processor time, {size / 1e6:.1f} MB")
+    assert size - len(get_plotlyjs().encode()) < 1_000_000
+    assert "too many to draw each" in made.figures[0].sentence
+    assert made.findings[0].worker == workers - 1
