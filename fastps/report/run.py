@@ -90,6 +90,8 @@ def _facts(facts: Facts, result: Row | None) -> list[Fact]:
     made.append(Fact("staleness", f"{run['staleness_mean']:.2f}", f"at most {run['staleness_max']}"))
     made.append(Fact("waiting", f"{run['wait_share']:.0%}", "of the time"))
     made.append(Fact("dropped", f"{run['dropped']:,}", "pushes"))
+    if "rows_per_step" in run:
+        made.append(Fact("rows of tables", number_text(run["rows_per_step"]), "a step"))
     if "parameters" in header:
         made.append(Fact("parameters", f"{header['parameters']:,}"))
     return made
