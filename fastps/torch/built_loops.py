@@ -98,7 +98,8 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 def _compile(path: Path) -> None:
     """Compile into a new file and rename it, so that no process ever sees a part of it. Raises UsageError."""
-    command = [*_compiler(), *FLAGS, *_locations(), str(KERNELS / "tensors" / SOURCES[0])]
+    # Libraries follow the source: a linker that keeps needed ones only asks what precedes them.
+    command = [*_compiler(), *FLAGS, *_headers(), str(KERNELS / "tensors" / SOURCES[0]), *_libraries()]
     logger.warning("building the loops over tensors for torch %s, once, in about 15 seconds: %s", torch.__version__, path)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -123,21 +124,21 @@ def _compiler() -> list[str]:
     return found
 
 
-def _locations() -> list[str]:
-    """Where headers and libraries are. Raises UsageError if Python's or torch's headers are missing."""
+def _headers() -> list[str]:
+    """Where headers are. Raises UsageError if Python's or torch's are missing."""
     python = [Path(sysconfig.get_path(name)) for name in ("include", "platinclude")]
-    library = Path(torch.__file__).parent
-    headers = {python[0] / "Python.h": "Debian's package is python3-dev", library / "include/torch/csrc": "install torch again"}
-    for path, advice in headers.items():
+    torchs = Path(torch.__file__).parent / "include"
+    needed = {python[0] / "Python.h": "Debian's package is python3-dev", torchs / "torch/csrc": "install torch again"}
+    for path, advice in needed.items():
         if not path.exists():
             _refuse(f"the header {path}", "none", f"install it ({advice}), or use FASTPS_TENSOR_LOOPS=auto")
-    includes = dict.fromkeys([KERNELS, library / "include", *python])
-    return [
-        *(f"-I{path}" for path in includes),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-L{library / 'lib'}",
-        *("-ltorch_python", "-ltorch_cpu", "-lc10"),
-    ]
+    folders = dict.fromkeys([KERNELS, torchs, *python])
+    return [*(f"-I{path}" for path in folders), f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+
+
+def _libraries() -> list[str]:
+    """torch's libraries, which torch has loaded by the time that the module is."""
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
 def _refuse(expected: str, found: str, advice: str) -> NoReturn:
