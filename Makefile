@@ -22,7 +22,7 @@ LINK_PYTHON = find $1/fastps -type l -delete; \
 HOOKS_TESTS := cd build/hooks && ../../$(BIN)/python -m pytest -q -p no:cacheprovider -c ../../pyproject.toml --rootdir . tests/crash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs clean
+.PHONY: help demo test test-fast test-all test-debug hooks test-hooks test-sanitizers fuzz lint docs wheels clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,7 +54,7 @@ $(VENV)/.clients: $(VENV)/.installed
 		| xargs $(PIP) install --quiet -c constraints.txt
 	touch $@
 
-test-all: $(VENV)/.clients lint test-debug hooks  ## all tests, also the slow ones, of other frameworks and of special builds
+test-all: $(VENV)/.clients $(VENV)/.wheels lint test-debug hooks  ## all tests, also the slow ones, of other frameworks and of special builds
 	$(BIN)/python -m pytest -q
 	$(HOOKS_TESTS)
 
@@ -114,5 +114,15 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs  ## build the site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d build/site
 
+$(VENV)/.wheels: $(VENV)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["wheels"])' \
+		| xargs $(PIP) install --quiet -c constraints.txt
+	touch $@
+
+# Interpreters on the PATH or among pyenv's: WHEEL_PYTHONS="python3.12 /opt/python3.14/bin/python3". Empty: 3.11 to 3.14.
+WHEEL_PYTHONS ?=
+wheels: $(VENV)/.wheels  ## dist: a wheel for each of CPython 3.11 to 3.14 that needs no compiler, and the sdist
+	$(BIN)/python tools/wheels.py --out dist $(WHEEL_PYTHONS)
+
 clean:  ## remove all build products
-	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so kernels/*/*.so kernels/tensors/torch_tensors.cpp

@@ -8,7 +8,8 @@ off). Cython's memoryview code, which many modules share, is compiled once, into
 
 FASTPS_DEBUG=1 builds with bounds checks and assertions. FASTPS_HOOKS=1 compiles failpoints in, by which a test can count every
 access to shared memory, or die at it. FASTPS_SANITIZE=thread builds with ThreadSanitizer, and FASTPS_SANITIZE=address with
-AddressSanitizer and UndefinedBehaviorSanitizer.
+AddressSanitizer and UndefinedBehaviorSanitizer. FASTPS_WHEEL=1 leaves out the one binary that depends on torch's version, whose
+C++ source is in the wheel instead.
 """
 
 import importlib.util
@@ -24,6 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("FASTPS_DEBUG") == "1"
+WHEEL = os.environ.get("FASTPS_WHEEL") == "1"
 HOOKS = os.environ.get("FASTPS_HOOKS") == "1"
 SANITIZER = {"": "", "thread": "thread", "address": "address,undefined"}[os.environ.get("FASTPS_SANITIZE", "")]
 STAGE = Path("build/cimport")
@@ -66,27 +68,27 @@ def torch_folder() -> Path | None:
 def torch_extension() -> list[Extension]:
     """The C++ extension fastps.kernels.tensors.torch_tensors, built against torch's headers; empty without torch.
 
-    Without the extension, loops over Python attributes replace it at run time.
+    Its C++ source is written beside the Cython source in any case: a package that has the source can build it later, for the
+    torch that it meets. Without the extension, loops over Python attributes replace it at run time.
     """
-    folder = torch_folder()
+    folder = None if WHEEL else torch_folder()
+    extension = Extension(
+        "fastps.kernels.tensors.torch_tensors",
+        ["kernels/tensors/torch_tensors.pyx"],
+        depends=["kernels/tensors/torch_tensors.hpp"],
+        extra_compile_args=["-std=c++20", *(["-O1"] if DEBUG else ["-O2", "-g0"]), "-Wall", "-Wno-unused-function"],
+        libraries=["torch_python", "torch_cpu", "c10"],  # no rpath: fastps imports torch first, which loads them
+        language="c++",
+        optional=True,
+    )
+    [translated] = translate([extension], build_dir=None)
     if folder is None or HOOKS or SANITIZER:
-        if folder is None:
+        if folder is None and not WHEEL:
             print("fastps: no torch to build against, so a step's loops over tensors will be slower", file=sys.stderr)
         return []
-    return [
-        Extension(
-            "fastps.kernels.tensors.torch_tensors",
-            ["kernels/tensors/torch_tensors.pyx"],
-            include_dirs=["kernels", str(folder / "include")],
-            depends=["kernels/tensors/torch_tensors.hpp"],
-            extra_compile_args=["-std=c++20", *(["-O1"] if DEBUG else ["-O2", "-g0"]), "-Wall", "-Wno-unused-function"],
-            # No rpath: fastps imports torch first, which loads these libraries.
-            library_dirs=[str(folder / "lib")],
-            libraries=["torch_python", "torch_cpu", "c10"],
-            language="c++",
-            optional=True,
-        )
-    ]
+    translated.include_dirs = ["kernels", str(folder / "include")]  # not before, because Cython writes them into the C++ source
+    translated.library_dirs = [str(folder / "lib")]
+    return [translated]
 
 
 def level(module: str) -> str:
@@ -154,6 +156,27 @@ class Build(build_ext):
             sys.stderr.flush()
 
 
+def translate(modules: list[Extension], build_dir: str | None) -> list[Extension]:
+    """Translate Cython into C or C++ under `build_dir`, or beside the source if that is None. Returns what to compile."""
+    translated: list[Extension] = cythonize(
+        modules,
+        nthreads=JOBS if len(modules) > 1 else 0,
+        build_dir=build_dir,
+        include_path=[stage_cimports()],
+        shared_utility_qualified_name=SHARED,
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": DEBUG,
+            "wraparound": False,
+            "initializedcheck": DEBUG,
+            "cdivision": True,
+            "embedsignature": True,
+            "freethreading_compatible": False,
+        },
+    )
+    return translated
+
+
 def packages() -> list[str]:
     """The names of all packages: each folder with an __init__.py under fastps/, kernels/ and bench/."""
     roots = {"fastps": "fastps", "kernels": "fastps.kernels", "bench": "fastps.bench"}
@@ -167,22 +190,10 @@ def packages() -> list[str]:
 if __name__ == "__main__":
     setup(
         packages=packages(),
-        ext_modules=cythonize(
-            [*torch_extension(), *extensions()],
-            nthreads=JOBS,
-            build_dir="build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else ""),
-            include_path=[stage_cimports()],
-            shared_utility_qualified_name=SHARED,
-            compiler_directives={
-                "language_level": 3,
-                "boundscheck": DEBUG,
-                "wraparound": False,
-                "initializedcheck": DEBUG,
-                "cdivision": True,
-                "embedsignature": True,
-                "freethreading_compatible": False,
-            },
-        ),
+        ext_modules=[
+            *torch_extension(),
+            *translate(extensions(), "build/c" + ("-debug" if DEBUG else "") + ("-hooks" if HOOKS else "")),
+        ],
         cmdclass={"build_ext": Build},
         options={"build_ext": {"parallel": JOBS}},
     )

@@ -102,3 +102,13 @@ def test_each_compiled_module_is_told_of_once(
     asked = Path("asked").read_text().splitlines()
     assert [sum(f"{name}.{suffix}" in line and " -c " in line for line in asked) for name in names] == [1, 1]
     assert lines() == []  # all are newer than their sources
+
+
+def test_a_copied_tree_stages_its_own_declarations(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for tree in ("first", "second"):
+        (tmp_path / tree / "kernels").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "first")
+    build.stage_cimports()
+    shutil.copytree(tmp_path / "first/build", tmp_path / "second/build", symlinks=True)
+    monkeypatch.chdir(tmp_path / "second")
+    assert (Path(build.stage_cimports()) / "fastps/kernels").resolve() == tmp_path / "second/kernels"

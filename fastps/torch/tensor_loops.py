@@ -1,10 +1,14 @@
 """The loops over a model's tensors in each step: compiled against torch's C++ tensors, or over Python attributes.
 
 Both have the same effect; the compiled loops are faster (`fastps bench step --against attributes`). They need exactly the torch
-version that they were built against. Another version, or FASTPS_TENSOR_LOOPS=attributes, selects the loops over attributes;
+version that they were built against: beside it when fastps was installed from source, or on this machine into a cache, which
+FASTPS_TENSOR_LOOPS=build asks for. Otherwise, or with FASTPS_TENSOR_LOOPS=attributes, the loops are over attributes;
 `why_not_compiled` tells the reason.
 """
 
+import functools
+import importlib
+import logging
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,16 +18,19 @@ import torch
 
 from fastps.errors import UsageError
 from fastps.kernels.tensors.attributes import Attribute
+from fastps.torch import built_loops
 
-_compiled: ModuleType | None = None
+_installed: ModuleType | None = None
 try:
-    from fastps.kernels.tensors import torch_tensors
+    _installed = importlib.import_module("fastps.kernels.tensors.torch_tensors")
+except ModuleNotFoundError:
+    _fault = "the compiled loops are not there (a wheel has none)"
+except ImportError as _error:  # built against a torch with other symbols
+    _fault = f"the compiled loops do not load ({_error})"
 
-    _compiled = torch_tensors
-except ImportError as _error:  # not built, or built against a torch with other symbols
-    _not_there = str(_error)
+logger = logging.getLogger("fastps.torch")
 
-INSTALLED = torch.__version__.partition("+")[0]
+TORCH = torch.__version__.partition("+")[0]
 
 
 class TensorLoops(Protocol):
@@ -120,19 +127,37 @@ class PlainLoops:
 def why_not_compiled() -> str | None:
     """Why the compiled loops are not used, and the remedy; None if they are used.
 
-    Raises UsageError if FASTPS_TENSOR_LOOPS is neither "auto" nor "attributes".
+    Raises UsageError if FASTPS_TENSOR_LOOPS is none of "auto", "attributes" and "build", or if a build that it asks for fails.
     """
+    return _chosen()[1]
+
+
+def _chosen() -> tuple[ModuleType | None, str | None]:
+    """The module with the compiled loops, or None and the reason. Raises UsageError, as `why_not_compiled` does."""
     wanted = os.environ.get("FASTPS_TENSOR_LOOPS", "auto")
-    if wanted not in ("auto", "attributes"):
-        raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto or attributes, found {wanted!r}")
+    if wanted not in ("auto", "attributes", "build"):
+        raise UsageError(f"FASTPS_TENSOR_LOOPS: expected auto, attributes or build, found {wanted!r}")
     if wanted == "attributes":
-        return "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
-    advice = "for faster steps install fastps again, beside this torch (pip install --force-reinstall --no-deps)"
-    if _compiled is None:
-        return f"the compiled loops over tensors are not there ({_not_there}): {advice}"
-    if _compiled.BUILT_FOR != INSTALLED:
-        return f"the compiled loops over tensors are for torch {_compiled.BUILT_FOR}, and this is {INSTALLED}: {advice}"
-    return None
+        return None, "loops over Python's attributes, because FASTPS_TENSOR_LOOPS says so"
+    if _installed is not None and _installed.BUILT_FOR == TORCH:
+        return _installed, None
+    module = _from_cache(wanted == "build")
+    if module is not None:
+        return module, None
+    advice = "FASTPS_TENSOR_LOOPS=build fastps doctor builds them for this torch, once, with a C++ compiler; steps are faster"
+    fault = _fault if _installed is None else f"the compiled loops are for torch {_installed.BUILT_FOR}, and this is {TORCH}"
+    return None, f"loops over Python's attributes, because {fault}: {advice}"
+
+
+@functools.cache
+def _from_cache(builds: bool) -> ModuleType | None:
+    """The module from the cache folder, looked for once a process. Raises UsageError if a build fails."""
+    return built_loops.load() or (built_loops.build() if builds else None)
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.info("torch %s: %s", torch.__version__, why)
 
 
 def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
@@ -144,7 +169,9 @@ def tensor_loops(tensors: Sequence[Any]) -> TensorLoops:
     >>> parameter.tolist(), loops.changed()
     ([1.0, 1.0], -1)
     """
-    if _compiled is None or why_not_compiled():
+    module, why = _chosen()
+    if module is None:
+        _say_once(str(why))
         return PlainLoops(list(tensors))
-    loops: TensorLoops = _compiled.CompiledLoops(list(tensors))
+    loops: TensorLoops = module.CompiledLoops(list(tensors))
     return loops

@@ -26,6 +26,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/old_glibc.h"
+
 #define FPS_HELLO_MAGIC 0x6670732d68656c6fULL  /* "fps-helo" */
 #define FPS_OFFER_MAGIC 0x6670732d616e7377ULL /* "fps-answ" */
 #define FPS_HELLO_OBSERVER 1u                  /* flag: will only look, so its layout does not matter */

@@ -1,10 +1,12 @@
 """The loops over a model's tensors: both kinds do what the attributes do, for plain tensors and for subclasses."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,23 +245,29 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPS_TENSOR_LOOPS", "attributes")
     assert isinstance(tensor_loops.tensor_loops(_parameters()), PlainLoops)
     monkeypatch.setenv("FASTPS_TENSOR_LOOPS", "compiled")
-    with pytest.raises(UsageError, match="expected auto or attributes, found 'compiled'"):
+    with pytest.raises(UsageError, match="expected auto, attributes or build, found 'compiled'"):
         tensor_loops.tensor_loops(_parameters())
 
 
 @pytest.mark.parametrize(("change", "why"), [
     ("sys.modules['fastps.kernels.tensors.torch_tensors'] = None", "are not there"),
-    ("import fastps.kernels.tensors.torch_tensors as t; t.BUILT_FOR = '1.0.0'", "are for torch 1.0.0"),
+    ("import fastps.kernels.tensors.torch_tensors as t; t.BUILT_FOR = '1.0.0'", "compiled loops are for torch 1.0.0"),
 ])  # fmt: skip
-def test_another_torch_than_it_was_built_for_gets_the_plain_loops_and_a_reason(change: str, why: str) -> None:
+def test_another_torch_than_it_was_built_for_gets_the_plain_loops_and_a_reason(change: str, why: str, tmp_path: Path) -> None:
     program = f"""
-import sys, torch
+import logging, sys, torch
 {change}
+logging.basicConfig(level=logging.INFO)
 from fastps.torch import tensor_loops
 from fastps.errors import UsageError
-assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.PlainLoops)
+for _ in range(2):
+    assert isinstance(tensor_loops.tensor_loops([torch.zeros(1)]), tensor_loops.PlainLoops)
 print(tensor_loops.why_not_compiled())
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}  # without builds
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 0, ended.stderr
-    assert why in ended.stdout and "install fastps again" in ended.stdout
+    assert ended.stderr.count("INFO:fastps.torch:") == 1 and why in ended.stderr
+    assert why in ended.stdout and "FASTPS_TENSOR_LOOPS=build fastps doctor" in ended.stdout
