@@ -52,6 +52,15 @@ TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", callback=_checked, help="Record the run, for fastps trace and fastps advise."),
 ]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        help="Write loss, speed, staleness, waits and losses of workers for TensorBoard, once a second; into a folder below DIR"
+        " if DIR has the files of another run. Needs the extra [tensorboard].",
+    ),
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")
 ]

@@ -239,12 +239,14 @@ class Launcher:
         first_failure = None if self._interrupts else self._root_cause()
         return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
 
+    @property
+    def arena(self) -> str:
+        """The name of the first arena of this launcher's workers: the job's, and of several nodes also the node's number."""
+        return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.number}"
+
     def _finish_trace(self, file: Path) -> None:
-        if self._rendezvous is None:
-            trace_parts.finish(file, self.job)
-        else:
-            node = self._rendezvous.number
-            trace_parts.finish(trace_parts.of_node(file, node), f"{self.job}.node{node}")
+        own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
+        trace_parts.finish(own, self.arena)
 
     def _look_at_job(self) -> None:
         if self._options.continues:

@@ -65,7 +65,7 @@ class Worker(LaneView):
         self.generation = generation
         counted = store.arena.counters(rank)  # by the lane's earlier workers
         self._steps_before, lane.samples = counted["steps"], counted["samples"]
-        lane.wait_ns, lane.compute_ns = counted["wait_ns"], counted["compute_ns"]
+        lane.wait_ns, lane.compute_ns, lane.push_ns = counted["wait_ns"], counted["compute_ns"], counted["push_ns"]
         self._listener = listener
         policy = self._policy
         self._goes_on_at_once, self._needs_samples = policy.at_once, policy.needs_samples  # each step reads them
@@ -205,7 +205,8 @@ class Worker(LaneView):
         else:
             self._background.send(partial(self._deliver, kind, step, slot, version, scale, loss, samples))
         if self._background is not None or self._has_transfers:
-            self.lane.wait_ns += self._clock.now_ns() - now_ns
+            self.lane.pushed_ns = self._clock.now_ns()
+            self.lane.wait_ns += self.lane.pushed_ns - now_ns  # and not counted as pushed
         if recorder is not None:
             recorder.pushed(self._clock.now_ns())
 
@@ -311,7 +312,7 @@ class Worker(LaneView):
         lane, earlier = self.lane, before.lane
         lane.earlier_steps += self.earlier_steps
         lane.samples, lane.wait_ns, lane.compute_ns = earlier.samples, earlier.wait_ns, earlier.compute_ns
-        lane.stale_blocks, lane.loss = earlier.stale_blocks, earlier.loss
+        lane.push_ns, lane.stale_blocks, lane.loss = earlier.push_ns, earlier.stale_blocks, earlier.loss
         self.transfer_ms(before.injected_transfer_ns / 1e6)
         if before.delays is not None:
             self.delay_responses(*before.delays)

@@ -19,6 +19,10 @@ class Clock(Protocol):
         """Nanoseconds on a monotonic clock that all processes of this machine share."""
         ...
 
+    def unix_ns(self) -> int:
+        """Nanoseconds since 1970. It may jump: use it to label what other programs read, and never for durations."""
+        ...
+
     def sleep_ns(self, duration_ns: int) -> None:
         """Sleep for `duration_ns` nanoseconds."""
         ...
@@ -49,6 +53,7 @@ class MonotonicClock:
     """
 
     now_ns = staticmethod(time.monotonic_ns)  # since an arbitrary moment of this boot; a step reads it several times
+    unix_ns = staticmethod(time.time_ns)
 
     def sleep_ns(self, duration_ns: int) -> None:
         """Sleep. Return at once if the duration is zero or less."""
