@@ -88,11 +88,25 @@ class MonotonicClock:
         return int(1e9 * sum(value for name, value in times.items() if name not in ("idle", "iowait", "guest", "guest_nice")))
 
 
+def unix_offset_ns(clock: Clock) -> int:
+    """The Unix time less the clock's own, in ns: the mean of the closest of some pairs of readings, good to about 1 us.
+
+    >>> abs(unix_offset_ns(SYSTEM_CLOCK) + SYSTEM_CLOCK.now_ns() - SYSTEM_CLOCK.unix_ns()) < 1_000_000_000
+    True
+    """
+    found = []
+    for _ in range(_PAIRS):
+        before_ns, unix_ns, after_ns = clock.now_ns(), clock.unix_ns(), clock.now_ns()
+        found.append((after_ns - before_ns, unix_ns - (before_ns + after_ns) // 2))
+    return min(found)[1]
+
+
 def _forget_schedstat() -> None:
     """Drop the inherited file in a forked child: it belongs to the parent's thread."""
     _local.__dict__.pop("schedstat", None)
 
 
+_PAIRS = 5
 _local = threading.local()
 os.register_at_fork(after_in_child=_forget_schedstat)
 

@@ -23,7 +23,8 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace
 @commands.command(
     rich_help_panel=WATCH,
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
-    " --perfetto run.json   |   fastps trace run.node*.trace -o all.trace --perfetto all.json",
+    " --perfetto run.json   |   fastps trace run.trace --perfetto all.json --with torch.json"
+    "   |   fastps trace run.node*.trace -o all.trace --perfetto all.json",
 )
 def trace(
     files: Files,
@@ -40,6 +41,14 @@ def trace(
     perfetto: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write Chrome trace events, for ui.perfetto.dev.")
     ] = None,
+    profiles: Annotated[
+        list[Path],
+        typer.Option(
+            "--with",
+            metavar="TORCH.json",
+            help="Add what torch.profiler exported in a worker of this run, on the same clock, to --perfetto; may be repeated.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
@@ -58,7 +67,10 @@ def trace(
     from fastps.tracing.file import write
     from fastps.tracing.merging import merge_nodes, nodes_of
     from fastps.tracing.parts import load
+    from fastps.tracing.torch_profile import profile_of
 
+    if profiles and perfetto is None:
+        raise UsageError("--with adds to the file of --perfetto: expected --perfetto OUT.json beside it")
     read = [(file, load(file)) for file in files]
     found = merge_nodes(read) if len(read) > 1 or output is not None else read[0][1]
     console = console_of(json_file)
@@ -73,7 +85,10 @@ def trace(
         console.print(trace_report.summary_line(whole), markup=False, highlight=False)
         rows += [{"kind": "run", **whole}, *({"kind": "worker", **row} for row in workers)]
     if perfetto is not None:
-        count = trace_perfetto.save(found, perfetto)
+        added = [profile_of(file, found) for file in profiles]
+        count = trace_perfetto.save(found, perfetto, added)
+        for profile in added:
+            console.print(profile.line, markup=False, highlight=False)
         console.print(f"{count:,} events in {perfetto}: open it at ui.perfetto.dev", markup=False, highlight=False)
         rows.append({"kind": "perfetto", "file": str(perfetto), "events": count})
     violations: list[trace_check.Violation] = []
