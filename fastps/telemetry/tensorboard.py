@@ -25,7 +25,7 @@ from fastps.telemetry.scalars import COUNTER, JOB, SCALARS, SHARD, STALENESS, ow
 logger = logging.getLogger("fastps.telemetry")
 
 TICK_S = 0.05  # how often a launcher calls while it is asked to write
-_LOOK_NS = 1_000_000_000
+_LEAST_NS, _MOST_NS, _POINTS = 1_000_000_000, 30_000_000_000, 1000  # between two points: a thousandth of the run so far
 _PATTERN = "*tfevents*"  # TensorBoard takes files of these names
 _file_numbers = itertools.count()
 
@@ -66,15 +66,16 @@ class JobWriter:
         self._clock = clock
         self._folder: Path | None = None
         self._followed: dict[int, _Followed] = {}
+        self._began_ns = clock.now_ns()
         self._next_ns = 0
         self._has_failed = False
 
     def tick(self) -> None:
-        """Look for a new arena until there is one; about once a second write a point of every arena."""
+        """Look for an arena until there is one; then write a point of every arena about once a second, later less often."""
         now_ns = self._clock.now_ns()
         if self._has_failed or (self._followed and now_ns < self._next_ns):
             return
-        self._next_ns = now_ns + _LOOK_NS
+        self._next_ns = now_ns + min(_MOST_NS, max(_LEAST_NS, (now_ns - self._began_ns) // _POINTS))
         with self._ending_at_errors():
             self._find()
             for followed in self._followed.values():
@@ -201,6 +202,7 @@ class EventFile:
         name = f"events.out.tfevents.{int(unix_s):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
         self._file = (folder / name).open("wb", buffering=io.DEFAULT_BUFFER_SIZE)
         self._event = Event
+        self._described: set[str] = set()
         self._records = RecordWriter(self._file)
         self._write(Event(wall_time=unix_s, file_version="brain.Event:2"))
 
@@ -208,6 +210,10 @@ class EventFile:
         """Write values of one moment."""
         event = self._event(wall_time=unix_s, step=step)
         event.summary.value.extend(values)
+        for value in event.summary.value:
+            if value.tag in self._described:
+                value.ClearField("metadata")  # TensorBoard reads the first
+            self._described.add(value.tag)
         self._write(event)
 
     def _write(self, event: Any) -> None:

@@ -95,6 +95,24 @@ def test_help_texts_reach_tensorboard(tmp_path: Path) -> None:
     assert (found.summary_description, found.plugin_data.plugin_name) == (text, "scalars")
 
 
+def test_a_long_run_has_points_for_each_thousandth_of_its_time(tmp_path: Path) -> None:
+    class Minutes(MonotonicClock):
+        seconds = 0
+
+        def now_ns(self) -> int:  # type: ignore[override]
+            return self.seconds * 1_000_000_000
+
+    clock = Minutes()
+    with stepping() as worker, written(tmp_path, lambda: worker.store.job, clock) as tick:
+        assert tick is not None
+        for clock.seconds in range(1, 40_001):
+            if clock.seconds <= 5 or 10_000 <= clock.seconds <= 10_050 or clock.seconds >= 39_900:
+                step(worker)
+                tick()
+    points = [point.wall_time for point in _read(tmp_path).Scalars("job/updates")]
+    assert len(points) == 5 + 5 + 4 + 1, "each second, each ten seconds, each thirty, and the last"
+
+
 def test_a_second_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     for name in ("first", "second"):
