@@ -131,7 +131,7 @@ class _Followed:
         self._before: Look | None = None
 
     def write(self) -> None:
-        """Write a point, unless no worker has made a step since the last. Raises OSError."""
+        """Write a point, unless nothing has happened since the last. Raises OSError."""
         look = self._observer.look()
         if self._before is not None and _progress(self._before) == _progress(look):
             return
@@ -154,7 +154,8 @@ class _Followed:
 
 
 def _progress(look: Look) -> list[Any]:
-    return [[(row.steps, row.state, row.folded, row.dropped) for row in look.workers], [shard.version for shard in look.shards]]
+    workers = [(row.steps, row.state, row.folded, row.dropped) for row in look.workers]
+    return [workers, [shard.version for shard in look.shards], [(row.steps, row.state, row.folded) for row in look.nodes]]
 
 
 def _points(before: Look | None, look: Look) -> dict[tuple[str, int], list[Any]]:
