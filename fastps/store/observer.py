@@ -184,6 +184,8 @@ class Observer:
 
     def nodes(self) -> list[NodeStatistics]:
         """The current figures of the nodes, as in a look; none in a job of one node."""
+        if self._board is None and ".node" in self._job:  # the node's agent makes its board after the arena is there
+            self._board = BoardView.of(self._job, self._clock)
         return self._board.rows() if self._board is not None else []
 
     def members(self) -> list[tuple[int, int]]:

@@ -133,6 +133,10 @@ SCALARS: tuple[Scalar, ...] = (
     Scalar(WORKER, "dropped_pushes", COUNTER, "Pushes of the worker that the discipline dropped.", lambda row: row.dropped),
     Scalar(WORKER, "rejected_pushes", COUNTER, "Pushes of the worker that were not finite.", lambda row: row.rejected),
     Scalar(
+        WORKER, "folded_rows", COUNTER, "Rows of tables in the worker's folded pushes.",
+        lambda row: row.rows or None, "folded_rows_per_second",
+    ),
+    Scalar(
         WORKER, "staleness_mean_versions", GAUGE, "Mean staleness of the worker's folded pushes since the job began.",
         lambda row: row.staleness_mean,
     ),
@@ -150,6 +154,7 @@ SCALARS: tuple[Scalar, ...] = (
         SHARD, "staleness_mean_versions", GAUGE, "Mean over the shard's updates of the mean staleness of their pushes.",
         lambda row: row.sigma_mean,
     ),
+    Scalar(SHARD, "written_rows", COUNTER, "Rows of tables that the updates wrote.", lambda row: row.rows_written or None),
     Scalar(NODE, "workers", GAUGE, "Workers of the node.", lambda row: row.workers),
     Scalar(NODE, "live", GAUGE, "1 while the node trains, else 0.", lambda row: row.state == "live"),
     Scalar(NODE, "updates", COUNTER, "Versions that the node has made.", lambda row: row.steps, "updates_per_second"),

@@ -20,7 +20,7 @@ def _look(worker: fastps.Worker) -> Look:
 def test_names_are_unique_have_units_and_a_help_text() -> None:
     tags = [scalar.tag for scalar in (*SCALARS, STALENESS)] + [f"{each.owner}/{each.rate}" for each in SCALARS if each.rate]
     assert len(tags) == len(set(tags))
-    units = "updates|steps|samples|loss|ratio|versions|pushes|workers|seconds|shards|live|bytes"
+    units = "updates|steps|samples|loss|ratio|versions|pushes|workers|seconds|shards|live|bytes|rows"
     for scalar in (*SCALARS, STALENESS):
         assert re.fullmatch(rf"([a-z_]+_)?({units})", scalar.name), scalar.name
         assert re.fullmatch(r"[A-Z0-9].+\.", scalar.help)

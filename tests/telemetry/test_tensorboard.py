@@ -144,16 +144,16 @@ def test_nodes_and_their_links_have_folders_of_their_own(tmp_path: Path) -> None
         counted = {"steps": 10 * seconds, "sent_bytes": 500 * seconds, "heard_ns": seconds * 1_000_000_000}
         return [fastps.NodeStatistics(node, state="live", round_trip_ns=2_000_000, **counted) for node in range(2)]
 
-    board = NodeBoard(job, 2)
-    try:
-        board.write(figures(1))
-        with stepping(job), written(tmp_path, lambda: job, Hours()) as tick:
-            assert tick is not None
-            tick()
-            board.write(figures(3))
-            tick()
-    finally:
-        board.close()
+    with stepping(job), written(tmp_path, lambda: job, Hours()) as tick:
+        assert tick is not None
+        tick()
+        board = NodeBoard(job, 2)  # a node's agent begins after the first worker
+        try:
+            for seconds in (1, 3):
+                board.write(figures(seconds))
+                tick()
+        finally:
+            board.close()
     for node in range(2):
         folder = tmp_path / f"node{node}"
         assert (_last(folder, "node/updates"), _last(folder, "node/live")) == (30, 1)
