@@ -64,6 +64,15 @@ Report = Annotated[
     Path | None,
     typer.Option(metavar="FILE.html", callback=checked_page, help="Write a page with plots, which opens without a network."),
 ]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        help="Write loss, speed, staleness, waits and losses of workers for TensorBoard, once a second; into a folder below DIR"
+        " if DIR has the files of another run. Needs the extra [tensorboard].",
+    ),
+]
 Json = Annotated[
     str | None, typer.Option("--json", metavar="FILE", callback=_checked, help="Write the rows as JSON; - for stdout.")
 ]

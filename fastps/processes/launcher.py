@@ -239,12 +239,14 @@ class Launcher:
         first_failure = None if self._interrupts else self._root_cause()
         return Outcome(self._workers, first_failure, self._interrupts > 0, seconds, began_ns, report)
 
+    @property
+    def arena(self) -> str:
+        """The name of the first arena of this launcher's workers: the job's, and of several nodes also the node's number."""
+        return self.job if self._rendezvous is None else f"{self.job}.node{self._rendezvous.number}"
+
     def _finish_trace(self, file: Path) -> None:
-        job = self.job
-        if self._rendezvous is not None:
-            node = self._rendezvous.number
-            file, job = trace_parts.of_node(file, node), f"{self.job}.node{node}"
-        trace_parts.annotate(trace_parts.finish(file, job) or [file], self._endings())
+        own = file if self._rendezvous is None else trace_parts.of_node(file, self._rendezvous.number)
+        trace_parts.annotate(trace_parts.finish(own, self.arena) or [own], self._endings())
 
     def _endings(self) -> dict[int, dict[str, Any]]:
         """What a trace cannot know by itself: how each failed worker's process ended, and when injected stops took place."""

@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastps.errors import UsageError, WorkerDiedError
@@ -23,6 +24,7 @@ from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.interrupts import Interrupts, counted_interrupts
+from fastps.telemetry.tensorboard import written
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,7 @@ def spawn(
     model: "torch.nn.Module | None" = None,
     on_worker_loss: str | None = None,
     start_method: str = "forkserver",
+    tensorboard: str | os.PathLike[str] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Call `fn(rank, *args)` in `workers` processes, the workers of one job; return when all are done.
@@ -76,6 +79,7 @@ def spawn(
         on_worker_loss: "continue" lets the other workers go on after a failure; default: all end.
         start_method: "forkserver": a new process imports torch and forks the workers. "spawn": a new process each. "fork":
             forks of this process, which pickle nothing; it must not have computed with several threads, nor used a GPU.
+        tensorboard: a folder for the job's figures as TensorBoard reads them; this process writes them.
 
     Raises:
         UsageError: An option is wrong, `fn` or an argument cannot be copied, or this process is a worker itself. No process has
@@ -95,12 +99,13 @@ def spawn(
     work = handover.Work(fn, tuple(args), model)
     file = handover.write(work) if start_method != "fork" else None
     try:
-        with counted_interrupts() as interrupts:
+        folder = Path(tensorboard) if tensorboard is not None else None
+        with counted_interrupts() as interrupts, written(folder, lambda: job, clock) as tick:
             crew = Crew(environments, interrupts, clock)
             try:
                 crew.start(work, file, start_method)
                 logger.info("job %s: started %d workers", job, workers)
-                _await(crew, on_worker_loss == "continue", interrupts, clock)
+                _await(crew, on_worker_loss == "continue", interrupts, clock, tick)
             finally:
                 crew.end()
     finally:
@@ -180,10 +185,10 @@ def _error_of(worker: SpawnedWorker) -> BaseException | None:
     )
 
 
-def _await(crew: Crew, continues: bool, interrupts: Interrupts, clock: Clock) -> None:
+def _await(crew: Crew, continues: bool, interrupts: Interrupts, clock: Clock, on_tick: Callable[[], None] | None) -> None:
     """Wait until all workers have ended, until one fails and the grace period is over, or until Ctrl-C.
 
-    Raises the first failure.
+    Calls `on_tick` meanwhile. Raises the first failure.
     """
     deadline_ns: int | None = None
     failed: list[SpawnedWorker] = []
@@ -192,6 +197,8 @@ def _await(crew: Crew, continues: bool, interrupts: Interrupts, clock: Clock) ->
             break
         running = crew.running
         crew.look()
+        if on_tick is not None:
+            on_tick()
         failed += [worker for worker in running if _error_of(worker) is not None]
         if failed and not continues:
             deadline_ns = deadline_ns or clock.now_ns() + GRACE_NS

@@ -28,7 +28,11 @@ _STATES = {
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """The counters of a worker's lane: times in nanoseconds, staleness in versions, counts of all workers that had the lane."""
+    """The counters of a worker's lane: times in nanoseconds, staleness in versions, counts of all workers that had the lane.
+
+    `push_ns` is time in pushes: posting, and the folds that the worker makes right then. Folds that it makes or helps with
+    while it waits are in `wait_ns`. `generation` counts the workers that joined in this lane while the job ran.
+    """
 
     rank: int
     state: str
@@ -45,6 +49,8 @@ class WorkerStatistics:
     loss: float
     version: int
     rows: int = 0  # of tables, in the folded pushes
+    push_ns: int = 0
+    generation: int = 0
 
     @property
     def staleness_mean(self) -> float:
@@ -120,6 +126,8 @@ def statistics_of(arena: Arena) -> list[WorkerStatistics]:
                 loss=counters["loss"],
                 version=arena.version,
                 rows=counters["rows"],
+                push_ns=counters["push_ns"],
+                generation=arena.generation(lane),
             )
         )
     return rows
@@ -176,6 +184,8 @@ class Observer:
 
     def nodes(self) -> list[NodeStatistics]:
         """The current figures of the nodes, as in a look; none in a job of one node."""
+        if self._board is None and ".node" in self._job:  # the node's agent makes its board after the arena is there
+            self._board = BoardView.of(self._job, self._clock)
         return self._board.rows() if self._board is not None else []
 
     def members(self) -> list[tuple[int, int]]:

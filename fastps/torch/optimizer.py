@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.optim import optimizer as torch_optimizer
 
 from fastps.advice.auto_sync import WarmUp, move, room_bytes
@@ -35,7 +36,7 @@ from fastps.store.worker import Worker
 from fastps.system import exit_handlers
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.malloc import keep_freed_memory
-from fastps.torch import foreign, join, state, tables
+from fastps.torch import foreign, join, profiling, state, tables
 from fastps.torch.checkpoint import described_group
 from fastps.torch.evaluation import Evaluation
 from fastps.torch.gradients import hooked, loss_scaling
@@ -304,6 +305,9 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         Parameters without a gradient stay unchanged, as in torch. Raises WorkerDiedError, TimeoutExceededError,
         ParameterChangedError, UsageError. If an error or Ctrl-C ends the wait, the next call resumes it before it pushes.
         """
+        if profiler._is_profiler_enabled:
+            with profiling.ranges(self._worker, self):
+                return self._hooked_step(closure)
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
             return self._hooked_step(closure)
         return self._step(closure)

@@ -42,7 +42,8 @@ _SUFFIX = ".parts"
 _CODES = {"<i8": "q", "<i4": "i", "<i2": "h", "|u1": "B"}
 _TABLES = {"steps": STEP_DTYPE, "pushes": PUSH_DTYPE}
 _AGENT_TABLES = {"messages": MESSAGE_DTYPE, "clock": CLOCK_DTYPE}
-_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss")
+_CLOCKS = ("process_id", "unix_offset_ns", "unix_offset_end_ns")  # which place the times of other recordings
+_OF_WORKER = ("began_ns", "transfer_ns", "posted", "failure", "load", "loss", *_CLOCKS)
 
 
 def folder_of(file: Path, job: str) -> Path:

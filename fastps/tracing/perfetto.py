@@ -6,7 +6,7 @@ step's beginning. In a job of several nodes each node is a process of its own, w
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import numpy as np
 
 from fastps.tracing.file import DROPPED, FOLDED, MESSAGES, OUTCOMES, Trace, TraceError
 from fastps.tracing.merging import NodeOfTrace, flows, nodes_of
+from fastps.tracing.torch_profile import Profile
 
 Event = dict[str, Any]
 Place = dict[str, int]
 _WORKERS, _SHARDS = 1, 2  # the two "processes" of a job of one node
 _FIRST_NODE = 10  # the process of node 0
+_FIRST_PROFILE, _PROFILE_STRIDE = 1_000_000, 1_000  # the processes of torch's profiles
 _FIRST_SHARD, _FIRST_MESSAGE = 100_000, 200_000  # the tracks of a node's process
 
 
@@ -49,7 +51,7 @@ def events(trace: Trace) -> Iterator[Event]:
     yield from _names(trace, places)
     if not len(trace.steps):
         return
-    origin_ns = int(trace.steps["begin_ns"].min())
+    origin_ns = origin_of(trace)
     for worker in range(trace.workers):
         yield from _worker_events(trace, worker, origin_ns, places)
     for shard in range(int(trace.header["shards"])):
@@ -57,9 +59,16 @@ def events(trace: Trace) -> Iterator[Event]:
     yield from _message_events(trace, origin_ns, places)
 
 
-def save(trace: Trace, file: Path) -> int:
-    """Write the events as JSON and return their number. Raises TraceError."""
+def origin_of(trace: Trace) -> int:
+    """The time that is 0 in the viewer: when the first step began."""
+    return int(trace.steps["begin_ns"].min()) if len(trace.steps) else 0
+
+
+def save(trace: Trace, file: Path, profiles: Sequence[Profile] = ()) -> int:
+    """Write the events as JSON, with those of torch's profiles on one clock, and return their number. Raises TraceError."""
     found = list(events(trace))
+    for number, profile in enumerate(profiles):
+        found += profile.events(origin_of(trace), _FIRST_PROFILE + _PROFILE_STRIDE * number)
     document = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"sync": trace.header["sync"]}}
     try:
         file.write_text(json.dumps(document, separators=(",", ":")))

@@ -18,6 +18,7 @@ from fastps.job.environment import TRACE_VARIABLE
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.kernels.shm.arena import OUTCOME_DROPPED
 from fastps.membership.job_memory import JobMemory
+from fastps.system.clock import unix_offset_ns
 from fastps.system.machine import machine
 from fastps.tracing.file import DROPPED, FOLDED, UNDECIDED
 from fastps.tracing.node_part import node_of
@@ -162,7 +163,8 @@ class Recorder:
         self._arena = worker.store.arena
         self._part: Part | None = None
         if self._folder is not None:
-            note = {"job": job_note(worker), "began_ns": self._clock.now_ns()}
+            note = {"job": job_note(worker), "began_ns": self._clock.now_ns(), "process_id": os.getpid()}
+            note["unix_offset_ns"] = unix_offset_ns(self._clock)
             self._part = Part(self._folder, worker.rank, note, has_tables=self._arena.n_tables > 0)
         self._ended = False
         self._open: dict[
@@ -285,7 +287,8 @@ class Recorder:
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
-            self._part.finish(posted=self._worker.posts, transfer_ns=transfer_ns, failure=failure, load=self.load(), loss=loss)
+            more = {"posted": self._worker.posts, "transfer_ns": transfer_ns, "failure": failure, "load": self.load(), "loss": loss}
+            self._part.finish(**more, unix_offset_end_ns=unix_offset_ns(self._clock))
 
     def load(self) -> dict[str, int]:
         """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from sys import executable
@@ -17,6 +17,7 @@ from fastps.processes.launcher import NO_OPTIONS, Launcher, Outcome
 from fastps.processes.options import JobOptions
 from fastps.store.observer import Observer, observe
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.telemetry.tensorboard import TICK_S, written
 from fastps.training.data import Dataset
 from fastps.training.options import TrainingOptions
 from fastps.training.progress import LiveWorkers
@@ -38,13 +39,14 @@ def train(
     job: JobOptions = NO_OPTIONS,
     progress: bool = True,
     trace: Path | None = None,
+    tensorboard: Path | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Row:
-    """Run one training job on `data`, recorded into `trace` if given. Returns its row, with the cost of injected faults.
+    """Run one training job on `data`, recorded into `trace` if given, with its figures in the folder `tensorboard` if given.
 
-    Raises RunFailedError.
+    Returns its row, with the cost of injected faults. Raises RunFailedError.
     """
-    results, outcome = _run(options, data, console, job, progress, trace, clock)
+    results, outcome = _run(options, data, console, job, progress, trace, tensorboard, clock)
     replaced = sum(worker.restart > 0 for worker in outcome.workers)
     row = merged(options, results, outcome.began_ns if replaced else None)
     if job.restarts:
@@ -64,7 +66,7 @@ def results_of(
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Row]:
     """Run one training job on `data` and return each worker's measurements. Raises RunFailedError."""
-    return _run(options, data, console, NO_OPTIONS, progress, trace, clock)[0]
+    return _run(options, data, console, NO_OPTIONS, progress, trace, None, clock)[0]
 
 
 def _run(
@@ -74,6 +76,7 @@ def _run(
     job: JobOptions,
     progress: bool,
     trace: Path | None,
+    tensorboard: Path | None,
     clock: Clock,
 ) -> tuple[list[Row], Outcome]:
     """Return the measurements of each worker that finished, worker 0 first, and the job's outcome."""
@@ -84,7 +87,8 @@ def _run(
         command = [executable, "-m", "fastps.training.worker_main", str(file)]
         imports = ["fastps.torch.optimizer", "fastps.training.data", "fastps.training.models", "fastps.training.prefetch"]
         launcher = Launcher(command, options.workers, options=job, imports=imports, trace=trace, clock=clock)
-        outcome = _run_watched(launcher, options, data, console, progress, clock)
+        with written(tensorboard, lambda: launcher.arena, clock) as tick:
+            outcome = _run_watched(launcher, options, data, console, progress, tick, clock)
         if outcome.exit_code:
             if outcome.first_failure is not None:
                 console.print(failure_panel(outcome))
@@ -94,15 +98,23 @@ def _run(
 
 
 def _run_watched(
-    launcher: Launcher, options: TrainingOptions, data: Dataset, console: Console, progress: bool, clock: Clock
+    launcher: Launcher,
+    options: TrainingOptions,
+    data: Dataset,
+    console: Console,
+    progress: bool,
+    on_tick: Callable[[], None] | None,
+    clock: Clock,
 ) -> Outcome:
     if not progress:
-        return launcher.run()
+        return launcher.run() if on_tick is None else launcher.run(on_tick, TICK_S)
     observer: Observer | None = None
     began_ns = 0
 
     def tick() -> None:
         nonlocal observer, began_ns
+        if on_tick is not None:
+            on_tick()
         if observer is None:
             try:
                 observer = observe(launcher.job, timeout_s=1e-9, clock=clock)

@@ -19,6 +19,8 @@ cdef class WorkerLane(Lane):
     cdef public int64_t granted_ns
     cdef public int64_t wait_ns
     cdef public int64_t compute_ns
+    cdef public int64_t push_ns
+    cdef public int64_t pushed_ns
     cdef public int64_t samples
     cdef public int64_t stale_blocks
     cdef public double loss

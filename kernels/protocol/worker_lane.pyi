@@ -13,6 +13,8 @@ class WorkerLane(Lane):
     granted_ns: int
     wait_ns: int
     compute_ns: int
+    push_ns: int
+    pushed_ns: int
     samples: int
     stale_blocks: int
     loss: float

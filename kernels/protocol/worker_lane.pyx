@@ -28,6 +28,8 @@ cdef class WorkerLane(Lane):
         awaits: whether a push was begun since the last completed `advance`.
         granted_ns: when the present step could begin, by its worker's clock.
         wait_ns, compute_ns: time waited, and between grants and pushes.
+        push_ns: time from each push's begin to its `advance`: it posts, and folds what it finds.
+        pushed_ns: when the push began whose time is not in push_ns yet; 0: there is none.
         samples, stale_blocks, loss: as the owner sets them.
     """
 
@@ -85,6 +87,7 @@ cdef class WorkerLane(Lane):
 
     cdef void _count_push(self, int64_t now_ns, uint32_t samples, bint null) noexcept nogil:
         self.compute_ns += now_ns - self.granted_ns
+        self.pushed_ns = now_ns
         self.samples += samples
         self.steps += 1
         self.posts += 1
@@ -99,6 +102,9 @@ cdef class WorkerLane(Lane):
 
     cdef bint _advance(self, int64_t now_ns, bint at_once) noexcept nogil:
         self.granted_ns = now_ns
+        if self.pushed_ns:
+            self.push_ns += now_ns - self.pushed_ns
+            self.pushed_ns = 0
         if not self._reached(0 if at_once else self.steps + 1, self.free_at[self.slot], self.n_shards):
             return False
         self.awaits = False
@@ -120,4 +126,5 @@ cdef class WorkerLane(Lane):
         self._publish()
 
     cdef void _publish(self) noexcept nogil:
-        self._count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks)
+        self._count(self.earlier_steps + self.steps, self.wait_ns, self.compute_ns, self.samples, self.loss, self.stale_blocks,
+                    self.push_ns)

@@ -82,7 +82,7 @@ typedef struct {
     int64_t first_core, cores; /* those that its worker may run on: their lowest number, and how many; a hint for speed */
     uint8_t pad_state[32];
     /* Counters of the worker, for observers. */
-    int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, reserved[2];
+    int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns, reserved;
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */
 } fps_lane;
 _Static_assert(sizeof(fps_lane) == 5 * FPS_LINE + FPS_MESSAGE_BYTES, "each writer's words stay on lines of their own");

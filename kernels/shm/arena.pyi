@@ -27,6 +27,7 @@ class Counters(TypedDict):
     steps: int
     wait_ns: int
     compute_ns: int
+    push_ns: int
     samples: int
     stale_blocks: int
     folded: int

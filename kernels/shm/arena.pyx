@@ -445,6 +445,7 @@ cdef class Arena(ArenaView):
             "steps": fps_counter_get(&words.steps),
             "wait_ns": fps_counter_get(&words.wait_ns),
             "compute_ns": fps_counter_get(&words.compute_ns),
+            "push_ns": fps_counter_get(&words.push_ns),
             "samples": fps_counter_get(&words.samples),
             "stale_blocks": fps_counter_get(&words.stale_blocks),
             "folded": folded,

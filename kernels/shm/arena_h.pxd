@@ -52,6 +52,7 @@ cdef extern from "shm/arena.h" nogil:
         int64_t loss_bits
         int64_t samples
         int64_t stale_blocks
+        int64_t push_ns
         char *message
 
     ctypedef struct fps_lane_shard:

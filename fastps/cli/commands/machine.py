@@ -3,8 +3,9 @@
 import os
 import re
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -42,6 +43,7 @@ from fastps.cli.options import (
     Seed,
     Server,
     SshCommand,
+    TensorBoard,
     TraceFile,
     TrustedNetwork,
     Wide,
@@ -56,7 +58,7 @@ from fastps.errors import UsageError
 from fastps.job.specs import parse_policy
 
 if TYPE_CHECKING:
-    from fastps.processes.launcher import Outcome
+    from fastps.processes.launcher import Launcher, Outcome
 
 AGAINST_HELP = (
     "Peers of a step: limit, gloo, ddp, hogwild, handmade, mpi, rpc, ray, and on a GPU limit, nccl; of a training: ddp,"
@@ -78,6 +80,11 @@ ENV_HELP = (
 START_METHOD_HELP = (
     "fork: import torch once and fork all workers from that process, for scripts and modules of Python. spawn: a new process"
     " for each, for a script that sets environment variables before it imports torch (OMP_NUM_THREADS, MKL_NUM_THREADS)."
+)
+
+PROMETHEUS_HELP = (
+    "Serve the figures of JOB, or of all running jobs of this user, at /metrics for Prometheus, until Ctrl-C; jobs may begin"
+    " and end meanwhile. Without a host only this machine reaches it. Needs the extra [prometheus]."
 )
 
 commands = typer.Typer()
@@ -103,6 +110,14 @@ def _names_python(argument: str) -> bool:
     if not re.fullmatch(r"python[0-9.]*", path.name):
         return False
     return not path.is_file() if path.parent == Path() else os.access(path, os.X_OK)
+
+
+def _outcome(launcher: "Launcher", tensorboard: Path | None) -> "Outcome":
+    """Run the job, and write its figures if they are asked for."""
+    from fastps.telemetry.tensorboard import TICK_S, written
+
+    with written(tensorboard, lambda: launcher.arena) as tick:
+        return launcher.run() if tick is None else launcher.run(tick, TICK_S)
 
 
 def _report(outcome: "Outcome", json_file: str | None) -> int:
@@ -190,6 +205,7 @@ def run(
     homes: Homes = "first",
     secret_file: SecretFile = None,
     trace: TraceFile = None,
+    tensorboard: TensorBoard = None,
     server: Server = "",
     restarts: Restarts = 0,
     on_worker_loss: OnWorkerLoss = "",
@@ -219,16 +235,15 @@ def run(
     if gpus is not None:
         os.environ["FASTPS_GPUS"] = parse_gpus(gpus)
     spec = policy.spec if policy is not None else None
-    command, options = _command_of(arguments, module), job_options_of(context, seed)
-    launcher = Launcher(
-        command, workers, sync=spec, options=options, env=env, start_method=start_method, nodes=nodes, trace=trace
-    )
-    raise typer.Exit(_report(launcher.run(), json_file))
+    command, job = _command_of(arguments, module), job_options_of(context, seed)
+    launcher = Launcher(command, workers, sync=spec, options=job, env=env, start_method=start_method, nodes=nodes, trace=trace)
+    raise typer.Exit(_report(_outcome(launcher, tensorboard), json_file))
 
 
 @commands.command(
     rich_help_panel=WATCH,
-    epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -",
+    epilog="Examples:  fastps top   |   fastps top 5f1c2a --interval 0.5   |   fastps top --once --json -"
+    "   |   fastps top --prometheus :9400",
 )
 def top(
     job: Annotated[
@@ -236,6 +251,7 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks; rates are of this time.")] = 1.0,
+    prometheus: Annotated[str, typer.Option(metavar="[HOST]:PORT", help=PROMETHEUS_HELP)] = "",
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
@@ -246,12 +262,26 @@ def top(
     if not 0.01 <= interval <= 3600:
         raise UsageError(f"--interval: expected 0.01 to 3600 seconds, found {interval:g}")
     try:
+        if prometheus:
+            if once or json_file is not None:
+                raise UsageError("--prometheus serves until Ctrl-C: expected neither --once nor --json beside it")
+            _serve(prometheus, job)
         show = looking.look_once if once else looking.watch
         rows = show(looking.choose_job(job), console_of(json_file), interval_s=interval, wide=wide)
     except KeyboardInterrupt:
         raise typer.Exit from None
     if json_file is not None:
         write_json("top", rows, json_file)
+
+
+def _serve(address: str, job: str | None) -> NoReturn:
+    """Serve figures until Ctrl-C."""
+    from fastps.telemetry.prometheus import served
+
+    with served(address, job) as url:
+        Console(stderr=True).print(f"serving {url}; Ctrl-C ends it", markup=False, highlight=False, soft_wrap=True)
+        threading.Event().wait()
+    raise AssertionError("nothing sets the event")
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -1,16 +1,28 @@
 """The commands about recorded runs: trace, advise."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from fastps.cli.commands import CHOOSE, WATCH
 from fastps.cli.options import Bar, Homes, Json, LinkDtype, Links, Wide, console_of
 from fastps.errors import UsageError
 
+if TYPE_CHECKING:
+    from fastps.tracing.file import Trace
+
 commands = typer.Typer()
 ORDER = 30
+Profiles = Annotated[
+    list[Path],
+    typer.Option(
+        "--with",
+        metavar="TORCH.json",
+        help="Add what torch.profiler exported in a worker of this run, on the same clock, to --perfetto; may be repeated.",
+    ),
+]
 Files = Annotated[
     list[Path],
     typer.Argument(
@@ -23,7 +35,8 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace that --trace
 @commands.command(
     rich_help_panel=WATCH,
     epilog="Examples:  fastps train --trace run.trace && fastps trace run.trace --check   |   fastps trace run.trace"
-    " --perfetto run.json   |   fastps trace run.node*.trace -o all.trace --perfetto all.json",
+    " --perfetto run.json   |   fastps trace run.trace --perfetto all.json --with torch.json"
+    "   |   fastps trace run.node*.trace -o all.trace --perfetto all.json",
 )
 def trace(
     files: Files,
@@ -40,6 +53,7 @@ def trace(
     perfetto: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Write Chrome trace events, for ui.perfetto.dev.")
     ] = None,
+    profiles: Profiles = [],  # noqa: B006 - typer copies it
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
@@ -53,12 +67,13 @@ def trace(
     from fastps.cli.tables import show
     from fastps.system.json_report import write_json
     from fastps.tracing import check as trace_check
-    from fastps.tracing import perfetto as trace_perfetto
     from fastps.tracing import summary as trace_summary
     from fastps.tracing.file import write
     from fastps.tracing.merging import merge_nodes, nodes_of
     from fastps.tracing.parts import load
 
+    if profiles and perfetto is None:
+        raise UsageError("--with adds to the file of --perfetto: expected --perfetto OUT.json beside it")
     read = [(file, load(file)) for file in files]
     found = merge_nodes(read) if len(read) > 1 or output is not None else read[0][1]
     console = console_of(json_file)
@@ -73,9 +88,7 @@ def trace(
         console.print(trace_report.summary_line(whole), markup=False, highlight=False)
         rows += [{"kind": "run", **whole}, *({"kind": "worker", **row} for row in workers)]
     if perfetto is not None:
-        count = trace_perfetto.save(found, perfetto)
-        console.print(f"{count:,} events in {perfetto}: open it at ui.perfetto.dev", markup=False, highlight=False)
-        rows.append({"kind": "perfetto", "file": str(perfetto), "events": count})
+        rows.append(_save_perfetto(found, perfetto, profiles, console))
     violations: list[trace_check.Violation] = []
     if check:
         violations, log = trace_check.check(found), trace_check.push_log_row(found)
@@ -87,6 +100,19 @@ def trace(
         write_json("trace", rows, json_file)
     if violations:
         raise typer.Exit(1)
+
+
+def _save_perfetto(found: "Trace", perfetto: Path, profiles: list[Path], console: Console) -> dict[str, Any]:
+    """Write the events of a trace and of torch's profiles. Returns a row about them."""
+    from fastps.tracing.perfetto import save
+    from fastps.tracing.torch_profile import profile_of
+
+    added = [profile_of(file, found) for file in profiles]
+    count = save(found, perfetto, added)
+    for profile in added:
+        console.print(profile.line, markup=False, highlight=False)
+    console.print(f"{count:,} events in {perfetto}: open it at ui.perfetto.dev", markup=False, highlight=False)
+    return {"kind": "perfetto", "file": str(perfetto), "events": count}
 
 
 @commands.command(

@@ -33,6 +33,7 @@ from fastps.cli.options import (
     Seed,
     Server,
     Straggler,
+    TensorBoard,
     TraceFile,
     TransferMs,
     WarmStart,
@@ -80,6 +81,7 @@ def train(
     warm_start: WarmStart = None,
     save: Save = None,
     trace: TraceFile = None,
+    tensorboard: TensorBoard = None,
     server: Server = "",
     restarts: Restarts = 0,
     on_worker_loss: OnWorkerLoss = "",
@@ -113,7 +115,8 @@ def train(
     policy.check_workers(workers)
     console = console_of(json_file)
     job = job_options_of(context, seed)
-    row = runs.train(options, load(data), console, job=job, progress=progress and console.is_terminal, trace=trace)
+    shown = progress and console.is_terminal
+    row = runs.train(options, load(data), console, job=job, progress=shown, trace=trace, tensorboard=tensorboard)
     show(console, training_table([row], f"{data}, {epochs} epochs, seed {seed}"), wide=wide)
     if "chaos" in row:
         console.print(faults_text(row["chaos"]))

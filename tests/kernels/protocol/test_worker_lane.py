@@ -43,8 +43,8 @@ def test_a_push_is_folded_granted_and_tallied() -> None:
     assert lane.advance(150, False)
     assert steps.tally() == (1, 1, 1, 0, 30, 0, 16)
     counters = job.arena.counters(0)
-    found = [counters[name] for name in ("posted", "steps", "wait_ns", "compute_ns", "samples", "loss")]
-    assert found == [1, 41, 0, 30, 16, 0.5]
+    found = [counters[name] for name in ("posted", "steps", "wait_ns", "compute_ns", "push_ns", "samples", "loss")]
+    assert found == [1, 41, 0, 30, 20, 16, 0.5]
 
 
 def test_a_mean_divides_by_the_gradients_that_its_pushes_are_sums_of() -> None:
@@ -70,6 +70,7 @@ def test_a_step_begins_late_once_it_is_granted_and_the_wait_is_tallied() -> None
     steps.lane.advance_late(50)
     assert (steps.lane.wait_ns, job.arena.counters(0)["wait_ns"], job.arena.counters(0)["steps"]) == (30, 30, 1)
     assert steps.lane.advance(60, False), "and at once where nothing is left to wait for"
+    assert steps.lane.push_ns == 10, "the push ended where its wait began, and is counted once"
 
 
 def test_a_slot_that_is_still_read_is_waited_for_even_where_no_grant_is() -> None:
