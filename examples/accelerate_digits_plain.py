@@ -102,7 +102,7 @@ def main() -> None:
             if accelerator.is_main_process:
                 Path(given.checkpoint, "epoch.json").write_text(json.dumps(epoch + 1))
     weights = sum(parameter.detach().double().sum() for parameter in model.parameters())
-    every = accelerator.gather(torch.as_tensor(weights)).tolist()
+    every = accelerator.gather(torch.as_tensor(weights).view(1)).tolist()
     if given.json and accelerator.is_main_process:
         figures = {"accuracy": accuracy, "weights": every, "processes": accelerator.num_processes}
         Path(given.json).write_text(json.dumps(figures))

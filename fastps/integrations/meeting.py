@@ -50,21 +50,24 @@ def open_workers() -> list[Worker]:
     return [worker for worker in workers if not worker.has_left and not worker.forked]
 
 
-def wait(is_over: Callable[[], bool], what: str, board: Board, clock: Clock = SYSTEM_CLOCK) -> bool:
-    """Wait until `is_over`, and keep this process's jobs going. Returns False, without a wait, if it has no open worker.
+def wait(is_over: Callable[[], bool], what: str, board: Board, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Wait until `is_over`, and keep this process's jobs going. Without an open worker the wait has no limit of its own.
 
     Raises WorkerDiedError, TimeoutExceededError that quotes `what`, and whatever combining raises.
     """
     workers = open_workers()
-    if not workers:
-        return False
     until_ns = clock.now_ns() + _AWAKE_NS
     while not is_over():
-        if clock.now_ns() >= until_ns:
-            break
-        clock.sleep_ns(_AWAKE_PAUSE_NS)
-    else:
-        return True
+        if clock.now_ns() < until_ns:
+            clock.sleep_ns(_AWAKE_PAUSE_NS)
+        elif workers:
+            _wait_with(workers, is_over, what, board, clock)
+            return
+        else:
+            clock.sleep_ns(_PAUSE_NS)
+
+
+def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, board: Board, clock: Clock) -> None:
     attendance = Attendance(workers, board, clock)
 
     def reached() -> bool:
@@ -84,7 +87,6 @@ def wait(is_over: Callable[[], bool], what: str, board: Board, clock: Clock = SY
             " come to it equally often; raise FASTPS_TIMEOUT if they are only slow"
         ),
     )
-    return True
 
 
 class Attendance:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from fastps.errors import UnsupportedError, UsageError, WorkerDiedError
+from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
 from fastps.integrations import meeting
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
@@ -60,7 +60,7 @@ class JobGroup(ProcessGroup):
             meeting.wait(work.is_completed, f"in {name} of torch.distributed", board)
             work.wait()
         except RuntimeError as error:
-            if isinstance(error, UsageError):
+            if isinstance(error, Error):
                 raise
             raise self._lost(name, error) from error
         finally:

@@ -6,6 +6,7 @@ missing.
 The extra [hf] installs the package.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class _ArgumentsMixin:
 
     def __post_init__(self) -> None:
         given: Any = self
+        if isinstance(given.fastps_options, str):  # of a command line
+            given.fastps_options = json.loads(given.fastps_options)
         _refuse(given)
         given.use_cpu = fastps_accelerate.begin(given.use_cpu)
         if torch.distributed.is_initialized():

@@ -44,8 +44,11 @@ def _push(worker: Worker) -> None:
     worker.push(worker.store.hypers)
 
 
-def test_without_a_job_there_is_nothing_to_wait_with() -> None:
-    assert meeting.wait(lambda: False, "in a test", Board()) is False
+def test_without_a_job_it_only_waits() -> None:
+    answers = iter([False] * 100 + [True])
+    meeting.wait(lambda: next(answers), "in a test", Board())
+    assert list(answers) == []
+    assert meeting.open_workers() == []
 
 
 def test_other_that_computes_is_not_pushed_for() -> None:
@@ -67,8 +70,8 @@ def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync:
         second.advance()
         assert second.steps == 1
         second.pull()
-        assert second.weights["w"].tolist() == [-1.0, -1.0] or sync == "bsp"
-        assert store.arena.counters(0)["folded"] + store.arena.counters(0)["dropped"] <= 1
+        assert second.weights["w"].max() < 0, "its own push is folded"
+        assert store.version >= 1
 
 
 def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
@@ -91,5 +94,5 @@ def test_wait_that_does_not_end_raises_an_error_that_says_where(monkeypatch: pyt
             TimeoutExceededError, match=r"worker 0 waited 0.2 s for the other workers in a test: expected every"
         ):
             meeting.wait(lambda: False, "in a test", Board())
-        assert meeting.wait(lambda: True, "in a test", Board()) is True
+        meeting.wait(lambda: True, "in a test", Board())
     assert meeting.open_workers() == []
