@@ -1,4 +1,4 @@
-"""A small vision transformer on handwritten digits with the Trainer of transformers, without fastps.
+"""A small ConvNeXt on handwritten digits with the Trainer of transformers, without fastps.
 
 python examples/transformers_digits_plain.py
 """
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import ConvNextConfig, ConvNextForImageClassification
 
 
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=float, default=12)
+    parser.add_argument("--epochs", type=float, default=8)
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a backward of one process (16)")
     parser.add_argument("--accumulate", type=int, default=2, help="backwards of a step (2)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (0.003)")
+    parser.add_argument("--lr", type=float, default=5e-3, help="highest learning rate (0.005)")
     parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", metavar="FOLDER", default="runs/transformers-digits", help="where checkpoints are")
@@ -38,10 +38,10 @@ def make_rows() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Ten
     return rows[360:], rows[:360]
 
 
-def make_model() -> ViTForImageClassification:
+def make_model() -> ConvNextForImageClassification:
     """The network, with random weights: nothing is downloaded."""
-    size = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **size))
+    size = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_stages": 2, "hidden_sizes": [24, 48], "depths": [1, 1]}
+    return ConvNextForImageClassification(ConvNextConfig(num_labels=10, **size))
 
 
 def accuracy_of(found: EvalPrediction) -> dict[str, float]:

@@ -174,8 +174,11 @@ class Worker(LaneView):
     def push_nothing(self) -> bool:
         """Make a null push that has read the newest version, if the step may begin; wait for nothing, and pull nothing."""
         lane = self.lane
-        if lane.awaits and not lane.advance(self._clock.now_ns(), self._goes_on_at_once):
-            return False
+        if lane.awaits:
+            if not lane.advance(self._clock.now_ns(), self._goes_on_at_once):
+                return False
+            if self.recorder is not None:
+                self.recorder.granted(lane.granted_ns)
         newest = min(self.store.arena.shard_version(shard) for shard in range(self._shards))
         self._push_on_its_way(self._clock.now_ns(), 1.0, 1, True, max(newest, lane.version))
         return True

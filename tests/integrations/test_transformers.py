@@ -16,7 +16,7 @@ SMALL = ("--epochs", "4", "--accumulate", "1", "--lr", "0.005", "--out", "out")
 
 def test_example_differs_from_its_plain_program_in_two_lines() -> None:
     assert programs.changed_lines("transformers_digits_plain.py", "transformers_digits.py") == [
-        "from transformers import EvalPrediction, TrainerCallback, ViTConfig, ViTForImageClassification",
+        "from transformers import ConvNextConfig, ConvNextForImageClassification, EvalPrediction, TrainerCallback",
         "from fastps.integrations.transformers import Trainer, TrainingArguments",
     ]
 
@@ -27,7 +27,7 @@ def test_example_learns(way: str, tmp_path: Path) -> None:
     workers = 1 if way == "alone" else 2
     assert found["processes"] == workers
     assert found["steps"] == 4 * (90 // workers)
-    assert found["accuracy"] > 0.6  # a guess has 0.1
+    assert found["accuracy"] > 0.7  # a guess has 0.1
 
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
