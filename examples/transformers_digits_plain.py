@@ -9,7 +9,14 @@ from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
-from transformers import ConvNextConfig, ConvNextForImageClassification
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    EvalPrediction,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 def options() -> argparse.Namespace:
