@@ -171,6 +171,18 @@ class Worker(LaneView):
         if now_ns - self._looked_ns > limits.LIVENESS_NS:
             self._look(now_ns)
 
+    def push_nothing(self) -> bool:
+        """Make a null push that has read the newest version, if the step may begin; wait for nothing, and pull nothing."""
+        lane = self.lane
+        if lane.awaits:
+            if not lane.advance(self._clock.now_ns(), self._goes_on_at_once):
+                return False
+            if self.recorder is not None:
+                self.recorder.granted(lane.granted_ns)
+        newest = min(self.store.arena.shard_version(shard) for shard in range(self._shards))
+        self._push_on_its_way(self._clock.now_ns(), 1.0, 1, True, max(newest, lane.version))
+        return True
+
     def _push_late(self, outcome: int, scale: float, samples: int, null: bool) -> None:
         """Handle the outcome of a push: an error while combining, a step before that is not granted yet, or a full ring."""
         if outcome == EARLY:
@@ -190,12 +202,13 @@ class Worker(LaneView):
             outcome = self.lane.push(now_ns, scale, samples, null)
         return outcome
 
-    def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool) -> None:
-        """Push with an injected transfer, a push thread, a server or a recorder."""
+    def _push_on_its_way(self, now_ns: int, scale: float, samples: int, null: bool, read: int = -1) -> None:
+        """Push with an injected transfer, a push thread, a server or a recorder. `read`: the version, if not the pulled one."""
         if self.lane.awaits:
             self.advance()
         recorder, posts, loss = self.recorder, self.lane.posts, self.lane.loss
         step, slot, version = self.lane.begin_push(now_ns, samples, null)
+        version = read if read >= 0 else version
         if recorder is not None:
             rows = self.rows.counts(slot, b"" if null else self._sent_presence[slot] or b"")
             recorder.computed(now_ns, posts, step, version, samples, null, rows)

@@ -38,6 +38,22 @@ class OptimizerState(torch.optim.Optimizer):
         """Update every parameter to the newest version."""
         raise NotImplementedError
 
+    def take_newest_weights(self) -> None:
+        """Show the newest version between two steps, as `step()` does, without a push.
+
+        Workers that must show one version, for an evaluation say, call it between two barriers, while none of them pushes.
+
+        >>> import fastps
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        ...     optimizer.take_newest_weights()
+
+        Raises UsageError after close, and after many calls without a step under a discipline that waits for the slowest worker.
+        """
+        self._worker.check_open()
+        if self._worker.store.version != self._worker.version:
+            self._take_weights()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UsageError: pickle and copy would make an optimizer that belongs to no job."""
         raise UsageError(

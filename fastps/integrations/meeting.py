@@ -1,0 +1,164 @@
+"""A worker's wait for other workers outside of the store: in a collective of torch.distributed, say.
+
+A discipline may need pushes of the worker that waits there. So the worker combines meanwhile and looks for deaths. Where all
+others wait too, some of them for a grant that needs its pushes, it makes pushes without a gradient until that has come.
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import Protocol
+
+from fastps.kernels.protocol.lane import Lane
+from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.store.worker import Worker
+from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.torch.optimizer import DistributedOptimizer
+
+logger = logging.getLogger("fastps.integrations")
+
+_AWAKE_NS = 2_000_000  # a collective of small tensors takes less if all have come
+_AWAKE_PAUSE_NS = 50_000
+_PAUSE_NS = 500_000
+_NOTICE_NS = 20_000_000  # from then on a waiting worker tells the others, and looks whether they wait for it, so often
+_AGAIN_NS = 1_000_000  # and so soon again while it pushes for them
+_MOST_POSTED = 4  # pushes of this worker that nobody has folded yet; the ring has room for 8
+
+_optimizers: "weakref.WeakSet[DistributedOptimizer]" = weakref.WeakSet()
+
+
+class Board(Protocol):
+    """Where the waiting workers of one meeting say that they have come. A store of torch.distributed is one, behind keys."""
+
+    def come(self) -> None:
+        """Say that this worker has come."""
+
+    def have_come(self, ranks: Collection[int]) -> bool:
+        """Whether all of these workers have said so."""
+
+
+def keep_going(optimizer: DistributedOptimizer) -> None:
+    """Let this optimizer's job go on in every meeting of this process, until the optimizer is closed."""
+    _optimizers.add(optimizer)
+
+
+def open_workers() -> list[Worker]:
+    """The workers of the optimizers given to `keep_going` that still push."""
+    workers = [optimizer.worker for optimizer in list(_optimizers)]
+    return [worker for worker in workers if not worker.has_left and not worker.forked]
+
+
+def wait(is_over: Callable[[], bool], what: str, board: Board, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Wait until `is_over`, and keep this process's jobs going. Without an open worker the wait has no limit of its own.
+
+    Raises WorkerDiedError, TimeoutExceededError that quotes `what`, and whatever combining raises.
+    """
+    workers = open_workers()
+    until_ns = clock.now_ns() + _AWAKE_NS
+    while not is_over():
+        if clock.now_ns() < until_ns:
+            clock.sleep_ns(_AWAKE_PAUSE_NS)
+        elif workers:
+            _wait_with(workers, is_over, what, board, clock)
+            return
+        else:
+            clock.sleep_ns(_PAUSE_NS)
+
+
+def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, board: Board, clock: Clock) -> None:
+    attendance = Attendance(workers, board, clock)
+
+    def reached() -> bool:
+        for worker in workers:
+            worker.try_combine()
+        if is_over():
+            return True
+        attendance.look()
+        return False
+
+    first = workers[0]
+    first.wait_until(
+        reached,
+        _PAUSE_NS,
+        lambda: (
+            f"worker {first.rank} waited {first.store.timeout_s:g} s for the other workers {what}: expected every worker to"
+            " come to it equally often; raise FASTPS_TIMEOUT if they are only slow"
+        ),
+    )
+
+
+class Attendance:
+    """Who has come to a meeting, and who waits for a push of a worker that has."""
+
+    def __init__(self, workers: Collection[Worker], board: Board, clock: Clock) -> None:
+        self._jobs = [_Job(worker, clock) for worker in workers]
+        self._board, self._clock = board, clock
+        self._next_ns = clock.now_ns() + _NOTICE_NS
+        self._has_come = False
+
+    def look(self) -> None:
+        """If it is time: say that this worker has come, and push without a gradient where nobody computes any more."""
+        now_ns = self._clock.now_ns()
+        if now_ns < self._next_ns:
+            return
+        self._next_ns = now_ns + _NOTICE_NS
+        if not self._has_come:
+            self._has_come = True
+            self._board.come()
+        for job in self._jobs:
+            stuck = job.stuck()
+            if stuck and self._board.have_come([lane for lane in job.others() if lane not in stuck]):
+                job.push_nothing(stuck)
+                self._next_ns = now_ns + _AGAIN_NS
+
+
+class _Job:
+    """The other workers of one worker's job, as that worker sees them."""
+
+    def __init__(self, worker: Worker, clock: Clock) -> None:
+        self._worker, self._clock = worker, clock
+        self._arena, self._layout = worker.store.arena, worker.store.layout
+        self._told = False
+
+    def others(self) -> list[int]:
+        """The lanes of the others that push, or will once they have attached."""
+        states = self._arena.lane_states()[: self._layout.lanes]
+        return [
+            lane
+            for lane, state in enumerate(states)
+            if lane != self._worker.rank
+            and (state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < self._layout.workers))
+        ]
+
+    def stuck(self) -> set[int]:
+        """The lanes of the others whose last push is posted and whose next step has not begun."""
+        return {lane for lane in self.others() if self._is_stuck(lane)}
+
+    def _is_stuck(self, lane: int) -> bool:
+        if self._arena.lane_state(lane) != LANE_LIVE:
+            return False
+        if self._layout.policy.at_once:  # it waits for nothing but a free slot
+            counters = self._arena.counters(lane)
+            return counters["posted"] - counters["done"] >= self._layout.slots
+        shards = range(self._arena.shards)
+        granted = sum(self._lanes[lane].granted(shard) > self._arena.clock(lane, shard) for shard in shards)
+        return granted < math.ceil(self._layout.policy.pull * len(shards) - 1e-9)
+
+    @cached_property
+    def _lanes(self) -> list[Lane]:
+        return [Lane(self._arena, lane) for lane in range(self._layout.lanes)]
+
+    def push_nothing(self, stuck: Collection[int]) -> None:
+        """Push without a gradient if this worker may begin a step. Its weights stay: it may be inside of one."""
+        worker = self._worker
+        if worker.lane.posted() - worker.lane.done() >= _MOST_POSTED or not worker.push_nothing() or self._told:
+            return
+        self._told = True
+        others = ", ".join(f"worker {each}" for each in sorted(stuck))
+        logger.info(
+            "worker %d waits for other workers outside of the store, and %s for its pushes: it pushes without a gradient",
+            worker.rank,
+            others,
+        )

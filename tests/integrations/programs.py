@@ -1,0 +1,59 @@
+"""Programs of other frameworks, run as a user runs them: alone, under `fastps run`, under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.example_programs import EXAMPLES
+
+TIMEOUT_S = 240
+
+
+def command(way: str, file: Path, workers: int = 2, sync: str = "bsp") -> list[str]:
+    """The command that runs a script in a way: "alone", "fastps run", "torchrun" or "accelerate launch"."""
+    if way == "alone":
+        return [sys.executable, str(file)]
+    if way == "fastps run":
+        return [sys.executable, "-m", "fastps.cli", "run", "-n", str(workers), "--sync", sync, str(file)]
+    if way == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+        return [sys.executable, *launch, str(file)]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
+    return [sys.executable, *launch, "--dynamo_backend", "no", "--num_processes", str(workers), str(file)]
+
+
+def run(words: list[str], folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a folder. Not in the repository's root: transformers would import its folder `kernels`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+
+
+def program(text: str, folder: Path) -> Path:
+    """A file with this text."""
+    file = folder / "program.py"
+    file.write_text(text)
+    return file
+
+
+def figures(way: str, example: str, folder: Path, *arguments: str, sync: str = "bsp") -> dict[str, Any]:
+    """The figures that a program of examples/ writes at its end."""
+    file = folder / "figures.json"
+    words = [*command(way, EXAMPLES / example, sync=sync), *arguments, "--json", str(file)]
+    ended = run(words, folder, FASTPS_SYNC=sync)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def changed_lines(plain: str, with_fastps: str) -> list[str]:
+    """The lines of code that a program with fastps has, and its plain one has not; without docstring and empty lines."""
+    before, after = (_code(EXAMPLES / name) for name in (plain, with_fastps))
+    return [line for line in after if line not in before]
+
+
+def _code(file: Path) -> list[str]:
+    text = file.read_text().split('"""', 2)[2]
+    return [line for line in text.splitlines() if line.strip()]

@@ -1,0 +1,98 @@
+"""A worker that waits outside of the store: its job goes on, and it pushes without a gradient only where nobody computes."""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+import fastps
+from fastps.errors import TimeoutExceededError
+from fastps.integrations import meeting
+from fastps.store.worker import Worker
+from fastps.system.clock import SYSTEM_CLOCK
+
+
+class Board:
+    """A board on which the given workers have come."""
+
+    def __init__(self, *there: int) -> None:
+        self.there = set(there)
+        self.calls = 0
+
+    def come(self) -> None:
+        self.calls += 1
+
+    def have_come(self, ranks: Collection[int]) -> bool:
+        return set(ranks) <= self.there
+
+
+def _pair(sync: str, name: str) -> tuple[Any, Worker, Worker]:
+    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync=sync, workers=2, job=name)
+    return store, store.attach(0), store.attach(1)
+
+
+def _looked(worker: Worker, board: Board) -> None:
+    attendance = meeting.Attendance([worker], board, SYSTEM_CLOCK)
+    attendance._next_ns = 0
+    worker.try_combine()
+    attendance.look()
+
+
+def _push(worker: Worker) -> None:
+    worker.gradients["w"][...] = 1.0
+    worker.push(worker.store.hypers)
+
+
+def test_without_a_job_it_only_waits() -> None:
+    answers = iter([False] * 100 + [True])
+    meeting.wait(lambda: next(answers), "in a test", Board())
+    assert list(answers) == []
+    assert meeting.open_workers() == []
+
+
+def test_other_that_computes_is_not_pushed_for() -> None:
+    store, first, _second = _pair("bsp", "meeting-computes")
+    with store:
+        board = Board()
+        _looked(first, board)
+        assert board.calls == 1
+        assert first.posts == 0
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp:0"])
+def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync: str) -> None:
+    store, first, second = _pair(sync, "meeting-" + sync.replace(":", "-"))
+    with store:
+        _push(second)
+        _looked(first, Board())
+        assert first.posts == 1
+        second.advance()
+        assert second.steps == 1
+        second.pull()
+        assert second.weights["w"].max() < 0, "its own push is folded"
+        assert store.version >= 1
+
+
+def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
+    store = fastps.Store.create({"w": torch.zeros(2).numpy()}, fastps.SGD(lr=1.0), sync="bsp", workers=3, job="meeting-third")
+    with store:
+        first, second, _third = (store.attach(rank) for rank in range(3))
+        _push(second)
+        _looked(first, Board())
+        assert first.posts == 0
+        _looked(first, Board(2))
+        assert first.posts == 1
+
+
+def test_wait_that_does_not_end_raises_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_TIMEOUT", "0.2")
+    model = torch.nn.Linear(2, 1)
+    with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        meeting.keep_going(optimizer)
+        with pytest.raises(
+            TimeoutExceededError, match=r"worker 0 waited 0.2 s for the other workers in a test: expected every"
+        ):
+            meeting.wait(lambda: False, "in a test", Board())
+        meeting.wait(lambda: True, "in a test", Board())
+    assert meeting.open_workers() == []

@@ -1,0 +1,127 @@
+"""transformers' Trainer with fastps: the example, checkpoints, the best model, a second training, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastps.errors import UnsupportedError
+from tests.clients.programs import needs
+from tests.integrations import programs
+
+needs("accelerate", "transformers")
+
+SMALL = ("--epochs", "4", "--accumulate", "1", "--lr", "0.005", "--out", "out")
+
+
+def test_example_differs_from_its_plain_program_in_two_lines() -> None:
+    assert programs.changed_lines("transformers_digits_plain.py", "transformers_digits.py") == [
+        "from transformers import ConvNextConfig, ConvNextForImageClassification, EvalPrediction, TrainerCallback",
+        "from fastps.integrations.transformers import Trainer, TrainingArguments",
+    ]
+
+
+@pytest.mark.parametrize("way", ["alone", "fastps run", "torchrun", "accelerate launch"])
+def test_example_learns(way: str, tmp_path: Path) -> None:
+    found = programs.figures(way, "transformers_digits.py", tmp_path, *SMALL, sync="asp")
+    workers = 1 if way == "alone" else 2
+    assert found["processes"] == workers
+    assert found["steps"] == 4 * (90 // workers)
+    assert found["accuracy"] > 0.7  # a guess has 0.1
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_run_that_stopped_goes_on_from_its_last_checkpoint(sync: str, tmp_path: Path) -> None:
+    stopped = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--until", "2", sync=sync)
+    assert stopped["steps"] == 90
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"checkpoint-45", "checkpoint-90"}
+    resumed = programs.figures("fastps run", "transformers_digits.py", tmp_path, *SMALL, "--resume", "--bf16", sync=sync)
+    assert resumed["steps"] == 180
+    assert resumed["accuracy"] > stopped["accuracy"] - 0.02
+
+
+PROGRAM = """
+import json, torch
+from fastps.integrations.transformers import Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel
+
+text = torch.randint(0, 11, (64,), generator=torch.Generator().manual_seed(1))
+rows = [{"input_ids": text[place : place + 8], "labels": text[place : place + 8]} for place in range(48)]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+arguments = TrainingArguments(
+    "out", max_steps=40, per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True,
+    logging_steps=10, save_strategy="no", OPTIONS
+)
+trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+losses = [trainer.evaluate()["eval_loss"]]
+for again in range(2):
+    trainer.train()
+    losses.append(trainer.evaluate()["eval_loss"])
+weights = float(sum(each.detach().double().sum() for each in model.parameters()))
+steps = {float(entry["step"]) for entry in trainer.optimizer.state.values()}
+kind = type(trainer.optimizer).__name__
+logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+result = {"losses": losses, "weights": weights, "kind": kind, "logged": len(logged), "steps": sorted(steps)}
+open("result-%d.json" % arguments.process_index, "w").write(json.dumps(result))
+"""
+
+
+def _results(folder: Path, options: str, sync: str) -> tuple[list[dict[str, Any]], str]:
+    file = programs.program(PROGRAM.replace("OPTIONS", options), folder)
+    ended = programs.run(programs.command("fastps run", file, 2, sync), folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    from tests.clients.programs import results
+
+    return results(folder), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sync"), [("average_tokens_across_devices=True", "bsp"), ("", "ssp:2"), ("optim='adamw_torch'", "backup:1")]
+)
+def test_language_model_trains_twice_and_evaluates_in_between(options: str, sync: str, tmp_path: Path) -> None:
+    found, output = _results(tmp_path, options, sync)
+    assert len(found) == 2
+    assert found[0]["losses"][1] < found[0]["losses"][0] - 0.2
+    assert found[0]["losses"][2] < found[0]["losses"][1]
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"]), "all workers show one version, and gather all losses"
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["kind"] == "AdamW", "after training the optimizer is torch's, with the job's state"
+    assert max(found[0]["steps"]) == max(found[1]["steps"]) > 40
+    assert output.count("'eval_loss'") == 3, "worker 0 alone logs"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True}, "expected bf16=True or full precision, found fp16=True"),
+    ({"fsdp": "full_shard"}, "FSDP shards or averages itself"),
+    ({"deepspeed": "some.json"}, "DeepSpeed shards or averages itself"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size would restart one worker alone"),
+    ({"ddp_backend": "nccl"}, "expected ddp_backend to be left out, found 'nccl'"),
+    ({"ddp_find_unused_parameters": False}, "ddp_find_unused_parameters would have no effect"),
+    ({"ddp_bucket_cap_mb": 25}, "ddp_bucket_cap_mb would have no effect"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
+def test_arguments_that_cannot_go_together_are_refused(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    from fastps.integrations.transformers import TrainingArguments
+
+    with pytest.raises(UnsupportedError, match=sentence):
+        TrainingArguments(str(tmp_path), use_cpu=True, **options)
+
+
+def test_arguments_of_transformers_itself_are_refused(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from fastps.integrations.transformers import Trainer
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UnsupportedError, match=r"expected fastps\.integrations\.transformers\.TrainingArguments, found"):
+        Trainer(torch.nn.Linear(2, 1), arguments)
+
+
+def test_gathers_of_tokens_at_every_step_are_refused_under_a_discipline_without_waits(tmp_path: Path) -> None:
+    file = programs.program(PROGRAM.replace("OPTIONS", "average_tokens_across_devices=True"), tmp_path)
+    ended = programs.run(programs.command("fastps run", file, 2, "asp"), tmp_path)
+    assert ended.returncode != 0
+    assert "average_tokens_across_devices makes every step wait for all workers" in ended.stderr
