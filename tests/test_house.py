@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Rooms whose modules are parts of one thing that is tested as a whole.
 ROOMS = {
     "fastps/cli/commands": "tests/cli/test_main.py",  # parsing and printing; what they call has tests of its own
+    "fastps/integrations/lightning": "tests/integrations/test_lightning.py",  # a Trainer uses all of them
     "fastps/reproduce": "tests/reproduce/test_reproduce.py",  # tables of the papers' rows, and what runs them
     "fastps/tracing": "tests/tracing/test_trace.py",  # what one part writes, another reads
     "kernels/scheduling": "tests/kernels/scheduling/test_scheduler.py",  # parts of one scheduler, compared with its oracles

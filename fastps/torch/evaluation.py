@@ -16,7 +16,7 @@ from fastps.store.worker import Worker
 from fastps.torch import state
 from fastps.torch.model_buffers import BufferRounds
 from fastps.torch.placements import HostPlacement
-from fastps.torch.weights import shown
+from fastps.torch.weights import Weights, shown
 
 if TYPE_CHECKING:
     from fastps.kernels.shm.arena import Histograms
@@ -31,9 +31,18 @@ class Evaluation:
     _rounds: BufferRounds
     _placement: HostPlacement
     _earlier_versions: int
+    _weights: Weights
 
     def _tensor_views(self, views: list[Any]) -> list[torch.Tensor]:
         """Tensors over flat views of the arena, one per parameter."""
+        raise NotImplementedError
+
+    def _take_weights(self) -> None:
+        """Update every parameter to the newest version."""
+        raise NotImplementedError
+
+    def _refuse_write(self, changed: int) -> None:
+        """Raise ParameterChangedError for a write outside of step()."""
         raise NotImplementedError
 
     @property
@@ -84,6 +93,43 @@ class Evaluation:
         Raises TimeoutExceededError naming the workers that have not called it, WorkerDiedError, UsageError without `model=`.
         """
         self._rounds.average()
+
+    def take_newest(self) -> None:
+        """Take the newest weights now, not only with the next step: for an evaluation that the workers begin together.
+
+        Raises ParameterChangedError for weights that were written to outside of step(), UsageError after close.
+        """
+        self._worker.check_open()
+        if (changed := self._weights.changed()) >= 0:
+            self._refuse_write(changed)
+        self._worker.try_combine()
+        lane, arena = self._worker.lane, self._store.arena
+        if any(lane.shard_version(shard) != arena.shard_version(shard) for shard in range(arena.shards)):
+            self._take_weights()
+
+    @contextlib.contextmanager
+    def private_weights(self) -> Iterator[None]:
+        """Show copies of the present weights as the parameters inside the block, which may write into them.
+
+        Libraries that exchange weights in place for an evaluation (averages) then change no other worker's. The block's writes
+        are gone after it.
+
+        >>> import fastps
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)) as optimizer:
+        ...     before = model.weight.item()
+        ...     with optimizer.private_weights(), torch.no_grad():
+        ...         _ = model.weight.fill_(7.0)
+        ...     model.weight.item() == before
+        True
+        """
+        if (changed := self._weights.changed()) >= 0:
+            self._refuse_write(changed)
+        try:
+            with self.shown_weights([tensor.detach().clone(memory_format=torch.preserve_format) for tensor in self._tensors]):
+                yield
+        finally:
+            self._weights.remember()
 
     @contextlib.contextmanager
     def shown_weights(self, values: Iterable[torch.Tensor]) -> Iterator[None]:

@@ -87,7 +87,8 @@ class OptimizerState(torch.optim.Optimizer):
 
         The parameters are private copies of the weights. Worker 0 waits until the others have called it or closed, so it has
         what all of them pushed. To go on with more parameters, add them to the torch optimizer, and wrap it again: the new job
-        begins with worker 0's weights and state.
+        begins with worker 0's weights and state. If every worker calls `wait_for_others()` before, all have the job's last
+        weights and state.
 
         >>> import fastps
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -98,7 +99,7 @@ class OptimizerState(torch.optim.Optimizer):
 
         Raises UsageError after close, UnsupportedError in a job of several nodes, WorkerDiedError, TimeoutExceededError.
         """
-        self._worker.check_usable()
+        self._worker.check_open()
         self._worker.store.layout.check_has_state("unwrap()")
         if self._worker.rank == 0:
             self.wait_for_others()

@@ -202,6 +202,58 @@ def test_no_push_is_lost_when_a_model_grows_under_asp(monkeypatch: pytest.Monkey
     assert [child.outcome for child in children] == [([-26.0, -6.0], 6)] * 2
 
 
+def test_workers_that_evaluate_together_take_the_newest_weights_and_end_with_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"newest-{os.getpid()}")
+    monkeypatch.setenv("FASTPS_WORKERS", "2")
+    said = mmap.mmap(-1, 2)
+
+    def meet(rank: int, number: int) -> None:
+        said[rank] = number
+        while said[1 - rank] < number:
+            time.sleep(0.001)
+
+    def work(rank: int) -> list[float]:
+        os.environ["FASTPS_RANK"] = str(rank)
+        weight = torch.nn.Parameter(torch.zeros(3))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        optimizer = fastps.DistributedOptimizer(inner, sync="asp", timeout_s=30)
+        found = []
+        for number in (1, 3):
+            meet(rank, number)
+            for _ in range(2 + 3 * rank):
+                weight.grad = torch.ones_like(weight)
+                optimizer.step()
+            meet(rank, number + 1)
+            optimizer.take_newest()
+            found.append(float(weight[0]))
+        optimizer.wait_for_others()
+        assert optimizer.unwrap() is inner
+        return [*found, float(weight[0])]
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.outcome for child in children] == [[-7.0, -14.0, -14.0]] * 2
+
+
+def test_writes_into_private_weights_are_gone_after_the_block_and_others_are_refused() -> None:
+    model = new_model()
+    with fastps.DistributedOptimizer(_momentum(model.parameters())) as optimizer:
+        train_on(model, optimizer, batches_of(2, BATCH))
+        before = _values(model)
+        with optimizer.private_weights(), torch.no_grad():
+            assert _are_equal(_values(model), before)
+            for parameter in model.parameters():
+                parameter.fill_(3.0)
+        assert _are_equal(_values(model), before)
+        train_on(model, optimizer, batches_of(1, BATCH))
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        for refused in (optimizer.take_newest, optimizer.private_weights().__enter__):
+            with pytest.raises(fastps.ParameterChangedError, match="outside of step"):
+                refused()
+        optimizer._weights.remember()
+
+
 def test_unwrapping_is_for_an_open_optimizer() -> None:
     optimizer = fastps.DistributedOptimizer(_momentum(new_model().parameters()))
     optimizer.close()

@@ -1,0 +1,111 @@
+"""How a Trainer starts its workers: the script once more for each (as Lightning's ddp), or by multiprocessing (as ddp_spawn).
+
+Both are Lightning's own launchers. What is added: the workers' variables name the job, a worker ends with the process that has
+started it, and the process waits for its workers at its end.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+from fastps.errors import WorkerDiedError
+from fastps.integrations.lightning.environment import JOB, WORKERS, is_launched
+from fastps.job.limits import timeout_s
+from fastps.system.processes import ask_to_die_with_parent
+
+_STARTER = "FASTPS_STARTED_BY"  # the process id of the process that has started this worker
+_GRACE_S = 5.0  # workers have this long to end after the main process has failed
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts `python SCRIPT ARGUMENTS` for each other worker; this process is worker 0. Under a launcher it starts none."""
+
+    def __init__(self, cluster_environment: Any, num_processes: int) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes=1)
+        self._failed = False
+        if os.environ.get(_STARTER) == str(os.getppid()):
+            ask_to_die_with_parent(os.getppid())
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other workers unless they run, then call the function."""
+        if not is_launched() and self.num_processes > 1:
+            os.environ[JOB], os.environ[WORKERS] = secrets.token_hex(8), str(self.num_processes)
+            os.environ[_STARTER] = str(os.getpid())
+            self._call_children_scripts()
+            atexit.register(self._reap)
+        _share_cores(self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def check_started(self) -> None:
+        """Raise WorkerDiedError if a worker has ended before it met the others."""
+        for rank, process in enumerate(self.procs, 1):
+            if (code := process.poll()) is not None:
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                raise WorkerDiedError(
+                    f"worker {rank} (process {process.pid}) {how} before it met the others: expected the script to reach"
+                    " trainer.fit (or validate, test, predict) in every worker; see its own output for the reason",
+                    rank,
+                )
+
+    def _reap(self) -> None:
+        """At exit: wait for the workers, which may still run the rest of the script; end them if this process has failed."""
+        for process in self.procs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S if self._failed else timeout_s())
+        for process in self.procs:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Starts all workers by multiprocessing; the results of worker 0 come back into this process."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the workers, call the function in each, and return what worker 0 returns."""
+        given = {JOB: secrets.token_hex(8), WORKERS: str(self._strategy.num_processes)}
+        with _variables(given):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any) -> None:
+        """Run a worker. The module that it was sent lies in shared memory; each worker trains a copy."""
+        if self._start_method == "forkserver":  # Lightning does the same for "spawn"
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+
+    def check_started(self) -> None:
+        """Do nothing: the starting process watches its workers."""
+
+
+@contextlib.contextmanager
+def _variables(given: dict[str, str]) -> Iterator[None]:
+    """Set these variables, and what Lightning sets beside them, inside the block alone."""
+    names = [*given, "MASTER_PORT"]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _share_cores(workers: int) -> None:
+    """Give each worker its share of the cores, as Lightning's launchers do."""
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+
+    _set_num_threads_if_needed(num_processes=workers)

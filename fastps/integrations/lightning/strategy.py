@@ -1,0 +1,382 @@
+"""FastpsStrategy: the workers of a Trainer, its optimizers as workers of fastps, and the collectives that its loops ask for."""
+
+import io
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
+
+from fastps.errors import Error
+from fastps.integrations.lightning import checks, process_group
+from fastps.integrations.lightning.environment import FastpsEnvironment, is_launched
+from fastps.integrations.lightning.jobs import Jobs
+from fastps.integrations.lightning.launchers import ProcessLauncher, ScriptLauncher
+from fastps.job.limits import timeout_s
+from fastps.job.policy import Policy
+
+logger = logging.getLogger("fastps.lightning")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class FastpsStrategy(ParallelStrategy):
+    """Train a LightningModule by several workers with fastps: `Trainer(strategy=FastpsStrategy("dssp:3,15"), devices=4)`.
+
+    Each worker trains on its share of the data, and its optimizers become workers of fastps: one job for each optimizer. The
+    module's code stays as it is. Before each validation, each checkpoint and at the end the workers meet and take the newest
+    weights, so all of them see the same; between these places the discipline alone decides who waits.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from fastps.integrations.lightning import FastpsStrategy
+
+        trainer = Trainer(strategy=FastpsStrategy("dssp:3,15"), devices=4, accelerator="cpu", max_epochs=10)
+        trainer.fit(module, loader)  # the module has the final weights
+
+    Without a launcher the Trainer starts the workers. Under `fastps run`, torchrun, srun or mpirun it takes the launcher's.
+
+    Args:
+        sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp".
+        start_method: how the Trainer starts workers. "popen": the script runs once more for each, as with Lightning's "ddp".
+            "spawn", "fork", "forkserver": processes of multiprocessing, as with "ddp_spawn" and "ddp_notebook". Default: "fork"
+            in a notebook, else "popen".
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: as for every strategy of Lightning.
+        options: further arguments of DistributedOptimizer: push_dtype, server, nonfinite, timeout_s, batch_size, ...
+
+    Raises (from Trainer(...) on):
+        UsageError: An option is wrong, or the number of devices is not the launcher's number of workers.
+        UnsupportedError: The Trainer asks for what fastps does not do: several nodes, GPUs, float64, sync_batchnorm, ...
+    """
+
+    strategy_name = "fastps"
+    parallel_devices: Any
+    model: Any
+
+    def __init__(
+        self,
+        sync: str | Policy | None = None,
+        *,
+        start_method: StartMethod | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        checks.check_options(options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=FastpsEnvironment(),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._options = {**options, "sync": sync}
+        self._start_method = start_method or ("fork" if _IS_INTERACTIVE else "popen")
+        self._jobs = Jobs(self._options)
+        self._meeting: _Meeting | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names that `Trainer(strategy=...)` takes."""
+        for name, method in (("fastps", None), ("fastps_spawn", "spawn"), ("fastps_fork", "fork"), ("fastps_notebook", "fork")):
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description="fastps, the embedded parameter server", start_method=method)
+
+    # -- workers ---------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: the Trainer gives each worker its share of the data."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def num_processes(self) -> int:
+        """The number of workers."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This worker's share of the data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which worker this is."""
+        self.cluster_environment.set_world_size(self.num_processes)
+        rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        """Check what the Trainer was given, and choose the launcher."""
+        devices = list(self.parallel_devices or [])
+        checks.check_nodes(self.num_nodes)
+        checks.check_machine(self.accelerator, devices)
+        checks.check_plugins(self._precision_plugin, self._layer_sync)
+        checks.check_faults(self._options)
+        self.parallel_devices = [self.root_device] * checks.check_workers(self.cluster_environment, devices)
+        self.set_world_ranks()
+        if self._start_method == "popen" or is_launched():
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes)
+        else:
+            self._launcher = ProcessLauncher(self, start_method=self._start_method)
+
+    def setup_environment(self) -> None:
+        """Meet the other workers."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        job = self.cluster_environment.job() if self.world_size > 1 else ""
+        limit_s = timeout_s(self._options.get("timeout_s"))
+        process_group.join(job, self.global_rank, self.world_size, limit_s, self._launcher.check_started)
+
+    # -- the beginning and the end of training -----------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The module's optimizers; while it trains, those that fastps has wrapped."""
+        return self._optimizers  # type: ignore[no-any-return]
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        ParallelStrategy.optimizers.fset(self, self._jobs.usable(optimizers))
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare the module; for training, wrap its optimizers."""
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self.world_size > 1:
+            _sync_module_states(self.model)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            checks.check_callbacks(trainer, self.lightning_module)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits:
+            _keep_from_waiting(trainer)
+            self._meeting = _Meeting(self)
+            trainer.callbacks.insert(0, self._meeting)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Wrap the optimizers, unless they are."""
+        if not self._jobs.optimizers:
+            self.optimizers = self._jobs.begin(self.optimizers, self.lightning_module)
+
+    def on_train_start(self) -> None:
+        """Wrap the optimizers again if a tuner (LearningRateFinder) has trained before, and has ended that training."""
+        self._begin()
+
+    def end_training(self) -> None:
+        """End the jobs: the module has the final weights, and the optimizers are torch's own with the final state."""
+        if self._jobs.optimizers:
+            self.optimizers = self._jobs.end(self.optimizers)
+
+    def on_train_end(self) -> None:
+        """End the jobs, also where a tuner has taken the callbacks away."""
+        self.end_training()
+
+    def teardown(self) -> None:
+        """Leave what is still open."""
+        self._jobs.close()
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if trainer is not None and self._meeting in trainer.callbacks:
+            trainer.callbacks.remove(self._meeting)
+        self._meeting = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other workers end, too. Raises the error that names a worker whose end made a collective fail."""
+        found = self._jobs.explained(exception) if process_group.is_from_gloo(exception) else None
+        self._jobs.close(f"{type(exception).__name__}: {exception}")
+        if found is not None:
+            raise found
+        if process_group.is_from_gloo(exception) and not isinstance(exception, Error):
+            raise process_group.lost("a collective of torch") from exception
+
+    def model_to_device(self) -> None:
+        """Move the module to the CPU."""
+        self.model.to(self.root_device)
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Tell disciplines that count samples the size of the batch."""
+        for optimizer in self._jobs.optimizers:
+            if optimizer.policy.needs_samples and not self._options.get("batch_size"):
+                optimizer.report_loss(optimizer.worker.loss, _size_of(batch))
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Make a step, and report its loss to observers (`fastps top`)."""
+        loss = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and optimizer in self._jobs.optimizers:
+            optimizer.worker.loss = float(loss)
+        return loss
+
+    # -- what all workers do together ----------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every worker comes here, and make the null pushes that slower workers wait for meanwhile.
+
+        A worker that has left the first of the two barriers makes no step before all have left it, so a step that is seen
+        while waiting in the first one was made before it.
+        """
+        if not self._meets():
+            return
+        if self._jobs.optimizers:
+            self._wait(dist.barrier(async_op=True), "a barrier of the Trainer", follows=True)
+        self._wait(dist.barrier(async_op=True), "a barrier of the Trainer")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of worker `src`, in every worker."""
+        if not self._meets():
+            return obj
+        data = _bytes_of(obj) if self.global_rank == src else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._wait(dist.broadcast(size, src, async_op=True), "a broadcast")
+        if self.global_rank != src:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._wait(dist.broadcast(data, src, async_op=True), "a broadcast")
+        return obj if self.global_rank == src else _object_of(data)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all workers, in place; anything else is returned as it is."""
+        if not isinstance(tensor, torch.Tensor) or not self._meets():
+            return tensor
+        return process_group.reduced(tensor, group, reduce_op, self._wait)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """The tensors of all workers, stacked. With `sync_grads` gradients flow through, and torch alone waits."""
+        if not self._meets():
+            return tensor
+        if sync_grads:
+            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)  # type: ignore[no-any-return]
+        return process_group.gathered(tensor, group, self._wait)
+
+    def _meets(self) -> bool:
+        """Whether there are others to wait for. After an error this worker waits for nobody: the others are about to end."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return dist.is_available() and dist.is_initialized() and not is_interrupted
+
+    def _wait(self, work: Any, what: str, follows: bool = False) -> None:
+        def tend() -> None:
+            self._jobs.tend()
+            if follows:
+                self._jobs.follow()
+
+        try:
+            process_group.finish(work, what, timeout_s(self._options.get("timeout_s")), tend)
+        except Error as error:
+            raise self._jobs.explained(error) or error from error.__cause__
+
+    # -- evaluation and checkpoints --------------------------------------------------------------------------
+
+    def _show_newest(self) -> None:
+        """Let all workers see the same, newest weights."""
+        if self._jobs.optimizers and self._meets():
+            self.barrier()
+            self._jobs.show_newest()
+
+    def on_validation_start(self) -> None:
+        """Let all workers evaluate the same weights, which callbacks may write into."""
+        self._show_newest()
+        self._jobs.show_private()
+
+    def on_validation_end(self) -> None:
+        """Show the job's weights again."""
+        self._jobs.show_shared()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the newest weights. Every worker calls it, as Trainer.save_checkpoint does."""
+        self._show_newest()
+        return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state; during training the job's weights are replaced."""
+        if not self._jobs.optimizers:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        self.barrier()
+        if self.is_global_zero:
+            for optimizer in self._jobs.optimizers:
+                optimizer.replace_weights(checkpoint["state_dict"])
+        self._show_newest()
+
+
+class _Meeting(Callback):
+    """The strategy's own places among the Trainer's callbacks, before all others."""
+
+    def __init__(self, strategy: FastpsStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Meet: metrics that wait for each other come next, and disciplines whose workers wait need each other's pushes."""
+        optimizers = self._strategy._jobs.optimizers
+        if any(not optimizer.policy.at_once for optimizer in optimizers):
+            self._strategy.barrier()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the jobs, before callbacks write averages into the weights or save the last checkpoint."""
+        self._strategy.end_training()
+
+
+def _keep_from_waiting(trainer: Any) -> None:
+    """Leave out what Lightning broadcasts from worker 0 in every step, whether it was asked to end.
+
+    All workers would wait for worker 0 at every step, under every discipline. A worker that ends by SIGTERM ends the others
+    through the store.
+    """
+    loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = _nothing
+    if hasattr(signals, "_sigterm_notifier_fn"):
+        signals._sigterm_notifier_fn = partial(_note_sigterm, trainer)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _note_sigterm(trainer: Any, number: int, frame: Any) -> None:
+    """Let the Trainer end after this step, and pass the signal on to the workers that this process has started."""
+    logger.info("worker %d received SIGTERM and ends after this step", trainer.global_rank)
+    if not trainer._signal_connector.received_sigterm and trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(number)
+    trainer._signal_connector.received_sigterm = True
+
+
+def _size_of(batch: Any) -> int:
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    return int(extract_batch_size(batch))
+
+
+def _bytes_of(obj: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _object_of(data: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
+
+
+FastpsStrategy.register_strategies(StrategyRegistry)

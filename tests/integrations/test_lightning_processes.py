@@ -1,0 +1,206 @@
+"""A Trainer's workers as processes: who starts them, and how a death, an error, Ctrl-C and SIGTERM end all of them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.clients import programs
+
+programs.needs("lightning", "torchmetrics")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "lightning_digits"
+_TRAIN = """
+import os, sys, time, torch
+from pathlib import Path
+from lightning.pytorch import Trainer
+from fastps.integrations.lightning import FastpsStrategy
+from tests.integrations.lightning_modules import _QUIET, Line, loader
+import fastps
+
+class Module(Line):
+    def on_train_batch_start(self, batch, index):
+        Path(f"pid-{self.global_rank}").write_text(str(os.getpid()))
+        act(self)
+
+def act(module):
+    pass
+
+DEVICES, SYNC, EPOCHS = 2, "bsp", 1
+"""
+_FIT = """
+trainer = Trainer(strategy=FastpsStrategy(SYNC), devices=DEVICES, accelerator="cpu", **{**_QUIET, "max_epochs": EPOCHS})
+module = Module()
+trainer.fit(module, loader(), loader(8))
+found = f"step {trainer.global_step}, {module.net.weight.sum().item():.6f}"
+print(f"rank {trainer.global_rank} of {trainer.world_size}, {found}", flush=True)
+"""
+
+
+def _program(folder: Path, text: str) -> Path:
+    (folder / "tests").symlink_to(ROOT / "tests")
+    (folder / "program.py").write_text(text)
+    return folder / "program.py"
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ".", "PYTHONWARNINGS": "ignore", "FASTPS_TIMEOUT": "60"}
+
+
+def _run(folder: Path, *command: str) -> Any:
+    options: Any = {"capture_output": True, "text": True, "check": False, "timeout": 200, "start_new_session": True}
+    return subprocess.run(command, cwd=folder, env=_environment(), **options)
+
+
+def _start(folder: Path, text: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, str(_program(folder, text))],
+        cwd=folder,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _pids(folder: Path, workers: int = 2) -> list[int]:
+    """The process ids of all workers, once they train."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        files = [folder / f"pid-{rank}" for rank in range(workers)]
+        if all(file.exists() and file.read_text() for file in files):
+            return [int(file.read_text()) for file in files]
+        time.sleep(0.05)
+    raise AssertionError("the workers do not train")
+
+
+def _gone(pids: list[int], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lines(text: str) -> list[str]:
+    return sorted(re.findall(r"rank \d of \d, step \d+, -?[\d.]+", text))
+
+
+# -- launchers ------------------------------------------------------------------------------------------
+
+
+def test_script_starts_its_workers_itself_and_fits_twice(tmp_path: Path) -> None:
+    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + _FIT + _FIT)))
+    assert ended.returncode == 0, ended.stderr
+    lines = _lines(ended.stdout)
+    assert len(lines) == 4 and len({line.split(", ", 1)[1] for line in lines}) == 1, ended.stdout
+    assert lines[0].startswith("rank 0 of 2, step 8")
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_of_multiprocessing_bring_weights_and_metrics_back(method: str, tmp_path: Path) -> None:
+    guarded = _FIT.replace("FastpsStrategy(SYNC)", f"FastpsStrategy(SYNC, start_method={method!r})").replace("\n", "\n    ")
+    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + 'if __name__ == "__main__":' + guarded)))
+    assert ended.returncode == 0, ended.stderr
+    assert len(_lines(ended.stdout)) == 1 and _lines(ended.stdout)[0].startswith("rank 0 of 2, step 0"), ended.stdout
+    weight = float(_lines(ended.stdout)[0].rsplit(" ", 1)[1])
+    assert abs(weight - 4) < 2, "the sum of the four weights, which begins at 0.45 and ends at 4"
+
+
+@pytest.mark.parametrize("launcher", ["fastps", "torchrun"])
+def test_launchers_number_of_workers_counts(launcher: str, tmp_path: Path) -> None:
+    program = _program(tmp_path, _TRAIN + "DEVICES = 1" + _FIT)
+    commands = {
+        "fastps": [sys.executable, "-m", "fastps.cli", "run", "-n", "2", str(program)],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
+    }
+    ended = _run(tmp_path, *commands[launcher])
+    assert ended.returncode == 0, ended.stderr
+    lines = _lines(ended.stdout)
+    assert [line[:19] for line in lines] == ["rank 0 of 2, step 8", "rank 1 of 2, step 8"], ended.stdout
+
+
+def test_example_differs_from_plain_lightning_in_three_lines_and_learns(tmp_path: Path) -> None:
+    plain, main = ((EXAMPLE / name).read_text().splitlines() for name in ("plain.py", "main.py"))
+    changed = [line for line in main[1:] if line and line not in plain]
+    assert len(changed) <= 3, changed
+    assert all(line in main or line.strip() == "devices=1," for line in plain[1:])
+    ended = _run(tmp_path, sys.executable, str(EXAMPLE / "main.py"), "5")
+    assert ended.returncode == 0, ended.stderr
+    found = re.fullmatch(r"accuracy ([\d.]+) after 5 epochs, 95 steps a worker\n", ended.stdout)
+    assert found, ended.stdout
+    assert float(found[1]) > 0.9
+
+
+# -- ends -----------------------------------------------------------------------------------------------
+
+
+def test_killed_worker_ends_the_trainer_with_the_named_error(tmp_path: Path) -> None:
+    process = _start(tmp_path, _TRAIN.replace("    pass", "    time.sleep(0.01)").replace('"bsp", 1', '"asp", 1000') + _FIT)
+    pids = _pids(tmp_path)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "WorkerDiedError: worker 1" in stderr, stderr
+    assert time.monotonic() - began < 20
+    assert _gone(pids)
+
+
+@pytest.mark.parametrize("place", ["module.trainer.strategy.barrier()", "torch.distributed.barrier()"])
+def test_killed_worker_ends_those_that_wait_in_a_collective(place: str, tmp_path: Path) -> None:
+    act = f"    time.sleep(600) if module.global_rank == 1 else {place}"
+    process = _start(tmp_path, _TRAIN.replace("    pass", act) + _FIT)
+    pids = _pids(tmp_path)
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "WorkerDiedError: worker 1" in stderr, stderr
+    assert _gone(pids)
+
+
+def test_error_of_one_worker_is_quoted_by_the_others(tmp_path: Path) -> None:
+    act = "    if module.global_rank == 1: raise ValueError('the data of worker 1 is bad')"
+    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN.replace("    pass", act) + _FIT)))
+    assert ended.returncode == 1
+    assert "WorkerDiedError: worker 1" in ended.stderr and "ValueError: the data of worker 1 is bad" in ended.stderr
+
+
+def test_worker_that_ends_before_it_trains_is_named(tmp_path: Path) -> None:
+    early = "if os.environ.get('LOCAL_RANK') == '1': sys.exit(7)\n"
+    ended = _run(tmp_path, sys.executable, str(_program(tmp_path, _TRAIN + early + _FIT)))
+    assert ended.returncode == 1
+    found = re.search(r"WorkerDiedError: worker 1 \(process \d+\) ended with exit code 7 before it met", ended.stderr)
+    assert found, ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to_all", [True, False])
+def test_signal_ends_all_workers(number: signal.Signals, to_all: bool, tmp_path: Path) -> None:
+    text = _TRAIN.replace("    pass", "    time.sleep(0.01)").replace('"bsp", 1', '"dssp:3,15", 1000')
+    process = _start(tmp_path, text + _FIT)
+    pids = _pids(tmp_path)
+    for pid in pids if to_all else pids[:1]:
+        os.kill(pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert _gone(pids)
+
+
+def test_workers_end_with_a_killed_main_process(tmp_path: Path) -> None:
+    process = _start(tmp_path, _TRAIN.replace("    pass", "    time.sleep(600)") + _FIT)
+    pids = _pids(tmp_path)
+    process.kill()
+    process.communicate()
+    assert _gone(pids)
