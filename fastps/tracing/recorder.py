@@ -287,7 +287,13 @@ class Recorder:
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
-            more = {"posted": self._worker.posts, "transfer_ns": transfer_ns, "failure": failure, "load": self.load(), "loss": loss}
+            more = {
+                "posted": self._worker.posts,
+                "transfer_ns": transfer_ns,
+                "failure": failure,
+                "load": self.load(),
+                "loss": loss,
+            }
             self._part.finish(**more, unix_offset_end_ns=unix_offset_ns(self._clock))
 
     def load(self) -> dict[str, int]:
