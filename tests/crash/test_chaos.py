@@ -33,8 +33,9 @@ FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
     "forget-wanted": (50, "missed wake: reader"),
     "look-first": (1_000, "missed wake: reader"),
-    "event-late": (1_000, "missed wake: reader"),
+    "event-late": (12_000, "missed wake: reader"),
 }
+RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
 
 
@@ -79,7 +80,9 @@ def test_what_a_reader_has_pinned_never_changes_and_costs_no_worker_its_buffer_a
     assert _violations_with_readers(1_000) == []
 
 
-@pytest.mark.parametrize("mutant", FOUND_BY_READERS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, marks=[pytest.mark.slow] * (each in RARELY_FOUND_BY_READERS)) for each in FOUND_BY_READERS]
+)
 def test_a_mutant_that_only_readers_see_is_found(mutant: str) -> None:
     seeds, expected = FOUND_BY_READERS[mutant]
     hooks.switch_on(mutant)

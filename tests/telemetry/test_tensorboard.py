@@ -283,12 +283,12 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_spawn_and_train_write_too(tmp_path: Path) -> None:
     spawning = (
-        "import fastps, torch\n"
+        "import time, fastps, torch\n"
         "def work(rank):\n"
         "    model = torch.nn.Linear(2, 1)\n"
         "    opt = fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sync='bsp')\n"
         "    for _ in range(9):\n"
-        "        opt.zero_grad(); model(torch.ones(1, 2)).sum().backward(); opt.step()\n"
+        "        opt.zero_grad(); model(torch.ones(1, 2)).sum().backward(); opt.step(); time.sleep(0.05)\n"
         "    opt.close()\n"
         f"fastps.spawn(work, workers=2, tensorboard={str(tmp_path / 'spawn')!r})\n"
     )

@@ -97,7 +97,7 @@ def test_of_two_nodes_with_equal_process_numbers_the_host_decides(trace: Trace, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"traceEvents": []}, f"whose processes are {os.getpid()}; found 0 of them in it"),
+        ({"traceEvents": []}, r"whose processes are \d+; found 0 of them in it"),
         ({"traceEvents": None}, "found another document"),
         ({"baseTimeNanoseconds": None}, "expected baseTimeNanoseconds in torch's file, found none"),
     ],

@@ -1,4 +1,4 @@
-"""What `--tensorboard` costs a job of short steps: `python -m fastps.bench.telemetry`.
+"""What `--tensorboard` costs a job of short steps: `python -m fastps.bench.costs.tensorboard`.
 
 The same job runs with and without it, in turn: two workers whose steps each use about a millisecond of processor time. The
 figures are medians of the ratios of neighbours, and the launcher's own processor time, which other programs change little. The
