@@ -287,8 +287,8 @@ class Recorder:
         if self._part is not None:
             transfer_ns = self._worker.injected_transfer_ns
             loss = self._worker.lane.loss if math.isfinite(self._worker.lane.loss) else None
-            more = {"posted": self._worker.posts, "transfer_ns": transfer_ns, "failure": failure, "load": self.load(), "loss": loss}
-            self._part.finish(**more, unix_offset_end_ns=unix_offset_ns(self._clock))
+            more = {"posted": self._worker.posts, "transfer_ns": transfer_ns, "failure": failure, "load": self.load()}
+            self._part.finish(**more, loss=loss, unix_offset_end_ns=unix_offset_ns(self._clock))
 
     def load(self) -> dict[str, int]:
         """Return the processor time spent while this worker was at work: the difference of the last and the first `_Load`."""
