@@ -22,17 +22,16 @@ pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="tests run without the
 OWN_RULE = """
 import fastps, torch
 
-@fastps.rule
-def halved(weight, gradient, lr):
-    weight -= lr * 0.5 * gradient
+@fastps.rule()
+def halved(weight, gradient, learning_rate):
+    return weight - learning_rate * 0.5 * gradient
 
 model = torch.nn.Linear(8, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
-optimizer = fastps.DistributedOptimizer(fastps.RuleOptimizer(model.parameters(), halved, lr=1.0))
+optimizer = fastps.DistributedOptimizer(fastps.RuleOptimizer(model.parameters(), halved, learning_rate=1.0))
 model(torch.ones(1, 8)).sum().backward()
 optimizer.step()
-if optimizer.rank == 0:
-    print("weight", model.weight[0, 0].item())
+print("weight", model.weight[0, 0].item())
 optimizer.close()
 """
 
