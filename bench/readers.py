@@ -87,12 +87,13 @@ class Reading:
         self._job, self._model = job, network(parameters)
         self._thread: threading.Thread | None = None
         self._is_over, self._has_begun = threading.Event(), threading.Event()
-        self._updates = 0
+        self._updates = self._cpu_ns = 0
 
-    def __call__(self, kind: str) -> tuple[int, int]:
-        """Returns the process id, and how many times the kind before has updated the model."""
+    def __call__(self, kind: str) -> tuple[int, int, int]:
+        """Returns the process id, how often the kind before has updated the model, and its processor time in ns."""
         self.close()
-        updates, self._updates = self._updates, 0
+        updates, cpu_ns = self._updates, self._cpu_ns
+        self._updates = self._cpu_ns = 0
         self._is_over.clear()
         self._has_begun.clear()
         if kind != CALM:
@@ -100,7 +101,7 @@ class Reading:
             self._thread = threading.Thread(target=work, args=(kind,))
             self._thread.start()
             self._has_begun.wait(60)
-        return os.getpid(), updates
+        return os.getpid(), updates, cpu_ns
 
     def _be_busy(self, kind: str) -> None:
         self._has_begun.set()
@@ -114,12 +115,14 @@ class Reading:
         with reader(self._job, timeout_s=30) as opened:
             opened.update(model)
             self._has_begun.set()
+            began_ns = time.thread_time_ns()
             while not self._is_over.is_set():
                 if kind == "stopped":
                     self._is_over.wait()
                 elif kind != "wait" or self._waits(opened):
                     opened.update(model)
                     self._updates += 1
+            self._cpu_ns = time.thread_time_ns() - began_ns
 
     def _waits(self, opened: Any) -> bool:
         """Wait for a version, in parts, so that the end of the round is seen."""
@@ -143,9 +146,9 @@ class Beside:
 
     @contextlib.contextmanager
     def all_are(self, kind: str) -> Iterator[dict[str, int]]:
-        """Let them be of this kind inside the block; the yielded dict has `updates` after it."""
+        """Let them be of this kind inside the block; the yielded dict has `updates` and `cpu_ns` of all after it."""
         found: dict[str, int] = {}
-        process_ids = [process_id for process_id, _ in self._crew.call(kind)]
+        process_ids = [process_id for process_id, *_ in self._crew.call(kind)]
         stopped = process_ids if kind == "stopped" else []
         for process_id in stopped:
             os.kill(process_id, signal.SIGSTOP)
@@ -155,7 +158,8 @@ class Beside:
         finally:
             for process_id in stopped:
                 os.kill(process_id, signal.SIGCONT)
-        found["updates"] = sum(updates for _, updates in self._crew.call(CALM))
+        ended = self._crew.call(CALM)
+        found["updates"], found["cpu_ns"] = sum(each[1] for each in ended), sum(each[2] for each in ended)
 
 
 def measure(options: BenchOptions) -> list[Row]:
@@ -170,6 +174,7 @@ def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]
     rounds_of: dict[str, list[Round]] = {kind: [] for kind in KINDS}
     ratios: dict[str, list[Round]] = {kind: [] for kind in KINDS}
     updates = dict.fromkeys(KINDS, 0)
+    beside_cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="fastps-bench-") as folder, contextlib.ExitStack() as stack:
         job = Path(folder).name
         crew = stack.enter_context(ForkedCrew(workers, lambda rank: Trainer(job, rank, workers, parameters)))
@@ -180,6 +185,7 @@ def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]
             with beside.all_are(kind) as found:
                 rounds_of[kind].append(rounds.run())
             updates[kind] += found["updates"]
+            beside_cpu[kind].append(found["cpu_ns"] / 1e9 / rounds.versions_of_a_round)
             after = rounds.run()
             rounds_of[CALM].append(after)
             ratios[CALM].append(after.over(before, before))
@@ -187,7 +193,12 @@ def _training(workers: int, parameters: int, options: BenchOptions) -> list[Row]
             before = after
     check(updates["no pause"] > 0 and updates["wait"] > 0, "readers that update", updates)
     facts = {"workers": workers, "parameters": parameters}
-    return [_row(kind, rounds_of[kind], ratios[kind], updates[kind], readers) | facts for kind in KINDS]
+    return [
+        _row(kind, rounds_of[kind], ratios[kind], updates[kind], readers)
+        | facts
+        | {"readers_cpu_seconds": statistics.median(beside_cpu[kind]) if updates[kind] else None}
+        for kind in KINDS
+    ]
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,11 @@ class Rounds:
         self._crew, self._versions, self._steps = crew, 0, 1
         for _ in range(3):
             self._steps = max(2, round(round_s / self.run().wall))
+
+    @property
+    def versions_of_a_round(self) -> int:
+        """The steps of a round, and the one before them that aligns the workers."""
+        return self._steps + 1
 
     def run(self) -> Round:
         """Make a round and return the times of a step."""

@@ -130,6 +130,9 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             "most ratio": _ratio("ratio_max"),
             "CPU": lambda row: _seconds(row["cpu_seconds_median"]),
             "CPU / none": _ratio("cpu_ratio"),
+            "readers' CPU / version": lambda row: (
+                "-" if row["readers_cpu_seconds"] is None else _seconds(row["readers_cpu_seconds"])
+            ),
             "updates": lambda row: f"{row['updates']:,}",
         },
     ),

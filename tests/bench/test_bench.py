@@ -31,7 +31,18 @@ KEYS = {
     "sim": {"name", "size", "backend", "ns_per_op", "events_per_s", "bound_ns"} | SECONDS,
     "step": {"name", "sync", "workers", "parameters", "ratio"} | SECONDS,
     "rows": {"name", "sync", "optimizer", "workers", "parameters", "batch_size", "ratio"} | SECONDS,
-    "readers": {"name", "readers", "workers", "parameters", "updates", "ratio", "ratio_min", "ratio_max", "cpu_ratio"}
+    "readers": {
+        "name",
+        "readers",
+        "workers",
+        "parameters",
+        "updates",
+        "ratio",
+        "ratio_min",
+        "ratio_max",
+        "cpu_ratio",
+        "readers_cpu_seconds",
+    }
     | SECONDS,
     "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
