@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ProcessGroup, ReduceOp
-from torch.distributed import distributed_c10d as c10d
 
 from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
@@ -36,6 +35,8 @@ class SharedMemoryProcessGroup(ProcessGroup):
         super().__init__(group.rank, group.size)  # type: ignore[call-arg, arg-type]
         self._group = group
         self._sequencer = Sequencer("fastps-collectives")
+        self._name: Any = ""
+        self._desc = ""
 
     # -- what torch asks about a group
 
@@ -53,10 +54,23 @@ class SharedMemoryProcessGroup(ProcessGroup):
 
     getBackendName = _get_backend_name = name  # noqa: N815  (torch's name)
 
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+        super()._set_group_desc(desc)
+
     @property
     def group_name(self) -> Any:
         """The name under which torch knows the group."""
-        return c10d._world.pg_names[self]
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says about the group."""
+        return self._desc
 
     @property
     def _device_types(self) -> list[torch.device]:
