@@ -171,7 +171,20 @@ _WIDE = (
     "least ratio",
     "most ratio",
 )  # columns that a narrow terminal does without
-_TEXTS = ("optimizer", "kernel", "beside", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend", "operation")
+_TEXTS = (
+    "optimizer",
+    "kernel",
+    "beside",
+    "figure",
+    "sync",
+    "fold/grant",
+    "surroundings",
+    "side",
+    "link",
+    "model",
+    "backend",
+    "operation",
+)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:

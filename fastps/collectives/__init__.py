@@ -1,4 +1,4 @@
-"""fastps.collectives: the torch.distributed backend "fastps", whose ranks on one machine exchange tensors through shared memory.
+"""fastps.collectives: the torch.distributed backend "fastps", for ranks that share the memory of one machine.
 
 Border: it has no optimizer and no store; its memory is no arena. Arrows: it imports fastps.membership.
 """

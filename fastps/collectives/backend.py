@@ -1,4 +1,4 @@
-"""The name "fastps" for torch.distributed. torch calls `register` when it is imported: an entry point of pyproject.toml names it.
+"""The name "fastps" for torch.distributed. An entry point of pyproject.toml lets torch call `register` when it is imported.
 
 The file is small because every program that imports torch loads it. What a group needs is imported when one is made.
 """
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Make `torch.distributed.init_process_group("fastps")` known. May be called twice, and does nothing without torch.distributed.
+    """Make the backend known to `torch.distributed.init_process_group`. May be called twice; does nothing without it.
 
     >>> import torch.distributed
     >>> register()

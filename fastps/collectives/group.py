@@ -1,7 +1,7 @@
 """One rank of a process group: it runs collectives one after the other, and notices dead ranks, mismatches and timeouts.
 
-It knows addresses and no tensors. After an error the group is broken, here and for all other ranks, because they no longer agree on
-where they are; the error says which rank was the cause.
+It knows addresses and no tensors. After an error the group is broken, here and for all other ranks, because they no longer
+agree on where they are; the error says which rank was the cause.
 """
 
 import os
@@ -59,8 +59,8 @@ class Group:
     def run(self, collective: Collective, timeout_ns: int | None = None) -> None:
         """Run a collective, and return when this rank's tensors are ready. Other threads wait for their turn.
 
-        Raises WorkerDiedError for a rank that died, failed or left; UsageError for ranks in different collectives, and in a group
-        that is closed or broken; TimeoutExceededError. Each of these, and an interruption, breaks the group.
+        Raises WorkerDiedError for a rank that died, failed or left; UsageError for ranks in different collectives, and in a
+        group that is closed or broken; TimeoutExceededError. Each of these, and an interruption, breaks the group.
         """
         with self._running:
             mine = self._exchange
@@ -137,8 +137,8 @@ class Group:
         died = [rank for rank in dead if mine.state_of(rank)[0] == exchange.LIVE]
         if died:
             raise WorkerDiedError(
-                f"rank {died[0]} (process {mine.state_of(died[0])[1]}) died: expected it to take part in {what}, found its process"
-                " gone; see its own output for the reason",
+                f"rank {died[0]} (process {mine.state_of(died[0])[1]}) died: expected it to take part in {what}, found its"
+                " process gone; see its own output for the reason",
                 died[0],
             )
         failures = {rank: mine.state_of(rank)[2] for rank in range(self.size) if mine.state_of(rank)[0] == exchange.FAILED}
@@ -147,9 +147,10 @@ class Group:
 
 
 def _absence(mine: exchange.Exchange) -> Error:
+    what = exchange.described(*mine.own_words())
     return WorkerDiedError(
-        f"rank {mine.other} has left the process group: expected it to take part in {exchange.described(*mine.own_words())}, found"
-        " that it had ended or called destroy_process_group; let all ranks call the same collectives",
+        f"rank {mine.other} has left the process group: expected it to take part in {what}, found that it"
+        " had ended or called destroy_process_group; let all ranks call the same collectives",
         mine.other,
     )
 
@@ -157,15 +158,16 @@ def _absence(mine: exchange.Exchange) -> Error:
 def _difference(mine: exchange.Exchange, rank: int) -> Error:
     ours, theirs = exchange.described(*mine.own_words()), exchange.described(*mine.words_of(mine.other))
     return UsageError(
-        f"ranks {rank} and {mine.other} are in different collectives: expected the same on all ranks, in the same order and of the"
-        f" same size and type, found {ours} on rank {rank} and {theirs} on rank {mine.other}"
+        f"ranks {rank} and {mine.other} are in different collectives: expected the same on all ranks, in the same order and of"
+        f" the same size and type, found {ours} on rank {rank} and {theirs} on rank {mine.other}"
     )
 
 
 def _timeout(mine: exchange.Exchange, timeout_ns: int) -> Error:
     _, process_id, _, has_begun = mine.state_of(mine.other)
+    found = "has begun, and is slow or stopped" if has_begun else "has not begun it"
     return TimeoutExceededError(
         f"{exchange.described(*mine.own_words())} took longer than {timeout_ns / 1e9:g} s: expected rank {mine.other} (process"
-        f" {process_id}) to take part, found that it {'has begun, and is slow or stopped' if has_begun else 'has not begun it'};"
+        f" {process_id}) to take part, found that it {found};"
         " let all ranks call the same collectives, or give init_process_group a longer timeout"
     )

@@ -1,7 +1,7 @@
 """How the ranks of a process group meet: one memory for all, and a pidfd of each rank, so that a death is noticed.
 
-Rank 0 makes the memory, and every rank listens at an abstract socket until all have met. Small texts go through a key-value store,
-such as the one of torch.distributed. A group is for one machine, and every rank finds out if another one is elsewhere.
+Rank 0 makes the memory, and every rank listens at an abstract socket until all have met. Small texts go through a key-value
+store, such as the one of torch.distributed. A group is for one machine, and every rank finds out if another one is elsewhere.
 """
 
 import hashlib
@@ -74,8 +74,8 @@ def block_bytes_of(size: int) -> int:
 def meet(store: KeyStore, rank: int, size: int, *, clock: Clock = SYSTEM_CLOCK) -> Met:
     """Meet the other ranks. All ranks call this with stores that show the same keys, which no other group has used.
 
-    Raises UnsupportedError for ranks on several machines or more than MAX_RANKS, AttachError if a rank cannot be reached although
-    it runs here, ArenaError without memory, and what the store raises when a rank does not come.
+    Raises UnsupportedError for ranks on several machines or more than MAX_RANKS, AttachError if a rank cannot be reached
+    although it runs here, ArenaError without memory, and what the store raises when a rank does not come.
     """
     if size > exchange.MAX_RANKS:
         raise UnsupportedError(

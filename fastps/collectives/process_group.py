@@ -1,7 +1,8 @@
 """The process group that `torch.distributed.init_process_group("fastps")` makes: torch's methods over one `Group`.
 
-torch's Python functions and its C++ code (DistributedDataParallel) call these methods. The class derives from ProcessGroup because
-torch lets no Python class derive from Backend. Methods have the names of torch 2.6 and, where torch renamed them, both names.
+torch's Python functions and its C++ code (DistributedDataParallel) call these methods. The class derives from ProcessGroup
+because torch lets no Python class derive from Backend. Methods have the names of torch 2.6 and, where torch renamed them, both
+names.
 """
 
 from collections.abc import Callable, Sequence
@@ -189,9 +190,7 @@ class SharedMemoryProcessGroup(ProcessGroup):
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
         """Reduce a tensor for each rank, and give it to this rank."""
         memory = of.Memory("reduce_scatter")
-        steps = [
-            self._reduce_scatter(memory, out, ins, opts) for out, ins in zip(output_tensors, input_tensors, strict=True)
-        ]
+        steps = [self._reduce_scatter(memory, out, ins, opts) for out, ins in zip(output_tensors, input_tensors, strict=True)]
         return self._begin(steps, memory, opts, output_tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> GroupWork:
@@ -262,7 +261,9 @@ class SharedMemoryProcessGroup(ProcessGroup):
 
     def send(self, *_: Any) -> NoReturn:
         """Not there."""
-        raise UnsupportedError("the backend fastps has no send and recv: use a group of gloo for them (new_group(backend='gloo'))")
+        raise UnsupportedError(
+            "the backend fastps has no send and recv: use a group of gloo for them (new_group(backend='gloo'))"
+        )
 
     recv = recv_anysource = send
 

@@ -1,7 +1,7 @@
 """Tensors as the addresses and numbers that a collective takes, with a clear refusal of those that it does not.
 
-A collective reads and writes contiguous memory of the CPU. A tensor that is not contiguous gets a contiguous copy, and a result is
-copied back.
+A collective reads and writes contiguous memory of the CPU. A tensor that is not contiguous gets a contiguous copy, and a
+result is copied back.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,8 +111,8 @@ def same_size(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) ->
     for tensor in tensors:
         if tensor.dtype != like.dtype or tensor.numel() != like.numel():
             raise UnsupportedError(
-                f"{what} of the backend fastps takes tensors of one type and size, found {tensor.numel():,} of {tensor.dtype} beside"
-                f" {like.numel():,} of {like.dtype}"
+                f"{what} of the backend fastps takes tensors of one type and size, found {tensor.numel():,} of {tensor.dtype}"
+                f" beside {like.numel():,} of {like.dtype}"
             )
 
 

@@ -1,7 +1,7 @@
 """Works: what a collective returns, and the thread that runs collectives that the caller does not wait for.
 
-torch's C++ code (DistributedDataParallel) takes a work's future, Python code calls `wait`. An error of the collective is raised by
-both.
+torch's C++ code (DistributedDataParallel) takes a work's future, Python code calls `wait`. An error of the collective is
+raised by both.
 """
 
 import threading

@@ -1,7 +1,8 @@
 """A communication hook for DistributedDataParallel that leaves the sum over processes to the store.
 
-DDP calls a hook with each bucket of gradients. This one gives the bucket back as it is, so no process averages anything, and each
-worker's own gradient reaches its slot through the optimizer's hooks. It knows no optimizer: the optimizer finds the wrapper.
+DDP calls a hook with each bucket of gradients. This one gives the bucket back as it is, so no process averages anything, and
+each worker's own gradient reaches its slot through the optimizer's hooks. It knows no optimizer: the optimizer finds the
+wrapper.
 """
 
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 
 
 def push_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Keep each worker's gradient its own: `ddp_model.register_comm_hook(None, fastps.push_hook)` before the optimizer is wrapped.
+    """Let DDP average nothing, so that each worker pushes its own gradient. Register it before the optimizer is wrapped.
 
-    `opt.step()` of the DistributedOptimizer then pushes it to the store, under any discipline. `state` is not used. All parameters
-    that DDP synchronizes must be the optimizer's, and `broadcast_buffers` must be False if the model has buffers; the constructor
-    of DistributedOptimizer raises UnsupportedError otherwise.
+    `opt.step()` of the DistributedOptimizer then pushes it to the store, under any discipline. `state` is not used. All
+    parameters that DDP synchronizes must be the optimizer's, and `broadcast_buffers` must be False if the model has buffers;
+    the constructor of DistributedOptimizer raises UnsupportedError otherwise.
 
     Example::
 

@@ -100,8 +100,8 @@ def _check_pushing(wrapper: torch.nn.Module, own: set[int]) -> None:
     for name, parameter in wrapper.named_parameters():
         if parameter.requires_grad and id(parameter) not in own:
             raise UnsupportedError(
-                f"parameter {name!r} of the DistributedDataParallel model is not in the optimizer, and fastps.push_hook averages"
-                " nothing: every worker would train it alone; give the optimizer all parameters, or freeze this one"
+                f"parameter {name!r} of the DistributedDataParallel model is not in the optimizer, and fastps.push_hook"
+                " averages nothing: every worker would train it alone; give the optimizer all parameters, or freeze this one"
             )
     if getattr(wrapper, "broadcast_buffers", False) and next(wrapper.buffers(), None) is not None:
         raise UnsupportedError(

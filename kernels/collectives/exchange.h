@@ -1,8 +1,8 @@
 /* The exchange of blocks between the ranks of a process group, through memory that all of them map.
  *
- * Each rank has a line of counts and `depth` blocks, which it alone writes. A collective cuts its tensors into blocks; blocks are
- * numbered on and on, over all collectives of the group, and block g lies in place g % depth. A rank passes each block through
- * three stages, and publishes a count after each:
+ * Each rank has a line of counts and `depth` blocks, which it alone writes. A collective cuts its tensors into blocks; blocks
+ * are numbered on and on, over all collectives of the group, and block g lies in place g % depth. A rank passes each block
+ * through three stages, and publishes a count after each:
  *
  *   written  what the others need of this rank's tensor is in its block
  *   reduced  the part that this rank reduces (of all-reduce alone) is in its block
@@ -153,11 +153,13 @@ static void fps_block_reduce(const fps_exchange *x, const fps_collective *c, uin
     const int64_t place = part.offset - fps_reduced_span(x, c, number, 0).offset;
     for (int j = 0; j < x->size; j++)
         parts[j] = j == x->rank ? c->inputs[0] + part.offset : fps_block_of(x, j, number) + place;
-    c->reduce(fps_block_of(x, x->rank, number) + place, c->outputs[0] + part.offset, parts, x->size, part.bytes / c->element_bytes);
+    const int64_t elements = part.bytes / c->element_bytes;
+    c->reduce(fps_block_of(x, x->rank, number) + place, c->outputs[0] + part.offset, parts, x->size, elements);
 }
 
 /* Reduce what the others have written at `place` of their blocks with this rank's own tensor. */
-static void fps_block_reduce_all(const fps_exchange *x, const fps_collective *c, uint64_t number, const char *own, int64_t place) {
+static void fps_block_reduce_all(const fps_exchange *x, const fps_collective *c, uint64_t number, const char *own,
+                                 int64_t place) {
     const char *parts[FPS_MAX_RANKS];
     const fps_span span = fps_span_of(c, number);
     for (int j = 0; j < x->size; j++)
@@ -245,8 +247,8 @@ static int fps_all_open(const fps_exchange *x, const fps_collective *c, int stag
     return 1;
 }
 
-/* The stage that this rank can enter next: FPS_STAGE_..., or -1 where it has to wait for `other`, or -2 where they differ. Blocks are
- * read first, while they are in the cache; then reduced, because others wait for it. */
+/* The stage that this rank can enter next: FPS_STAGE_..., or -1 where it has to wait for `other`, or -2 where they differ.
+ * Blocks are read first, while they are in the cache; then reduced, because others wait for it. */
 static int fps_next_stage(const fps_exchange *x, const fps_collective *c, int *other) {
     const uint64_t reduced = c->kind == FPS_ALL_REDUCE ? c->reduced : c->written;
     int open = 0;
@@ -298,8 +300,8 @@ static inline int fps_has_failed_rank(const fps_exchange *x) {
     return 0;
 }
 
-/* Go on with a collective until it is done, or until this rank has slept for a slice of time without an event. FPS_WAITING may come
- * earlier, if a rank has failed. `other`: the rank that this one waits for, or that is in another collective. */
+/* Go on with a collective until it is done, or until this rank has slept for a slice of time without an event. FPS_WAITING may
+ * come earlier, if a rank has failed. `other`: the rank that this one waits for, or that is in another collective. */
 static int fps_exchange_advance(const fps_exchange *x, fps_collective *c, int64_t slice_ns, int *other) {
     fps_rank *own = &x->ranks[x->rank];
     int tries = 0;

@@ -1,14 +1,14 @@
 """The exchange of blocks between the ranks of a process group, and element-wise reductions of several arrays.
 
-`Exchange` is one rank's side of a group, over memory that all ranks map. One collective at a time goes through it, in the same order
-on every rank. A caller starts it and calls `advance` until it is done; between two calls it looks for dead ranks and deadlines.
+`Exchange` is one rank's side of a group, over memory that all ranks map. One collective at a time goes through it, in the same
+order on every rank. A caller starts it and calls `advance` until it is done; between two calls it looks for dead ranks and
+deadlines.
 """
 
 import os
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport fps_block_load, fps_state_acquire
 from fastps.kernels.update import fold
@@ -140,8 +140,8 @@ LIVE, FAILED, LEFT = FPS_LIVE, FPS_FAILED, FPS_LEFT
 DONE, WAITING, DIFFERS = FPS_DONE, FPS_WAITING, FPS_DIFFERS
 NO_REDUCTION = 255
 SMALL_BYTES = 16384  # up to this many bytes over all ranks, every rank of an all-reduce reduces everything itself
-PIECES = 4  # blocks that a collective is cut into at least, so that their stages overlap, unless they would be shorter than this:
-LEAST_PIECE = 16384
+PIECES = 4  # blocks that a collective is cut into at least, so that their stages overlap, unless they would be shorter than
+this: LEAST_PIECE = 16384
 
 _KIND_NAMES = {number: name for name, number in KINDS.items()} | {FPS_ALL_REDUCE_SMALL: "all_reduce"}
 _ELEMENT_NAMES = {number: name for name, number in ELEMENTS.items()}
@@ -161,8 +161,8 @@ def memory_bytes(int size, int depth, int64_t block_bytes):
 def reduce_arrays(int element, int reduction, addresses, int64_t elements, uintptr_t out, uintptr_t second=0, isa=None):
     """Combine arrays, given by their addresses, in order, and write the result to `out` and, unless it is 0, to `second`.
 
-    `isa` is the number of an instruction set, by default the one of the folds. Raises ValueError for a reduction that the type has
-    not, or for no array or more than MAX_RANKS.
+    `isa` is the number of an instruction set, by default the one of the folds. Raises ValueError for a reduction that the type
+    has not, or for no array or more than MAX_RANKS.
     """
     cdef const char *parts[FPS_MAX_RANKS]
     cdef int count = len(addresses), k
@@ -250,12 +250,13 @@ cdef class Exchange:
         """Begin a collective. The caller keeps the memory of all addresses until `advance` has returned DONE.
 
         Args:
-            kind, element, reduction, root: one of KINDS; one of ELEMENTS, or another number below 256 that all ranks agree on, for
-                a kind that reduces nothing; one of REDUCTIONS, or NO_REDUCTION; a rank.
+            kind, element, reduction, root: one of KINDS; one of ELEMENTS, or another number below 256 that all ranks agree on,
+                for a kind that reduces nothing; one of REDUCTIONS, or NO_REDUCTION; a rank.
             bytes: of the tensor, for all_reduce, reduce and broadcast; otherwise of the part that one rank has for another.
-            inputs: addresses of what this rank gives: one for each rank for reduce_scatter, all_to_all, and scatter at the root;
-                otherwise one.
-            outputs: addresses of what it gets: one for each rank for all_gather, all_to_all, and gather at the root; otherwise one.
+            inputs: addresses of what this rank gives: one for each rank for reduce_scatter, all_to_all, and scatter at the
+                root; otherwise one.
+            outputs: addresses of what it gets: one for each rank for all_gather, all_to_all, and gather at the root; otherwise
+                one.
 
         Raises ValueError.
         """
@@ -268,11 +269,13 @@ cdef class Exchange:
         if kind == FPS_ALL_REDUCE and bytes * x.size <= SMALL_BYTES and bytes <= x.block_bytes:
             kind = FPS_ALL_REDUCE_SMALL
         if len(inputs) > x.size or len(outputs) > x.size or not 0 <= root < x.size or bytes < 0:
-            raise ValueError(f"expected at most {x.size} tensors and a root among them, found {len(inputs)}, {len(outputs)}, {root}")
+            raise ValueError(
+                f"expected at most {x.size} tensors and a root among them, found {len(inputs)}, {len(outputs)} and {root}")
         c.reduce = fps_reduce_loop_of(fold.CHOSEN_ISA, element, reduction)
         c.element_bytes = fps_element_bytes(element)
         if reduction != NO_REDUCTION and (c.reduce == NULL or bytes % c.element_bytes):
-            raise ValueError(f"expected a type with reduction {reduction}, and whole elements; found type {element}, {bytes} bytes")
+            raise ValueError(
+                f"expected a type with reduction {reduction}, and whole elements; found type {element} and {bytes} bytes")
         if kind in (FPS_ALL_REDUCE, FPS_REDUCE_SCATTER, FPS_SCATTER, FPS_ALL_TO_ALL):
             each = x.block_bytes // x.size
         blocks = bytes // (x.size if kind == FPS_ALL_REDUCE else 1) // PIECES
@@ -290,8 +293,8 @@ cdef class Exchange:
             c.outputs[j] = <char *> <uintptr_t> outputs[j]
 
     def advance(self, int64_t slice_ns):
-        """Go on with the collective. Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or DIFFERS if
-        rank `other` is in another collective."""
+        """Go on with the collective. Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or
+        DIFFERS if rank `other` is in another collective."""
         cdef int status
         with nogil:
             status = fps_exchange_advance(&self.exchange, &self.collective, slice_ns, &self._other)
@@ -314,14 +317,15 @@ cdef class Exchange:
         return words.what, words.bytes
 
     def state_of(self, int rank):
-        """A rank's state (LIVE, FAILED or LEFT), its process id, its message, and whether it has begun what this one waits in."""
+        """A rank's state (LIVE, FAILED or LEFT), its process id and message, and whether it has begun this collective."""
         cdef fps_rank *other = &self.exchange.ranks[self._rank(rank)]
         cdef uint32_t state = fps_state_acquire(&other.state)
-        message = other.message[:FPS_MESSAGE_BYTES - 1].split(b"\0", 1)[0].decode("utf-8", "replace") if state == FPS_FAILED else ""
+        text = other.message[:FPS_MESSAGE_BYTES - 1].split(b"\0", 1)[0] if state == FPS_FAILED else b""
+        message = text.decode("utf-8", "replace")
         return state, other.process_id, message, fps_block_load(&other.written) > self.collective.first
 
     def fail(self, str message):
-        """Tell the other ranks that this one can take part no more, and why. Nothing after the first call of fail or leave counts."""
+        """Tell the other ranks that this one can take part no more, and why. Only the first call of fail or leave counts."""
         fps_exchange_end(&self.exchange, FPS_FAILED, message.encode()[:FPS_MESSAGE_BYTES - 1])
 
     def leave(self):

@@ -33,7 +33,8 @@ enum {
 
 #define FPS_REDUCE_TILE 1024 /* elements */
 
-/* Combine `count` arrays in order and write the result to `out`, which may be one of them, and to `second` unless it is NULL. */
+/* Combine `count` arrays in order and write the result to `out`, which may be one of them, and to `second` unless it is NULL.
+ * */
 typedef void (*fps_reduce_loop)(char *out, char *second, const char *const *parts, int count, int64_t elements);
 
 #define FPS_ISA(name) name##_baseline
@@ -56,8 +57,8 @@ typedef void (*fps_reduce_loop)(char *out, char *second, const char *const *part
 #pragma GCC pop_options
 #endif
 
-/* The loop of an instruction set by its number among those of the fold: 0 the baseline, 1 AVX2, 2 AVX-512. NULL where a type has
- * no such reduction. */
+/* The loop of an instruction set by its number among those of the fold: 0 the baseline, 1 AVX2, 2 AVX-512. NULL where a type
+ * has no such reduction. */
 static inline fps_reduce_loop fps_reduce_loop_of(int isa, int element, int reduction) {
     if (element < 0 || element >= FPS_ELEMENTS || reduction < 0 || reduction >= FPS_REDUCTIONS) return NULL;
 #if defined(__x86_64__)

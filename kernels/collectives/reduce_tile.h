@@ -1,7 +1,7 @@
 /* Element-wise reductions of several arrays, compiled once for each instruction set: the includer defines FPS_ISA(name).
  *
- * The arrays are combined in the order of `parts`, a tile at a time, in a buffer that stays in the first-level cache. So an output
- * may be one of the parts. Halves are combined as floats and rounded once. */
+ * The arrays are combined in the order of `parts`, a tile at a time, in a buffer that stays in the first-level cache. So an
+ * output may be one of the parts. Halves are combined as floats and rounded once. */
 
 #include "update/halves_tile.h"
 

@@ -70,7 +70,8 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t mos
 }
 
 /* Element i of the sum, in order, of `count` gradients; `count` is a constant at every call. */
-static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count) {
+static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count)
+{
     float total = gradients[0][i];
     if (count > 1) total += gradients[1][i];
     if (count > 2) total += gradients[2][i];

@@ -33,7 +33,8 @@ static void FPS_ISA(narrow_bfloat16)(uint16_t *restrict halves, const float *res
 }
 
 /* Rounded to the nearest IEEE half, ties to even, as torch rounds; beyond the largest half an infinity, and a NaN stays one. A
- * result that is subnormal is rounded by a sum of floats: the last digit of a half's smallest step is that of a float near 0.5. */
+ * result that is subnormal is rounded by a sum of floats: the last digit of a half's smallest step is that of a float near
+ * 0.5. */
 static void FPS_ISA(narrow_float16)(uint16_t *restrict halves, const float *restrict wide, int64_t length) {
     for (int64_t i = 0; i < length; i++) {
         union { float value; uint32_t bits; } number = {wide[i]}, small;

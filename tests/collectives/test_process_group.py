@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -378,10 +379,7 @@ def test_send_and_receive_are_refused(tmp_path: Path) -> None:
 def test_works_run_in_order_and_closing_waits_for_them() -> None:
     ran: list[int] = []
     sequencer = Sequencer("test")
-    works = [
-        sequencer.give(GroupWork([number]), [lambda number=number: ran.append(number)], at_once=number % 3 == 0)  # type: ignore[misc]
-        for number in range(9)
-    ]
+    works = [sequencer.give(GroupWork([number]), [partial(ran.append, number)], at_once=number % 3 == 0) for number in range(9)]
     sequencer.drain()
     assert ran == list(range(9)) and all(work.is_success() for work in works)
     with pytest.raises(UsageError, match="was destroyed"):

@@ -269,7 +269,8 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 )
 def bench(
     what: Annotated[
-        str, typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers, collectives or all; nodes, as root.")
+        str,
+        typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers, collectives or all; nodes, as root."),
     ] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,

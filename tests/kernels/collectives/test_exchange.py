@@ -1,4 +1,4 @@
-"""Reductions against NumPy, and collectives between threads: every kind, any size and world, ranks that differ, fail and leave."""
+"""Reductions against NumPy, and collectives between threads: every kind, any size, ranks that differ, fail and leave."""
 
 import threading
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Collectives of the process group "fastps" beside Gloo: all-reduce of float32 and bfloat16, and forward and backward under DDP.
+"""Collectives of the process group "fastps" beside Gloo: all-reduce, and forward and backward under DDP.
 
-Both backends are groups of the same processes, and take turns. The limit is one pass of each process over its own tensor, which it
-reads and writes, all at once: an all-reduce cannot move less.
+Both backends are groups of the same processes, and take turns. The limit is one pass of each process over its own tensor,
+which it reads and writes, all at once: an all-reduce cannot move less.
 """
 
 import os
