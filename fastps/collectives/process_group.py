@@ -14,6 +14,7 @@ from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions
 
 from fastps.collectives import tensors as of
 from fastps.collectives.group import Collective, Group
+from fastps.collectives.meeting import KeyStore
 from fastps.collectives.works import GroupWork, Sequencer
 from fastps.errors import UnsupportedError
 from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION
@@ -25,7 +26,10 @@ def _nanoseconds(timeout: timedelta) -> int:
     return int(timeout.total_seconds() * 1e9)
 
 
-class SharedMemoryProcessGroup(ProcessGroup):
+_Base: Any = ProcessGroup  # torch states overloads of which it calls one, and other names for arguments
+
+
+class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
     """A process group of ranks on one machine. `create` makes one for torch.
 
     A collective that torch calls with async_op=False runs in the calling thread, any other in a thread of the group, in order.
@@ -33,7 +37,7 @@ class SharedMemoryProcessGroup(ProcessGroup):
     """
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg, arg-type]
+        super().__init__(group.rank, group.size)
         self._group = group
         self._sequencer = Sequencer("fastps-collectives")
         self._name: Any = ""
@@ -308,7 +312,7 @@ class SharedMemoryProcessGroup(ProcessGroup):
         return self._sequencer.give(work, calls(), at_once=not getattr(opts, "asyncOp", True))
 
 
-def create(store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
+def create(store: KeyStore, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
     """The creator that `torch.distributed.Backend.register_backend` calls, on every rank of a new group."""
     return SharedMemoryProcessGroup(Group(store, rank, size, _nanoseconds(timeout)))
 

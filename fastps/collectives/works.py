@@ -18,7 +18,7 @@ from fastps.errors import TimeoutExceededError, UsageError
 _NO_TIMEOUT = timedelta(milliseconds=0)  # torch's default argument of Work.wait
 
 
-class GroupWork(Work):  # type: ignore[misc]
+class GroupWork(Work):
     """A collective that runs, or has run. `result` is what its future gives: a list of tensors."""
 
     def __init__(self, result: list[Any], keeps: Any = None, finish: Callable[[], None] | None = None) -> None:

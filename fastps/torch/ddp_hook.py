@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def push_hook(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def push_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Let DDP average nothing, so that each worker pushes its own gradient. Register it before the optimizer is wrapped.
 
     `opt.step()` of the DistributedOptimizer then pushes it to the store, under any discipline. `state` is not used. All

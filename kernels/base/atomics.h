@@ -23,7 +23,7 @@
  *              .reduced, .read                           paired with rank.sleeping, see below
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
- * Four places need more than acquire and release, because each side writes one word and then reads the other's:
+ * Five places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
  *   ready and commit: a reader raises ready, pins and then reads commit; the combiner flips commit and later reads ready.
  *   sleeping and event: the sleeper sets sleeping and then re-reads event; the combiner adds to event and then reads sleeping.

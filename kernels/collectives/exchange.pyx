@@ -140,8 +140,9 @@ LIVE, FAILED, LEFT = FPS_LIVE, FPS_FAILED, FPS_LEFT
 DONE, WAITING, DIFFERS = FPS_DONE, FPS_WAITING, FPS_DIFFERS
 NO_REDUCTION = 255
 SMALL_BYTES = 16384  # up to this many bytes over all ranks, every rank of an all-reduce reduces everything itself
-PIECES = 4  # blocks that a collective is cut into at least, so that their stages overlap, unless they would be shorter than
-this: LEAST_PIECE = 16384
+# Collectives are cut into at least so many blocks, so that their stages overlap, but not into shorter ones than this.
+PIECES = 4
+LEAST_PIECE = 16384
 
 _KIND_NAMES = {number: name for name, number in KINDS.items()} | {FPS_ALL_REDUCE_SMALL: "all_reduce"}
 _ELEMENT_NAMES = {number: name for name, number in ELEMENTS.items()}

@@ -79,6 +79,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
         ("loop", "push"),
     }
     assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}
+    assert names["collectives"] == {"fastps", "limit", "gloo"}
     assert names["weight transport"] == {"fastps", "fastps, wait()", "in place"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
@@ -99,7 +100,7 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, nodes, all; found 'nothing'"),
+        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, collectives, nodes, all; found 'nothing'"),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),
