@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastps.collectives.meeting import DEPTH, KeyStore, Met, meet
+from fastps.collectives.stores import StoreChoice
 from fastps.errors import Error, TimeoutExceededError, UsageError, WorkerDiedError
 from fastps.kernels.collectives import exchange
 from fastps.system import exit_handlers
@@ -17,7 +18,9 @@ from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.deadline import Deadline
 
 _SLICE_NS = 50_000_000  # how often a waiting rank looks for dead ranks
-_SPINS, _YIELDS = 2000, 30  # before it sleeps; spins only where every rank has a core
+_SPINS, _YIELDS = 2000, 200  # before it sleeps; spins only where every rank has a core
+_TIMED_BYTES = 1 << 20  # all-reduces of at least this size choose the kind of stores
+_ALL_REDUCE = exchange.KINDS["all_reduce"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Group:
         self._exchange: exchange.Exchange | None = exchange.Exchange(
             self._met.memory, rank, size, self._met.block_bytes, DEPTH, _SPINS if has_cores else 0, _YIELDS
         )
+        self._stores = StoreChoice()
         self._running = threading.Lock()
         self._cause: str | None = None
         exit_handlers.register(self, self._close_at_exit)
@@ -68,6 +72,9 @@ class Group:
                 raise UsageError("expected an open process group, found that it was destroyed; call init_process_group again")
             if self._cause is not None:
                 raise UsageError(f"the process group is broken: {self._cause}; destroy it, and start all ranks again")
+            times = self.rank == 0 and collective.kind == _ALL_REDUCE and collective.bytes_each >= _TIMED_BYTES
+            if times:
+                mine.set_streams(self._stores.following())
             try:
                 mine.start(
                     collective.kind,
@@ -78,9 +85,13 @@ class Group:
                     collective.inputs,
                     collective.outputs,
                 )
-                status = mine.advance(_SLICE_NS)
-                if status != exchange.DONE:
-                    self._go_on(mine, status, self.timeout_ns if timeout_ns is None else timeout_ns)
+                timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
+                if times:
+                    self._wait(mine, timeout_ns, first=True)  # from here on all ranks take part
+                    began_ns = self._clock.now_ns()
+                self._wait(mine, timeout_ns)
+                if times:
+                    self._stores.note((self._clock.now_ns() - began_ns) / collective.bytes_each)
             except BaseException as error:
                 self._break(mine, error)
                 raise
@@ -116,7 +127,11 @@ class Group:
         self._cause = "a collective was interrupted" if interrupted else str(error)
         mine.fail(f"rank {self.rank}: {type(error).__name__ if interrupted else error}")
 
-    def _go_on(self, mine: exchange.Exchange, status: int, timeout_ns: int) -> None:
+    def _wait(self, mine: exchange.Exchange, timeout_ns: int, *, first: bool = False) -> None:
+        """Wait until the collective, or its first block, is done."""
+        status = mine.advance(_SLICE_NS, first)
+        if status == exchange.DONE:
+            return
         deadline = Deadline(self._clock.now_ns(), timeout_ns)
         while status != exchange.DONE:
             if status == exchange.DIFFERS:
@@ -126,7 +141,7 @@ class Group:
                 raise _timeout(mine, timeout_ns)
             awaited = mine.other
             has_left = mine.state_of(awaited)[0] == exchange.LEFT  # read first: it left after its last collective
-            status = mine.advance(0 if has_left else _SLICE_NS)
+            status = mine.advance(0 if has_left else _SLICE_NS, first)
             if has_left and status == exchange.WAITING and mine.other == awaited:
                 raise _absence(mine)
 

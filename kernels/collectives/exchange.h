@@ -14,6 +14,10 @@
 #ifndef FPS_EXCHANGE_H
 #define FPS_EXCHANGE_H
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "base/atomics.h"
 #include "collectives/reduce.h"
 
@@ -51,7 +55,8 @@ typedef struct {
     uint64_t unused[5];
     uint32_t event, sleeping; /* the futex word of this rank, and whether it may sleep */
     uint32_t state, process_id;
-    uint64_t unused2[6];
+    int64_t streams; /* of rank 0: whether large blocks are better written past the caches */
+    uint64_t unused2[5];
     fps_collective_words words[FPS_MAX_DEPTH]; /* of the collective of each block */
     char message[FPS_MESSAGE_BYTES];           /* why it failed; written before the state */
 } fps_rank;
@@ -63,6 +68,7 @@ typedef struct {
     char *blocks; /* rank after rank, each `depth` blocks of `block_bytes` */
     int rank, size, depth, isa;
     int spins, yields; /* before a rank sleeps */
+    int streams; /* whether this collective's blocks are written past the caches */
     int64_t block_bytes;
     uint64_t next; /* the number of the next block */
 } fps_exchange;
@@ -110,6 +116,40 @@ static inline fps_span fps_reduced_span(const fps_exchange *x, const fps_collect
     return (fps_span){begin + owner * each, fps_between(bytes - owner * each, each)};
 }
 
+#define FPS_STRIDE 1024 /* bytes that are copied between two looks ahead */
+
+/* Ask for memory that a later stage reads, so that it comes while this one works on what is in the cache. An address beyond the
+ * tensor is asked for in vain, without harm. */
+static inline void fps_ask_for(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += FPS_LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+static inline void fps_copy(char *restrict to, const char *restrict from, int64_t bytes, const char *ahead) {
+    for (int64_t i = 0; i < bytes; i += FPS_STRIDE) {
+        const int64_t length = bytes - i < FPS_STRIDE ? bytes - i : FPS_STRIDE;
+        fps_ask_for(ahead + i, length);
+        memcpy(to + i, from + i, (size_t)length);
+    }
+}
+
+/* Copy into a block. Past the caches where that is better: a line that another core has changed is slow to fetch where the cores share
+ * no cache, and one that comes from memory is not. The publishing exchange comes after these stores, because of the fence. */
+static void fps_put(const fps_exchange *x, char *to, const char *from, int64_t bytes) {
+    int64_t i = 0;
+#if defined(__x86_64__)
+    if (x->streams) {
+        for (; i + FPS_LINE <= bytes; i += FPS_LINE) {
+            __builtin_prefetch(from + i + 2048, 0, 0);
+            __m128i words[4];
+            memcpy(words, from + i, FPS_LINE);
+            for (int k = 0; k < 4; k++) _mm_stream_si128((__m128i *)(to + i) + k, words[k]);
+        }
+        _mm_sfence();
+    }
+#endif
+    memcpy(to + i, from + i, (size_t)(bytes - i));
+}
+
 /* Copy what the others need of this rank's tensors. */
 static void fps_block_write(const fps_exchange *x, const fps_collective *c, uint64_t number) {
     char *block = fps_block_of(x, x->rank, number);
@@ -119,7 +159,7 @@ static void fps_block_write(const fps_exchange *x, const fps_collective *c, uint
         char *begin = block - fps_reduced_span(x, c, number, 0).offset;
         for (int j = 0; j < x->size; j++) {
             const fps_span part = fps_reduced_span(x, c, number, j);
-            if (j != x->rank) memcpy(begin + part.offset, c->inputs[0] + part.offset, (size_t)part.bytes);
+            if (j != x->rank) fps_put(x, begin + part.offset, c->inputs[0] + part.offset, part.bytes);
         }
         break;
     }
@@ -128,18 +168,18 @@ static void fps_block_write(const fps_exchange *x, const fps_collective *c, uint
     case FPS_SCATTER:
         for (int j = 0; j < x->size; j++)
             if (j != x->rank && (c->kind != FPS_SCATTER || x->rank == c->root))
-                memcpy(block + j * c->piece, c->inputs[j] + span.offset, (size_t)span.bytes);
+                fps_put(x, block + j * c->piece, c->inputs[j] + span.offset, span.bytes);
         break;
     case FPS_BROADCAST:
-        if (x->rank == c->root) memcpy(block, c->inputs[0] + span.offset, (size_t)span.bytes);
+        if (x->rank == c->root) fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
         break;
     case FPS_REDUCE:
     case FPS_GATHER:
-        if (x->rank != c->root) memcpy(block, c->inputs[0] + span.offset, (size_t)span.bytes);
+        if (x->rank != c->root) fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
         break;
     case FPS_ALL_REDUCE_SMALL:
     case FPS_ALL_GATHER:
-        memcpy(block, c->inputs[0] + span.offset, (size_t)span.bytes);
+        fps_put(x, block, c->inputs[0] + span.offset, span.bytes);
         break;
     default:
         break;
@@ -153,8 +193,15 @@ static void fps_block_reduce(const fps_exchange *x, const fps_collective *c, uin
     const int64_t place = part.offset - fps_reduced_span(x, c, number, 0).offset;
     for (int j = 0; j < x->size; j++)
         parts[j] = j == x->rank ? c->inputs[0] + part.offset : fps_block_of(x, j, number) + place;
-    const int64_t elements = part.bytes / c->element_bytes;
-    c->reduce(fps_block_of(x, x->rank, number) + place, c->outputs[0] + part.offset, parts, x->size, elements);
+    const int64_t ahead = (int64_t)(c->written - number) * c->piece * x->size, step = FPS_REDUCE_TILE * c->element_bytes;
+    char *result = fps_block_of(x, x->rank, number) + place, *own = c->outputs[0] + part.offset;
+    for (int64_t i = 0; i < part.bytes; i += step) {
+        const int64_t bytes = part.bytes - i < step ? part.bytes - i : step;
+        fps_ask_for(parts[x->rank] + ahead, bytes);
+        c->reduce(own + i, x->streams ? NULL : result + i, parts, x->size, bytes / c->element_bytes);
+        if (x->streams) fps_put(x, result + i, own + i, bytes);
+        for (int j = 0; j < x->size; j++) parts[j] += bytes;
+    }
 }
 
 /* Reduce what the others have written at `place` of their blocks with this rank's own tensor. */
@@ -173,10 +220,12 @@ static void fps_block_read(const fps_exchange *x, const fps_collective *c, uint6
     switch (c->kind) {
     case FPS_ALL_REDUCE: {
         const int64_t begin = fps_reduced_span(x, c, number, 0).offset;
+        const int64_t ahead = (int64_t)(c->written - number) * c->piece * x->size;
         for (int step = 1; step < x->size; step++) {
             const int j = (x->rank + step) % x->size;
             const fps_span part = fps_reduced_span(x, c, number, j);
-            memcpy(c->outputs[0] + part.offset, fps_block_of(x, j, number) + (part.offset - begin), (size_t)part.bytes);
+            fps_copy(c->outputs[0] + part.offset, fps_block_of(x, j, number) + (part.offset - begin), part.bytes,
+                     c->inputs[0] + part.offset + ahead);
         }
         break;
     }
@@ -300,12 +349,12 @@ static inline int fps_has_failed_rank(const fps_exchange *x) {
     return 0;
 }
 
-/* Go on with a collective until it is done, or until this rank has slept for a slice of time without an event. FPS_WAITING may
+/* Go on with a collective until this rank has read all blocks below `end`, or until this rank has slept for a slice of time without an event. FPS_WAITING may
  * come earlier, if a rank has failed. `other`: the rank that this one waits for, or that is in another collective. */
-static int fps_exchange_advance(const fps_exchange *x, fps_collective *c, int64_t slice_ns, int *other) {
+static int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other) {
     fps_rank *own = &x->ranks[x->rank];
     int tries = 0;
-    while (c->read < c->end) {
+    while (c->read < end) {
         int stage = fps_next_stage(x, c, other);
         if (stage >= 0) {
             fps_enter(x, c, stage);

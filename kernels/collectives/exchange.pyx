@@ -10,7 +10,7 @@ import os
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from fastps.kernels.base.atomics cimport fps_block_load, fps_state_acquire
+from fastps.kernels.base.atomics cimport fps_block_load, fps_counter_get, fps_counter_set, fps_state_acquire
 from fastps.kernels.update import fold
 
 cdef extern from "collectives/exchange.h" nogil:
@@ -68,6 +68,7 @@ cdef extern from "collectives/exchange.h" nogil:
         uint64_t read
         uint32_t state
         uint32_t process_id
+        int64_t streams
         fps_collective_words words[8]
         char message[512]
 
@@ -79,6 +80,7 @@ cdef extern from "collectives/exchange.h" nogil:
         int depth
         int spins
         int yields
+        int streams
         int64_t block_bytes
         uint64_t next
 
@@ -99,7 +101,7 @@ cdef extern from "collectives/exchange.h" nogil:
         char *outputs[64]
 
     int64_t fps_exchange_bytes(int size, int depth, int64_t block_bytes)
-    int fps_exchange_advance(const fps_exchange *x, fps_collective *c, int64_t slice_ns, int *other)
+    int fps_exchange_advance(const fps_exchange *x, fps_collective *c, uint64_t end, int64_t slice_ns, int *other)
     void fps_exchange_end(const fps_exchange *x, uint32_t state, const char *message)
 
 ELEMENTS = {
@@ -142,6 +144,7 @@ NO_REDUCTION = 255
 SMALL_BYTES = 16384  # up to this many bytes over all ranks, every rank of an all-reduce reduces everything itself
 # Collectives are cut into at least so many blocks, so that their stages overlap, but not into shorter ones than this.
 PIECES = 4
+STREAMED_BYTES = 1 << 18  # collectives of at least this size may write their blocks past the caches
 LEAST_PIECE = 16384
 
 _KIND_NAMES = {number: name for name, number in KINDS.items()} | {FPS_ALL_REDUCE_SMALL: "all_reduce"}
@@ -284,6 +287,7 @@ cdef class Exchange:
         each = c.piece * (x.size if kind == FPS_ALL_REDUCE else 1)
         blocks = max(1, (bytes + each - 1) // each)
         c.kind, c.root, c.bytes = kind, root, bytes
+        x.streams = bytes >= STREAMED_BYTES and fps_counter_get(&x.ranks[0].streams)
         c.words.what = kind | element << 8 | reduction << 16 | <uint64_t> root << 24
         c.words.bytes = bytes
         c.first = c.written = c.reduced = c.read = x.next
@@ -293,12 +297,20 @@ cdef class Exchange:
         for j in range(len(outputs)):
             c.outputs[j] = <char *> <uintptr_t> outputs[j]
 
-    def advance(self, int64_t slice_ns):
-        """Go on with the collective. Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or
-        DIFFERS if rank `other` is in another collective."""
+    def set_streams(self, bint streams):
+        """On rank 0: let later large collectives of all ranks write their blocks past the caches, or not."""
+        fps_counter_set(&self.exchange.ranks[0].streams, streams)
+
+    def advance(self, int64_t slice_ns, bint first=False):
+        """Go on with the collective, or with its first block alone.
+
+        Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or DIFFERS if rank `other` is in another
+        collective.
+        """
         cdef int status
+        cdef uint64_t end = self.collective.first + 1 if first else self.collective.end
         with nogil:
-            status = fps_exchange_advance(&self.exchange, &self.collective, slice_ns, &self._other)
+            status = fps_exchange_advance(&self.exchange, &self.collective, end, slice_ns, &self._other)
         return status
 
     @property

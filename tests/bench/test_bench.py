@@ -100,7 +100,10 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, collectives, nodes, all; found 'nothing'"),
+        (
+            ["nothing"],
+            "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, collectives, nodes, all; found 'nothing'",
+        ),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),
