@@ -5,7 +5,8 @@ times as fast. A virtual machine may move from one case to the other. Rank 0 cho
 """
 
 _TRIAL = 3  # collectives in a row; only the last counts, because other ranks may have begun with the kind before
-_BETWEEN = 60  # collectives from one trial of the kind that is not chosen to the next
+_BETWEEN, _LEAST_BETWEEN = 40, 8  # collectives from one trial of the kind that is not chosen to the next
+_SLOWER = 1.5  # times the mean: a collective that takes so long ends the wait for the next trial
 _NEW = 0.2  # the share of a new time in the mean of the chosen kind
 
 
@@ -37,6 +38,8 @@ class StoreChoice:
     def note(self, time_per_byte: float) -> None:
         """The time of the collective that used the kind last returned."""
         if not self._is_trial:
+            if time_per_byte > _SLOWER * self._times[self._kind] and self._left <= _BETWEEN - _LEAST_BETWEEN:
+                self._left, self._times[self._kind] = 0, time_per_byte
             self._times[self._kind] += _NEW * (time_per_byte - self._times[self._kind])
         elif self._left == 0:
             self._times[self._kind] = time_per_byte
