@@ -38,7 +38,7 @@ LEVEL = "-O2"
 # kernels` 4.0 for the fold and 3.1 for its roofline; `fastps bench scheduler` with 16 and 1,000 workers 1.07, or 1.01 if only
 # the scheduler state is at -O3. Nothing else gains: `fastps bench sim` 0.97 to 1.00, and in `fastps bench lane` a post takes
 # 2.0 to 2.2 times its roofline at either level.
-LEVELS = {"update.fold": "-O3", "baseline.roofline": "-O3", "scheduling.state": "-O3"}
+LEVELS = {"update.fold": "-O3", "baseline.roofline": "-O3", "scheduling.state": "-O3", "collectives.exchange": "-O3"}
 
 
 def stage_cimports() -> str:

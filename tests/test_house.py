@@ -15,6 +15,7 @@ ROOMS = {
     "fastps/integrations/lightning": "tests/integrations/test_lightning.py",  # a Trainer uses all of them
     "fastps/reproduce": "tests/reproduce/test_reproduce.py",  # tables of the papers' rows, and what runs them
     "fastps/tracing": "tests/tracing/test_trace.py",  # what one part writes, another reads
+    "fastps/collectives": "tests/collectives/test_process_group.py",  # parts of one process group
     "kernels/scheduling": "tests/kernels/scheduling/test_scheduler.py",  # parts of one scheduler, compared with its oracles
     "kernels/chaos": "tests/crash/test_chaos.py",  # in the failpoint build alone
 }

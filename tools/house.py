@@ -24,6 +24,7 @@ KERNELS = {
     "scheduling": {"base"},
     "update": {"base"},
     "tensors": set(),
+    "collectives": {"base", "update"},
     "shm": {"base", "scheduling", "update"},
     "protocol": {"base", "scheduling", "update", "shm"},
     "cuda": {"update"},

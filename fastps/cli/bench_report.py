@@ -106,6 +106,18 @@ BENCHMARKS: dict[str, tuple[str, Columns]] = {
             "CPU s/GB": _ratio("cpu_s_per_gb"),
         },
     ),
+    "collectives": (
+        "one all-reduce, and one forward and backward under DDP; bound: the limit, one pass over each process's own tensor",
+        {
+            "operation": lambda row: row["kind"],
+            "side": lambda row: row["name"],
+            **_SIZES,
+            **_TIMES,
+            **_RATIO,
+            "least ratio": _ratio("ratio_min"),
+            "most ratio": _ratio("ratio_max"),
+        },
+    ),
     "train": (
         "one step of training; bound: none is known, but single is one process with all cores and the batches of all",
         {
@@ -162,7 +174,20 @@ _WIDE = (
     "least ratio",
     "most ratio",
 )  # columns that a narrow terminal does without
-_TEXTS = ("optimizer", "kernel", "beside", "figure", "sync", "fold/grant", "surroundings", "side", "link", "model", "backend")
+_TEXTS = (
+    "optimizer",
+    "kernel",
+    "beside",
+    "figure",
+    "sync",
+    "fold/grant",
+    "surroundings",
+    "side",
+    "link",
+    "model",
+    "backend",
+    "operation",
+)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, Rows]:

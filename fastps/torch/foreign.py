@@ -13,19 +13,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fastps.errors import UnsupportedError
+from fastps.torch import ddp_hook
 
 _untraced: list[str] = []  # the packages that torch.compile was told not to trace
 _SPARSE_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _CURE = (
     "pass the bare module to both, and let nothing else average: under Accelerate, Lightning or the Trainer start with"
-    " `fastps run --env fastps`, which shows them no process group to join"
+    " `fastps run --env fastps`, which shows them no process group to join; DistributedDataParallel averages nothing with"
+    " register_comm_hook(None, fastps.push_hook)"
 )
 
 
 def check_model(model: torch.nn.Module | None) -> None:
     """Raise UnsupportedError for a model whose wrapper averages gradients or shards parameters."""
     wrapper = None if model is None else _wrapper_of(model)
-    if wrapper is not None:
+    if model is not None and wrapper is not None and not ddp_hook.pushes(model):
         raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
 
 
@@ -81,12 +83,31 @@ def check_not_averaged(tensors: Sequence[torch.Tensor]) -> None:
     own = {id(tensor) for tensor in tensors}
     for module in _objects_of((torch.nn.Module,)):
         wrapper = _wrapper_of(module)
-        if wrapper is not None and any(id(parameter) in own for parameter in module.parameters()):
+        if wrapper is None or not any(id(parameter) in own for parameter in module.parameters()):
+            continue
+        if ddp_hook.pushes(module):
+            _check_pushing(module, own)
+        else:
             raise UnsupportedError(
                 f"these parameters are inside {wrapper}, which averages their gradients over"
                 f" {torch.distributed.get_world_size()} processes before each push: every gradient would be counted once a"
                 f" worker; {_CURE}"
             )
+
+
+def _check_pushing(wrapper: torch.nn.Module, own: set[int]) -> None:
+    """Raise UnsupportedError if a DDP wrapper whose hook pushes has parameters that no push carries, or broadcasts buffers."""
+    for name, parameter in wrapper.named_parameters():
+        if parameter.requires_grad and id(parameter) not in own:
+            raise UnsupportedError(
+                f"parameter {name!r} of the DistributedDataParallel model is not in the optimizer, and fastps.push_hook"
+                " averages nothing: every worker would train it alone; give the optimizer all parameters, or freeze this one"
+            )
+    if getattr(wrapper, "broadcast_buffers", False) and next(wrapper.buffers(), None) is not None:
+        raise UnsupportedError(
+            "the DistributedDataParallel model broadcasts its buffers in each forward, so every worker waits for all others:"
+            " construct it with broadcast_buffers=False; model= of the optimizer averages buffers"
+        )
 
 
 def _wrapper_of(module: torch.nn.Module) -> str | None:

@@ -19,15 +19,18 @@
  *   [HELP]     lane.helping   helper   -> combiner       that chunks may be in this lane's hands; 0: and what it wrote
  *   [CHUNK]    work.done      helper   -> combiner       a chunk's results; one that is missing is folded again
  *   [UNDO]     undo.bytes     combiner -> next combiner  the old words of rows, before a fold writes these rows in place
+ *   [BLOCK]    rank.written,  rank     -> other ranks    blocks of a collective that a rank has written, reduced or read;
+ *              .reduced, .read                           paired with rank.sleeping, see below
  *   [USERS]    mapping.users  user     -> last user      that a view or tensor of this process's mapping is used no more
  *
- * Four places need more than acquire and release, because each side writes one word and then reads the other's:
+ * Five places need more than acquire and release, because each side writes one word and then reads the other's:
  *   pin and commit: the reader exchanges its pin and then re-reads commit; the combiner flips commit and later reads the pins.
  *   ready and commit: a reader raises ready, pins and then reads commit; the combiner flips commit and later reads ready.
  *   sleeping and event: the sleeper sets sleeping and then re-reads event; the combiner adds to event and then reads sleeping.
  *   wanted and commit: a reader lowers wanted and then reads commit; the combiner flips commit and then reads wanted.
- * All these operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no standalone
- * fence anywhere: ThreadSanitizer cannot model one.
+ *   sleeping and blocks: the sleeper sets sleeping and re-reads the counts; a rank exchanges its count and reads sleeping.
+ * All these operations are seq_cst read-modify-writes or loads, so at least one side sees the other. There is no
+ * standalone fence anywhere: ThreadSanitizer cannot model one.
  *
  * A build with FASTPS_HOOKS=1 runs a failpoint before each access, which a test uses to count, to die at the n-th store, or to
  * let a seeded scheduler run another worker. A build with FASTPS_DEBUG=1 checks FPS_ASSERT. */
@@ -279,8 +282,8 @@ static inline void fps_yield(void) {
 }
 
 /* -- [UNDO] ------------------------------------------------------------------------------------------------------------ */
-/* Publishes to the combiner that recovers this one's lock: the logged rows below. A full barrier, and not a release: the rows are
- * written only after the count, too. */
+/* Publishes to the combiner that recovers this one's lock: the logged rows below. A full barrier, and not a release: the rows
+ * are written only after the count, too. */
 static inline void fps_undo_publish(uint64_t *bytes, uint64_t value) {
     fps_failpoint_store();
     (void)__atomic_exchange_n(bytes, value, __ATOMIC_SEQ_CST);
@@ -293,6 +296,18 @@ static inline uint64_t fps_undo_load(const uint64_t *bytes) {
 static inline uint64_t fps_undo_reserve(uint64_t *reserved, uint64_t bytes) {
     fps_failpoint_store();
     return __atomic_fetch_add(reserved, bytes, __ATOMIC_RELAXED);
+}
+
+/* -- [BLOCK] ----------------------------------------------------------------------------------------------------------- */
+/* Publishes to the other ranks: the blocks below `value` that this rank has written or reduced; or that it has read them, so
+ * that their memory may be written again. */
+static inline void fps_block_publish(uint64_t *count, uint64_t value) {
+    fps_failpoint_store();
+    (void)__atomic_exchange_n(count, value, __ATOMIC_SEQ_CST);
+}
+static inline uint64_t fps_block_load(const uint64_t *count) {
+    fps_failpoint_load();
+    return __atomic_load_n(count, __ATOMIC_SEQ_CST);
 }
 
 /* -- [USERS]: within one process, so no failpoint ------------------------------------------------------------------------ */

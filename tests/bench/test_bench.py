@@ -45,6 +45,7 @@ KEYS = {
     }
     | SECONDS,
     "weight transport": {"name", "parameters", "seconds_from_sight", "ratio", "mixed_looks", "looks"} | SECONDS,
+    "collectives": {"name", "kind", "workers", "parameters", "ratio", "ratio_min", "ratio_max"} | SECONDS,
     "train": {"name", "sync", "model", "workers", "parameters", "steps_per_s", "ratio", "loss_first", "loss_last"} | SECONDS,
 }
 
@@ -89,6 +90,7 @@ def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> No
         ("loop", "push"),
     }
     assert names["readers"] == {"none", "wait", "no pause", "only busy", "no pause, idle", "stopped"}
+    assert names["collectives"] == {"fastps", "limit", "gloo"}
     assert names["weight transport"] == {"fastps", "fastps, wait()", "in place"}
     trained = [row for row in rows if row["bench"] == "train"]
     assert {row["model"] for row in trained} == {"cnn", "mlp"}
@@ -109,7 +111,10 @@ def test_peers_are_measured_or_missing_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "expected one of kernels, lane, scheduler, sim, step, rows, train, readers, nodes, all; found 'nothing'"),
+        (
+            ["nothing"],
+            "rows, train, readers, collectives, nodes, all; found 'nothing'",
+        ),
         (["step", "--against", "gloo,spark"], "--against: expected some of"),
         (["step", "--workers", "two"], "--workers: expected whole numbers"),
         (["kernels", "--repeats", "0"], "--repeats: expected at least 1"),

@@ -299,12 +299,16 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 )
 def bench(
     what: Annotated[
-        str, typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers or all; nodes, as root.")
+        str,
+        typer.Argument(help="kernels, lane, scheduler, sim, step, rows, train, readers, collectives or all; nodes, as root."),
     ] = "all",
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes: shows that all runs, and measures nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Repeats of each figure; medians are shown.")] = 7,
     workers: Annotated[
-        str, typer.Option("--workers", "-n", metavar="N,...", help="Numbers of workers of a step and of a training.")
+        str,
+        typer.Option(
+            "--workers", "--processes", "-n", metavar="N,...", help="Numbers of workers of a step, a training and a collective."
+        ),
     ] = "2,4",
     parameters: Annotated[str, typer.Option(metavar="N,...", help="Sizes of kernels and steps.")] = "25e3,1e6,25e6",
     against: Annotated[str | None, typer.Option(help=AGAINST_HELP)] = None,

@@ -1,0 +1,320 @@
+"""The process group that `torch.distributed.init_process_group("fastps")` makes: torch's methods over one `Group`.
+
+torch's Python functions and its C++ code (DistributedDataParallel) call these methods. The class derives from ProcessGroup
+because torch lets no Python class derive from Backend. Methods have the names of torch 2.6 and, where torch renamed them, both
+names.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import AllreduceOptions, BarrierOptions, BroadcastOptions, ProcessGroup, ReduceOp
+
+from fastps.collectives import tensors as of
+from fastps.collectives.group import Collective, Group
+from fastps.collectives.meeting import KeyStore
+from fastps.collectives.works import GroupWork, Sequencer
+from fastps.errors import UnsupportedError
+from fastps.kernels.collectives.exchange import KINDS, NO_REDUCTION
+
+Tensors = list[torch.Tensor]
+
+
+def _nanoseconds(timeout: timedelta) -> int:
+    return int(timeout.total_seconds() * 1e9)
+
+
+_Base: Any = ProcessGroup  # torch states overloads of which it calls one, and other names for arguments
+
+
+class SharedMemoryProcessGroup(_Base):  # type: ignore[misc]
+    """A process group of ranks on one machine. `create` makes one for torch.
+
+    A collective that torch calls with async_op=False runs in the calling thread, any other in a thread of the group, in order.
+    Errors: UnsupportedError for tensors, types and operations that it does not take; the rest as `Group.run`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group.rank, group.size)
+        self._group = group
+        self._sequencer = Sequencer("fastps-collectives")
+        self._name: Any = ""
+        self._desc = ""
+
+    # -- what torch asks about a group
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._group.size
+
+    def rank(self) -> int:
+        """This process's rank in this group."""
+        return self._group.rank
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "fastps"
+
+    getBackendName = _get_backend_name = name  # noqa: N815  (torch's name)
+
+    def _set_group_name(self, name: Any) -> None:
+        self._name = name
+        super()._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+        super()._set_group_desc(desc)
+
+    @property
+    def group_name(self) -> Any:
+        """The name under which torch knows the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says about the group."""
+        return self._desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of later collectives."""
+        self._group.timeout_ns = _nanoseconds(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Wait for pending collectives, and leave the group: `destroy_process_group` calls it."""
+        self._sequencer.drain()
+        self._group.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: the other ranks get an error."""
+        self._group.fail("called abort")
+        self._sequencer.cancel(UnsupportedError("the process group was aborted"))
+        self.shutdown()
+
+    # -- collectives
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Reduce a tensor over all ranks, in place."""
+        return self.allreduce_coalesced(tensors, AllreduceOptions() if opts is None else opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Reduce several tensors."""
+        opts = AllreduceOptions() if opts is None else opts
+        memory = of.Memory("all_reduce")
+        steps = []
+        for tensor in tensors:
+            here = memory.written(tensor)
+            element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "all_reduce")
+            address = [here.data_ptr()]
+            steps.append(Collective(KINDS["all_reduce"], element, reduction, 0, here.nbytes, address, address))
+        return self._begin(steps, memory, opts, list(tensors))
+
+    def reduce(self, tensors: Tensors, opts: Any) -> GroupWork:
+        """Reduce a tensor to one rank."""
+        memory = of.Memory("reduce")
+        (tensor,) = tensors
+        is_root = self.rank() == opts.rootRank
+        here = memory.written(tensor) if is_root else memory.read(tensor)
+        element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "reduce")
+        address = [here.data_ptr()]
+        outputs = address if is_root else []
+        step = Collective(KINDS["reduce"], element, reduction, opts.rootRank, here.nbytes, address, outputs)
+        return self._begin([step], memory, opts, tensors)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Copy a tensor from one rank to all."""
+        opts = BroadcastOptions() if opts is None else opts
+        memory = of.Memory("broadcast")
+        (tensor,) = tensors
+        is_root = self.rank() == opts.rootRank
+        here = memory.read(tensor) if is_root else memory.written(tensor)
+        element = of.moved_element(here.dtype, "broadcast")
+        address = [here.data_ptr()]
+        step = Collective(KINDS["broadcast"], element, NO_REDUCTION, opts.rootRank, here.nbytes, address, address)
+        return self._begin([step], memory, opts, tensors)
+
+    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Copy each rank's tensor to all ranks, a tensor for each rank."""
+        memory = of.Memory("all_gather")
+        steps = [self._all_gather(memory, outs, each) for outs, each in zip(output_tensors, input_tensors, strict=True)]
+        return self._begin(steps, memory, opts, output_tensors)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+        """Copy each rank's tensor to all ranks, into one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        """`all_gather_single` of several tensors."""
+        memory = of.Memory("all_gather")
+        steps = [
+            self._all_gather(memory, self._parts(memory.written(out), each, "all_gather"), each)
+            for out, each in zip(outputs, inputs, strict=True)
+        ]
+        return self._begin(steps, memory, opts, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> GroupWork:
+        """Copy each rank's tensor to one rank."""
+        memory = of.Memory("gather")
+        (tensor,) = input_tensors
+        here = memory.read(tensor)
+        outputs = []
+        if self.rank() == opts.rootRank:
+            of.same_size(output_tensors[0], here, "gather")
+            outputs = [memory.written(each).data_ptr() for each in output_tensors[0]]
+        element = of.moved_element(here.dtype, "gather")
+        step = Collective(KINDS["gather"], element, NO_REDUCTION, opts.rootRank, here.nbytes, [here.data_ptr()], outputs)
+        return self._begin([step], memory, opts, output_tensors)
+
+    def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
+        """Copy a tensor of one rank to each rank."""
+        memory = of.Memory("scatter")
+        (tensor,) = output_tensors
+        here = memory.written(tensor)
+        inputs = []
+        if self.rank() == opts.rootRank:
+            of.same_size(input_tensors[0], here, "scatter")
+            inputs = [memory.read(each).data_ptr() for each in input_tensors[0]]
+        element = of.moved_element(here.dtype, "scatter")
+        step = Collective(KINDS["scatter"], element, NO_REDUCTION, opts.rootRank, here.nbytes, inputs, [here.data_ptr()])
+        return self._begin([step], memory, opts, output_tensors)
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> GroupWork:
+        """Reduce a tensor for each rank, and give it to this rank."""
+        memory = of.Memory("reduce_scatter")
+        steps = [self._reduce_scatter(memory, out, ins, opts) for out, ins in zip(output_tensors, input_tensors, strict=True)]
+        return self._begin(steps, memory, opts, output_tensors)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> GroupWork:
+        """`reduce_scatter` of one tensor, which holds the parts of all ranks."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> GroupWork:
+        """`reduce_scatter_single` of several tensors."""
+        memory = of.Memory("reduce_scatter")
+        steps = [
+            self._reduce_scatter(memory, out, self._parts(memory.read(each), out, "reduce_scatter"), opts)
+            for out, each in zip(outputs, inputs, strict=True)
+        ]
+        return self._begin(steps, memory, opts, outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Give each rank a tensor; all have one size."""
+        memory = of.Memory("all_to_all")
+        of.same_size([*output_tensors, *input_tensors], input_tensors[0], "all_to_all")
+        inputs = [memory.read(each).data_ptr() for each in input_tensors]
+        outputs = [memory.written(each).data_ptr() for each in output_tensors]
+        element = of.moved_element(input_tensors[0].dtype, "all_to_all")
+        step = Collective(KINDS["all_to_all"], element, NO_REDUCTION, 0, input_tensors[0].nbytes, inputs, outputs)
+        return self._begin([step], memory, opts, output_tensors)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:
+        """`alltoall` of the parts of one tensor, which are equal."""
+        if len({*output_split_sizes, *input_split_sizes}) > 1:
+            raise UnsupportedError("all_to_all of the backend fastps takes equal parts, found split sizes that differ")
+        memory = of.Memory("all_to_all")
+        out, here = memory.written(output), memory.read(input)
+        if out.numel() != here.numel() or out.dtype != here.dtype or here.numel() % self.size():
+            raise UnsupportedError(
+                f"all_to_all of the backend fastps takes tensors of {self.size()} equal parts, found {here.numel()} elements of"
+                f" {here.dtype} and {out.numel()} of {out.dtype}"
+            )
+        each = here.nbytes // self.size()
+        inputs, outputs = ([tensor.data_ptr() + each * rank for rank in range(self.size())] for tensor in (here, out))
+        element = of.moved_element(here.dtype, "all_to_all")
+        step = Collective(KINDS["all_to_all"], element, NO_REDUCTION, 0, each, inputs, outputs)
+        return self._begin([step], memory, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        """Wait until all ranks are here."""
+        step = Collective(KINDS["barrier"], 255, NO_REDUCTION, 0, 0, [], [])
+        return self._begin([step], of.Memory("barrier"), BarrierOptions() if opts is None else opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """`barrier`; its errors name the rank that is missing."""
+        opts = BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        opts.asyncOp = False
+        self.barrier(opts).wait()
+
+    def send(self, *_: Any) -> NoReturn:
+        """Not there."""
+        raise UnsupportedError(
+            "the backend fastps has no send and recv: use a group of gloo for them (new_group(backend='gloo'))"
+        )
+
+    recv = recv_anysource = send
+
+    # -- how they run
+
+    def _all_gather(self, memory: of.Memory, outputs: Tensors, tensor: torch.Tensor) -> Collective:
+        here = memory.read(tensor)
+        if len(outputs) != self.size():
+            raise UnsupportedError(f"all_gather takes {self.size()} tensors for the results, found {len(outputs)}")
+        of.same_size(outputs, here, "all_gather")
+        addresses = [memory.written(each).data_ptr() for each in outputs]
+        element = of.moved_element(here.dtype, "all_gather")
+        return Collective(KINDS["all_gather"], element, NO_REDUCTION, 0, here.nbytes, [here.data_ptr()], addresses)
+
+    def _reduce_scatter(self, memory: of.Memory, output: torch.Tensor, inputs: Tensors, opts: Any) -> Collective:
+        if len(inputs) != self.size():
+            raise UnsupportedError(f"reduce_scatter takes {self.size()} tensors, found {len(inputs)}")
+        of.same_size(inputs, output, "reduce_scatter")
+        here = memory.written(output)
+        addresses = [memory.read(each).data_ptr() for each in inputs]
+        element, reduction = of.reduction_of(opts.reduceOp, here.dtype, "reduce_scatter")
+        return Collective(KINDS["reduce_scatter"], element, reduction, 0, here.nbytes, addresses, [here.data_ptr()])
+
+    def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Tensors:
+        """The parts of all ranks of a contiguous tensor."""
+        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+            raise UnsupportedError(
+                f"{what} takes one tensor that is {self.size()} times as large as the other, found {whole.numel():,} of"
+                f" {whole.dtype} and {part.numel():,} of {part.dtype}"
+            )
+        return list(whole.view(-1).chunk(self.size())) if part.numel() else [whole.view(-1)] * self.size()
+
+    def _begin(self, steps: list[Collective], memory: of.Memory, opts: Any, result: list[Any]) -> GroupWork:
+        timeout = getattr(opts, "timeout", None)
+        timeout_ns = _nanoseconds(timeout) if timeout is not None and timeout > timedelta() else None
+        group = self._group
+
+        def calls() -> list[Callable[[], None]]:
+            return [lambda step=step: group.run(step, timeout_ns) for step in steps]  # type: ignore[misc]
+
+        work = GroupWork(result, memory.keeps, memory.finish())
+        return self._sequencer.give(work, calls(), at_once=not getattr(opts, "asyncOp", True))
+
+
+def create(store: KeyStore, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
+    """The creator that `torch.distributed.Backend.register_backend` calls, on every rank of a new group."""
+    return SharedMemoryProcessGroup(Group(store, rank, size, _nanoseconds(timeout)))
+
+
+__all__ = ["ReduceOp", "SharedMemoryProcessGroup", "create"]

@@ -1,0 +1,180 @@
+"""Works: what a collective returns, and the thread that runs collectives that the caller does not wait for.
+
+torch's C++ code (DistributedDataParallel) takes a work's future, Python code calls `wait`. An error of the collective is
+raised by both.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from fastps.errors import TimeoutExceededError, UsageError
+
+_NO_TIMEOUT = timedelta(milliseconds=0)  # torch's default argument of Work.wait
+
+
+class GroupWork(Work):
+    """A collective that runs, or has run. `result` is what its future gives: a list of tensors."""
+
+    def __init__(self, result: list[Any], keeps: Any = None, finish: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._result = result
+        self._keeps = keeps  # memory that the collective reads and writes
+        self._finish = finish  # copies results into tensors that are not contiguous
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+        self._lock = threading.Lock()
+        self._first: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def run(self, steps: list[Callable[[], None]]) -> None:
+        """Run the steps of the collective, and finish, with the error if one raises one. Interruptions go on to the caller."""
+        try:
+            for step in steps:
+                step()
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._end(None)
+
+    def cancel(self, error: BaseException) -> None:
+        """Finish with an error, without having run."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._keeps = self._finish = None
+            self._is_done.set()
+            first = self._first
+        if first is not None:
+            first.set_result(None)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the collective is done, and raise its error. Ctrl-C ends the wait."""
+        seconds = timeout.total_seconds()
+        if not self._is_done.wait(seconds if seconds > 0 else None):
+            raise TimeoutExceededError(f"a collective took longer than the {seconds:g} s that Work.wait was given; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """The same as `wait`: a tensor on the CPU has no stream."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done, with or without an error."""
+        return self._is_done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it is done without an error."""
+        return self._is_done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Its error."""
+        return self._error
+
+    def result(self) -> list[Any]:
+        """The tensors, once it is done."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of tensors; it raises the error of the collective, as a RuntimeError where C++ code asks."""
+        with self._lock:
+            if self._future is None:
+                self._first = torch.futures.Future()
+                # Only what a callback raises is an error for C++ code, too: Future.set_exception stores a value.
+                self._future = self._first.then(self._outcome)
+                is_new = self._is_done.is_set()
+            else:
+                is_new = False
+        if is_new and self._first is not None:
+            self._first.set_result(None)
+        assert self._future is not None
+        return self._future
+
+    def _outcome(self, _first: torch.futures.Future[Any]) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Sequencer:
+    """Runs works in the order in which they are given: at once where the caller waits and none is pending, else in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending: deque[tuple[GroupWork, list[Callable[[], None]]]] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = False  # a work runs
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def give(self, work: GroupWork, steps: list[Callable[[], None]], *, at_once: bool) -> GroupWork:
+        """Run the work, or let the thread run it. `at_once`: the caller waits for it next."""
+        with self._changed:
+            if self._is_closed:
+                raise UsageError("expected an open process group, found that it was destroyed; call init_process_group again")
+            at_once = at_once and not self._is_busy and not self._pending
+            if at_once:
+                self._is_busy = True
+            else:
+                self._pending.append((work, steps))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+        if at_once:
+            try:
+                work.run(steps)
+            finally:
+                self._set_idle()
+        return work
+
+    def drain(self) -> None:
+        """Wait until no work is pending or runs, then end the thread. May be called twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def cancel(self, error: BaseException) -> None:
+        """Finish all pending works with an error."""
+        with self._changed:
+            pending = list(self._pending)
+            self._pending.clear()
+            self._is_closed = True
+            self._changed.notify_all()
+        for work, _ in pending:
+            work.cancel(error)
+
+    def _set_idle(self) -> None:
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: (self._pending and not self._is_busy) or (self._is_closed and not self._pending))
+                if not self._pending:
+                    return
+                work, steps = self._pending.popleft()
+                self._is_busy = True
+            try:
+                work.run(steps)
+            finally:
+                del work, steps
+                self._set_idle()
