@@ -304,8 +304,8 @@ cdef class Exchange:
     def advance(self, int64_t slice_ns, bint first=False):
         """Go on with the collective, or with its first block alone.
 
-        Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or DIFFERS if rank `other` is in another
-        collective.
+        Return DONE; WAITING after `slice_ns` without progress, or if a rank has failed; or DIFFERS if rank `other` is in
+        another collective.
         """
         cdef int status
         cdef uint64_t end = self.collective.first + 1 if first else self.collective.end
