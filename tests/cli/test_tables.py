@@ -34,7 +34,7 @@ BENCH = {
     **{"steps_per_s": 1234.5, "ratio": 12.34, "backward_s": 0.5, "optimizer": "sparse-adam", "batch_size": 50_000},
     **{"readers": 8, "updates": 12_345, "cpu_seconds_median": 0.0123456, "seconds_from_sight": 0.0123456, "looks": 300},
     **dict.fromkeys(("ratio_min", "ratio_max", "cpu_ratio"), 12.34),
-    **{"mixed_looks": 134},
+    **{"mixed_looks": 134, "kind": "all_reduce", "readers_cpu_seconds": 0.0123456},
     **{"bytes_ratio": 1.023, "packet_bytes_ratio": 1.047, "cpu_s_per_gb": 1.234},
 }
 LOOK = Look(
