@@ -90,7 +90,7 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, bo
 
 
 class Attendance:
-    """Who has come to a meeting, and who waits for a push of a worker that has."""
+    """The workers that have come to a meeting, and those that wait for a push of one that has."""
 
     def __init__(self, workers: Collection[Worker], board: Board, clock: Clock) -> None:
         self._jobs = [_Job(worker, clock) for worker in workers]

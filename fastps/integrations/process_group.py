@@ -20,7 +20,7 @@ from fastps.job.nodes import nodes_of_environment
 from fastps.network.gloo import reason_of
 from fastps.system.clock import SYSTEM_CLOCK
 
-BACKEND = "fastps"
+BACKEND = "fastps_job"  # "fastps" is the backend of fastps.collectives, whose waits keep no job going
 PORT_VARIABLE = "FASTPS_GROUP_PORT"
 _MORE_S = 30.0  # Gloo's own timeout comes after the store's, which names the workers
 _NAMED_NS = 1_000_000_000  # how long after a lost connection the store may take to name the lost worker

@@ -13,7 +13,7 @@ from fastps.integrations import process_group
 
 assert process_group.begin() and process_group.begin()
 rank, size = distributed.get_rank(), distributed.get_world_size()
-assert size == 2 and distributed.get_backend() == "fastps"
+assert size == 2 and distributed.get_backend() == "fastps_job"
 own = torch.tensor([float(rank)])
 found = [torch.zeros(1), torch.zeros(1)]
 distributed.all_gather(found, own)

@@ -1,6 +1,6 @@
 """What a step costs in Accelerate's loop and in the Trainer, beside the same step in a loop of one's own.
 
-    python -P -m fastps.bench.frameworks.hugging_face [--rounds 7] [--steps 300] [--json FILE]
+    python -P -m fastps.bench.integrations.hugging_face [--rounds 7] [--steps 300] [--json FILE]
 
 The model is small, so that a step is nearly all overhead. One process runs blocks of each loop in turn. A figure is the median
 over the rounds of a block's CPU time a step, which other work on the machine hardly moves; its wall time stands beside it. With
