@@ -328,7 +328,8 @@ def test_workers_of_two_nodes_train_over_the_network_and_start_anew_after_a_deat
     scaling = {"resources_per_worker": {"CPU": 0.5}}
     assert _fit(loop, tmp_path, workers=4, failures=1, scaling=scaling).return_value == (2, 4, 2, 20)
     assert (tmp_path / "killed").exists()
-    left = [each.cmdline() for each in psutil.process_iter() if "fastps.network.agent" in each.cmdline()]
+    commands = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]  # None of one that has ended
+    left = [command for command in commands if "fastps.network.agent" in command]
     assert not left, "the agents of both groups have ended"
 
 
