@@ -320,7 +320,7 @@ cdef class Commit:
         self.wakes_readers = True
 
     cdef void wake(self) noexcept nogil:
-        """Wake the queued workers and readers after the lock is released: every lane would wait for a system call under the lock."""
+        """Wake the queued workers and readers after the lock is released: every lane would wait for a system call under it."""
         cdef uint32_t i
         for i in range(self.n_to_wake):
             fps_event_wake(&self.arena.lane(self.to_wake[i]).event)
