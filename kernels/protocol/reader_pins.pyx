@@ -98,8 +98,8 @@ cdef class ReaderPins:
     cdef bint _is_there(self, uint64_t version, uint32_t *event) noexcept nogil:
         """Say that this reader is about to sleep for `version`. Returns whether it need not: the version is there.
 
-        `event` is read first: the combiner that takes this wish moves it, so no reader sleeps with a wish that nobody knows. The version
-        is read last: a combiner that has not seen the wish flipped before.
+        `event` is read first: the combiner that takes this wish moves it, so no reader sleeps with a wish that
+        nobody knows. The version is read last: a combiner that has not seen the wish flipped before.
         """
         cdef bint is_there = fps_mutant(FPS_MUTANT_LOOK_FIRST) and self._newest() >= version
         event[0] = fps_event_load(&self.arena.readers_words().event)
