@@ -128,6 +128,7 @@ MODULES = {
     "kernels/cuda/runtime": "tests/bench/test_gpu_check.py",  # needs a GPU
     "kernels/protocol/batch": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/combiner": "tests/kernels/protocol/test_lane.py",
+    "kernels/protocol/lock_word": "tests/crash/test_stop_at_every_store.py",
     "kernels/protocol/commit": "tests/kernels/protocol/test_lane.py",
     "kernels/protocol/pins": "tests/kernels/protocol/test_lane.py",
     "kernels/shm/counts": "tests/cli/test_main.py",  # help without numpy

@@ -90,5 +90,9 @@ def plan_of(seed: int) -> Plan:
         "skew_ns": rng.choice((0.0, 1e4, 1e7)),
         "policy": dict(_values_of(spec, workers)),
         "tables": seed % 3 == 2,
+        "passes": random.Random(-1 - seed).choice((0.0, 0.02, 0.2, 0.9)) if faulty else 0.0,
     }
+    # Many a combiner is stopped, and passed by. Not under R2SP, which paces its grants by the times of the steps.
+    if measures["passes"] == 0.9 and policy.grant != "round-robin":
+        measures |= {"stalls": 30, "stall": 1 / 300, "busy_factor": 100}
     return Plan(seed, spec, measures)

@@ -156,7 +156,10 @@ def _two_workers_step() -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """A job's memory in bytes. All of it is shared: an arena exists once, and all workers map it."""
+    """A job's memory in bytes. All of it is shared: an arena exists once, and all workers map it.
+
+    `spare_bytes` come on top of the total once a worker is stopped in the middle of a fold and the others go on without it.
+    """
 
     parameters: int
     workers: int
@@ -169,6 +172,7 @@ class Need:
     rule_state_bytes: int
     control_bytes: int
     total_bytes: int
+    spare_bytes: int
 
     @property
     def per_worker_bytes(self) -> int:
@@ -230,6 +234,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
         rule_state_bytes=extra_begin - slots - state_begin,
         control_bytes=weights_begin + needed - extra_begin,
         total_bytes=needed,
+        spare_bytes=sum(length for _, length in arena.spare_ranges()),
     )
 
 
@@ -247,6 +252,7 @@ def need_findings(need: Need) -> list[Finding]:
         Finding(
             "total", need.total_bytes, f"{shown_bytes(need.total_bytes)}, or {shown_bytes(need.per_worker_bytes)} a worker"
         ),
+        Finding("spare", need.spare_bytes, f"{shown_bytes(need.spare_bytes)} more, once a worker is stopped in a fold"),
         Finding("fits", str(fits).lower(), f"{verdict}; {shown_bytes(free)} are free, by the {limit}", ok=fits),
     ]
 

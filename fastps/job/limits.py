@@ -28,6 +28,7 @@ STREAMED_BYTES = 28 << 20
 # The same for a rule whose results go through a staging buffer: bytes that a fold writes, if two or more cores share the fold.
 STAGED_BYTES = 128 << 20
 DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_STALL_MS = 500  # of a fold that does not go on, before the others go on without its worker
 
 # A ring holds at most as many pushes as the lane has slots, or two pushes would name one slot. Null pushes and the last
 # descriptor, LEAVE, need places of their own.
@@ -51,6 +52,23 @@ def timeout_s(given: float | None = None) -> float:
     if not value > 0:
         raise UsageError(f"expected a timeout of more than 0 seconds (FASTPS_TIMEOUT or timeout_s), found {given or text!r}")
     return value
+
+
+def stall_ns(given_ms: float | None = None) -> int:
+    """How long a peer that holds up the others may stand still before they go on without it, in ns; 0: for ever.
+
+    The argument, else FASTPS_STALL_MS, else 500 ms. Raises UsageError for a value that is not a number of 100 or more, or 0.
+    """
+    text = os.environ.get("FASTPS_STALL_MS")
+    if given_ms is None and text is None:
+        return DEFAULT_STALL_MS * 1_000_000
+    try:
+        value = float(given_ms if given_ms is not None else text or "")
+    except ValueError:
+        value = -1.0
+    if not (value == 0 or 100 <= value < 1e9):
+        raise UsageError(f"expected a time of 100 ms or more, or 0 for none (FASTPS_STALL_MS), found {given_ms or text!r}")
+    return int(value * 1_000_000)
 
 
 def streams(layout: "Layout", helpers: int) -> bool:

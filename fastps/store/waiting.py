@@ -16,6 +16,7 @@ from fastps.kernels.protocol.lane import AWAITING, FENCED
 from fastps.kernels.protocol.worker_lane import WorkerLane
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership, Owner
+from fastps.membership.stalls import Stalls
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
 from fastps.system.deadline import Deadline
@@ -48,6 +49,11 @@ class LaneWaiter:
         self._shards = store.arena.shards
         self._responses = LateResponses(0.0, 0, 0, self._clock)
         self._combine_lock = threading.RLock()
+        self._stalls = Stalls(self.lane, store.descriptor, self._patience_ns())
+
+    def _patience_ns(self) -> int:
+        """How long a stopped peer is waited for; 0: for ever, as rows are folded in place and a device has its own order."""
+        return 0 if self.store.arena.n_tables or self.store.layout.owner_lanes else limits.stall_ns()
 
     def _make_lane(self) -> WorkerLane:
         try:
@@ -83,6 +89,7 @@ class LaneWaiter:
         while (outcome := self.lane.try_combine(self._clock.now_ns())) == AWAITING:
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
+            self._pass_by_if_stopped(now_ns)
             if deadline.is_over(now_ns):
                 raise TimeoutExceededError(
                     f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for another worker's part of a fold: that one is"
@@ -106,6 +113,18 @@ class LaneWaiter:
         """Recover the shard locks of ended owners whose successor in the lane died before it could recover them."""
         with self._combine_lock:
             self.lane.recover_stale_locks(now_ns)
+
+    def _pass_by_if_stopped(self, now_ns: int) -> None:
+        """Go on without a peer that holds up this lane because it is stopped."""
+        with self._combine_lock:
+            self._stalls.look(now_ns, self._settle)
+
+    def _combine_last(self) -> None:
+        """Combine; where this worker was passed by, try for a short time to hold the lock, to write its late counters again."""
+        self.try_combine()
+        deadline = Deadline(self._clock.now_ns(), limits.SLICE_NS)
+        while self.lane.was_passed_by() and not deadline.is_over(self._clock.now_ns()):
+            self.try_combine()
 
     def lock_shards(self) -> None:
         """Take every shard lock, in order, and keep them to copy optimizer state. Call `unlock_shards` soon after.
@@ -148,6 +167,7 @@ class LaneWaiter:
             self.try_combine()
             now_ns = self._clock.now_ns()
             self._look_if_due(now_ns)
+            self._pass_by_if_stopped(now_ns)
             deadline = deadline or Deadline(began_ns, self._timeout_ns)
             if deadline.is_over(now_ns):
                 raise TimeoutExceededError(self._timeout_text())
@@ -222,6 +242,7 @@ class LaneWaiter:
         while not (found := reached()):
             now_ns = self._clock.now_ns()
             self._membership.look(now_ns)
+            self._pass_by_if_stopped(now_ns)
             if deadline.is_over(now_ns):
                 raise TimeoutExceededError(timeout_text())
             self._clock.sleep_ns(pause_ns)

@@ -478,7 +478,7 @@ class Worker(LaneView):
         self._left = True
         self._post(KIND_LEAVE, self.lane.steps, 0, self.lane.version, 1.0, math.nan, 0)
         self.store.arena.leave(self.rank, self.generation)
-        self.try_combine()
+        self._combine_last()
 
     def _end_background(self) -> None:
         if self._background is not None:

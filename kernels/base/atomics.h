@@ -4,14 +4,15 @@
  * acquire that reads it share a label. Label, word, publisher -> reader, and what is published:
  *
  *   [TAIL]     lane.tail      producer -> combiner       the descriptors below it, and the slots that they name
- *   [HEAD]     lane.head      combiner -> producer       that slots below it were read for the last time
+ *   [HEAD]     lane.head      combiner -> producer       that slots below it were read for the last time; never goes back
  *   [LOCK]     lock           combiner -> next combiner  everything that the combiner wrote under the lock
  *   [PENDING]  lock's flag    pusher   -> combiner       the pusher's [TAIL] to a combiner that may already have read it
+ *   [ITEM]     lock           combiner -> taker          the work item, and with it which buffers the combiner writes from then on
  *   [COMMIT]   commit         combiner -> everyone       weights, rule state, record and scheduler state of one version
  *   [PIN]      lane.pin       reader   -> combiner       which buffer is being read; paired with [COMMIT], see below
  *   [READERS]  readers.ready  reader   -> combiner       how many readers' pins count, and how many buffers more there are
  *   [WANTED]   readers.wanted reader   -> combiner       the version that readers sleep for; paired with [COMMIT], see below
- *   [GRANT]    lane.granted   combiner -> worker         the permission, after the commit that earned it
+ *   [GRANT]    lane.granted   combiner -> worker         the permission, after the commit that earned it; never goes back
  *   [EVENT]    lane.event     combiner -> sleeper        the futex word; paired with lane.sleeping, see below
  *   [EVENT]    readers.event  combiner -> readers        the futex word of all readers that sleep; moves where [WANTED] is taken
  *   [STATE]    lane.state     member   -> everyone       that a worker attached, left or failed, and its message
@@ -78,10 +79,13 @@ static inline uint64_t fps_tail_acquire(const uint64_t *tail) {
 }
 
 /* -- [HEAD] ------------------------------------------------------------------------------------------------------------ */
-/* Publishes to the producer: nobody will read the descriptors below `head`, nor their slots, again. */
-static inline void fps_head_release(uint64_t *head, uint64_t value) {
+/* Publishes to the producer: nobody will fold the descriptors below `head`, nor their slots, again. A combiner that was stopped, and
+ * that another lane took the lock from, may come here late: the word keeps the higher value. */
+static inline void fps_head_raise(uint64_t *head, uint64_t value) {
+    uint64_t seen = __atomic_load_n(head, __ATOMIC_RELAXED);
     fps_failpoint_store();
-    __atomic_store_n(head, value, __ATOMIC_RELEASE);
+    if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(head, value, __ATOMIC_RELEASE);
+    while (seen < value && !__atomic_compare_exchange_n(head, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
 }
 static inline uint64_t fps_head_acquire(const uint64_t *head) {
     fps_failpoint_load();
@@ -93,7 +97,8 @@ static inline uint64_t fps_lock_load(const uint64_t *lock) {
     fps_failpoint_load();
     return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
 }
-/* Acquires what the last combiner released by [LOCK], and the tails of the pushers that set the flag by [PENDING]. */
+/* Acquires what the last combiner released by [LOCK], and the tails of the pushers that set the flag by [PENDING]; where the owner
+ * is stopped or dead, its [ITEM]. */
 static inline int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine) {
     fps_failpoint_store();
     if (fps_mutant(FPS_MUTANT_TAKE_WITHOUT_COMPARING)) return __atomic_store_n(lock, mine, __ATOMIC_RELEASE), 1;
@@ -111,10 +116,18 @@ static inline uint64_t fps_lock_set_pending(uint64_t *lock, uint64_t flag) {
     if (fps_mutant(FPS_MUTANT_FORGET_PENDING)) return __atomic_load_n(lock, __ATOMIC_ACQUIRE);
     return __atomic_fetch_or(lock, flag, __ATOMIC_ACQ_REL);
 }
-/* Acquires the tails of all lanes that set the flag; they need not set it again before their next push. */
-static inline void fps_lock_clear_pending(uint64_t *lock, uint64_t flag) {
+/* Clear a flag of a lock that this lane holds. Of PENDING: acquires the tails of all lanes that set it; they need not set it again
+ * before their next push. Compares, because the lock may be another lane's by now, and the flag with it. */
+static inline int fps_lock_clear(uint64_t *lock, uint64_t seen, uint64_t flag) {
     fps_failpoint_store();
-    __atomic_fetch_and(lock, ~flag, __ATOMIC_ACQUIRE);
+    return __atomic_compare_exchange_n(lock, &seen, seen & ~flag, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+/* [ITEM] Publishes the work item to a lane that takes this lock over. Returns the lock word: either it is still this combiner's, and
+ * who takes the lock over later knows the item; or it is not, and nothing may be written. A read-modify-write, because only that
+ * has a place before or after the other's. */
+static inline uint64_t fps_lock_confirm(uint64_t *lock) {
+    fps_failpoint_store();
+    return __atomic_fetch_or(lock, 0, __ATOMIC_ACQ_REL);
 }
 
 /* -- [COMMIT] and [PIN] ------------------------------------------------------------------------------------------------ */
@@ -180,9 +193,11 @@ static inline uint64_t fps_reader_load(const uint64_t *reader) {
 
 /* -- [GRANT] ----------------------------------------------------------------------------------------------------------- */
 /* Publishes to the worker: the commit that earned the grant happened before. */
-static inline void fps_grant_release(int64_t *granted, int64_t steps) {
+static inline void fps_grant_raise(int64_t *granted, int64_t value) {
+    int64_t seen = __atomic_load_n(granted, __ATOMIC_RELAXED);
     fps_failpoint_store();
-    __atomic_store_n(granted, steps, __ATOMIC_RELEASE);
+    if (fps_mutant(FPS_MUTANT_HEADS_BACK)) return __atomic_store_n(granted, value, __ATOMIC_RELEASE);
+    while (seen < value && !__atomic_compare_exchange_n(granted, &seen, value, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) continue;
 }
 static inline int64_t fps_grant_acquire(const int64_t *granted) {
     fps_failpoint_load();

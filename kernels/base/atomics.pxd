@@ -7,14 +7,15 @@ cdef extern from "base/atomics.h" nogil:
 
     void fps_tail_release(uint64_t *tail, uint64_t value)
     uint64_t fps_tail_acquire(const uint64_t *tail)
-    void fps_head_release(uint64_t *head, uint64_t value)
+    void fps_head_raise(uint64_t *head, uint64_t value)
     uint64_t fps_head_acquire(const uint64_t *head)
 
     uint64_t fps_lock_load(const uint64_t *lock)
     int fps_lock_take(uint64_t *lock, uint64_t seen, uint64_t mine)
     int fps_lock_release(uint64_t *lock, uint64_t mine, uint64_t given)
     uint64_t fps_lock_set_pending(uint64_t *lock, uint64_t flag)
-    void fps_lock_clear_pending(uint64_t *lock, uint64_t flag)
+    bint fps_lock_clear(uint64_t *lock, uint64_t seen, uint64_t flag)
+    uint64_t fps_lock_confirm(uint64_t *lock)
 
     int fps_commit_flip(uint64_t *commit, uint64_t seen, uint64_t next)
     uint64_t fps_commit_load(const uint64_t *commit)
@@ -28,7 +29,7 @@ cdef extern from "base/atomics.h" nogil:
     int fps_reader_change(uint64_t *reader, uint64_t seen, uint64_t next)
     uint64_t fps_reader_load(const uint64_t *reader)
 
-    void fps_grant_release(int64_t *granted, int64_t steps)
+    void fps_grant_raise(int64_t *granted, int64_t value)
     int64_t fps_grant_acquire(const int64_t *granted)
 
     void fps_event_add(uint32_t *event)

@@ -31,7 +31,13 @@
     MUTANT(ROWS_LATE, "rows-late", "a fold writes its rows after the flip")                                              \
     MUTANT(FORGET_WANTED, "forget-wanted", "a commit does not look whether readers sleep")                               \
     MUTANT(LOOK_FIRST, "look-first", "a reader looks at the version before it says that it sleeps for one")              \
-    MUTANT(EVENT_LATE, "event-late", "a reader reads the event after it said that it sleeps")
+    MUTANT(EVENT_LATE, "event-late", "a reader reads the event after it said that it sleeps")                            \
+    MUTANT(SAME_WORKSPACE, "same-workspace", "who takes over a stopped combiner's lock writes where that one may write")  \
+    MUTANT(FOLLOW_COMMIT, "follow-commit", "a combiner that was stopped goes on in the workspace of who took its lock")   \
+    MUTANT(FORGET_CONFIRM, "forget-confirm", "a combiner folds without a look at whether the lock is still its own")      \
+    MUTANT(FORGET_LEFT, "forget-left", "a fold may write a buffer that a stopped combiner may still write")               \
+    MUTANT(BACK_EARLY, "back-early", "a workspace that was left is used again while a helper may still write there")      \
+    MUTANT(HEADS_BACK, "heads-back", "a combiner that was stopped writes heads and grants that are lower than those there")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,
@@ -49,6 +55,7 @@ enum {
 typedef struct {
     int64_t accesses, stores; /* so far, in this process */
     int64_t die_at;           /* die by SIGKILL just before this store, counted from 1; 0: never */
+    int64_t stop_at;          /* the same, but stop by SIGSTOP */
     int64_t mutant;           /* the one that is switched on, or -1 */
     /* A simulated world, or NULL: what happens at an access, and instead of the kernel's futex. */
     void (*at_access)(void);
@@ -69,6 +76,7 @@ static inline void fps_failpoint_load(void) {
 }
 static inline void fps_failpoint_store(void) {
     if (++fps_failpoints.stores == fps_failpoints.die_at) kill(getpid(), SIGKILL);
+    if (fps_failpoints.stores == fps_failpoints.stop_at) kill(getpid(), SIGSTOP);
     fps_failpoint_load();
 }
 #define FPS_FAILPOINT() fps_failpoint_store()

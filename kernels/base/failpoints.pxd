@@ -28,6 +28,12 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_FORGET_WANTED
         FPS_MUTANT_LOOK_FIRST
         FPS_MUTANT_EVENT_LATE
+        FPS_MUTANT_SAME_WORKSPACE
+        FPS_MUTANT_FOLLOW_COMMIT
+        FPS_MUTANT_FORGET_CONFIRM
+        FPS_MUTANT_FORGET_LEFT
+        FPS_MUTANT_BACK_EARLY
+        FPS_MUTANT_HEADS_BACK
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.
@@ -35,6 +41,7 @@ cdef extern from "base/failpoints.h" nogil:
         int64_t accesses
         int64_t stores
         int64_t die_at
+        int64_t stop_at
         int64_t mutant
         void (*at_access)() noexcept nogil
         void (*sleep)(const uint32_t *event, uint32_t seen, int64_t slice_ns) noexcept nogil

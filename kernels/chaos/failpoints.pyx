@@ -22,6 +22,7 @@ cdef extern from "base/failpoints.h" nogil:
         int64_t accesses
         int64_t stores
         int64_t die_at
+        int64_t stop_at
         int64_t mutant
     fps_failpoint_table fps_failpoints
 
@@ -44,6 +45,13 @@ def die_at(int64_t store):
     if store < 0:
         raise ValueError(f"expected a store of at least 1, or 0 for never, found {store}")
     fps_failpoints.die_at = fps_failpoints.stores + store if store else 0
+
+
+def stop_at(int64_t store):
+    """Stop by SIGSTOP just before the store-th store from now on, counted from 1; 0: never."""
+    if store < 0:
+        raise ValueError(f"expected a store of at least 1, or 0 for never, found {store}")
+    fps_failpoints.stop_at = fps_failpoints.stores + store if store else 0
 
 
 def switch_on(str mutant):

@@ -21,9 +21,13 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PENDING,
     FPS_PUSH,
     fps_commit_buffer,
+    fps_commit_epoch,
     fps_commit_record,
     fps_commit_version,
+    fps_granted_generation,
+    fps_granted_steps,
     fps_lane_shard,
+    fps_lock_epoch,
     fps_lock_owner,
     fps_record,
 )
@@ -110,6 +114,8 @@ cdef class InvariantChecker:
         cdef int32_t index
         cdef const fps_lane_shard *lane_shard
         cdef const worker_t *worker
+        cdef int64_t steps
+        cdef bint is_told
         cdef watched_t *known = &self.shards[shard]
         for index in range(self.n_workers):
             lane_shard = self.arena.lane_shard(index, shard)
@@ -121,11 +127,12 @@ cdef class InvariantChecker:
                 known.generation[index] = worker.generation  # another owner has joined, at the slowest's step
                 known.granted[index] = worker.granted
                 known.told_granted[index] = 0
-            if lane_shard.generation == worker.generation and (
-                    lane_shard.granted > worker.granted or lane_shard.granted < known.told_granted[index]):
-                self.fail(b"grant: worker %ld was told %ld steps, committed are %ld", index, lane_shard.granted, worker.granted)
+            steps = fps_granted_steps(lane_shard.granted)
+            is_told = fps_granted_generation(lane_shard.granted) == worker.generation
+            if is_told and (steps > worker.granted or steps < known.told_granted[index]):
+                self.fail(b"grant: worker %ld was told %ld steps, committed are %ld", index, steps, worker.granted)
             known.head[index] = lane_shard.head
-            known.told_granted[index] = lane_shard.granted if lane_shard.generation == worker.generation else 0
+            known.told_granted[index] = steps if is_told else 0
 
     cdef bint is_content(self, uint32_t shard, uint64_t version, const float *weights) noexcept nogil:
         """Whether `weights` are those of the version (or of a version that is too old to be remembered)."""
@@ -143,7 +150,9 @@ cdef class InvariantChecker:
         cdef scheduler_t *state = self.arena.scheduler(shard, fps_commit_record(commit))
         cdef int64_t passed = 0, expected, n
         known.commit = commit
-        if fps_lock_owner(self.arena.shard_header(shard).lock) != <uint64_t> runs + 1:
+        # A lock that was taken over is fenced only by the epoch in the commit word: until then its late owner may commit.
+        if (fps_lock_owner(self.arena.shard_header(shard).lock) != <uint64_t> runs + 1
+                and fps_lock_epoch(self.arena.shard_header(shard).lock) == fps_commit_epoch(commit)):
             self.fail(b"flip: worker %ld flipped shard %ld in the shard lock of worker %ld", runs, shard,
                       <int64_t> fps_lock_owner(self.arena.shard_header(shard).lock) - 1)
         if versions == 0 and fps_commit_record(commit) == fps_commit_record(before):

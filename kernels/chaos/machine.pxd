@@ -35,7 +35,8 @@ cdef enum:
     FAULT_SKEW = 3      # a process whose clock is wrong
     FAULT_SLOW = 4      # a process that is given few steps
     FAULT_RESTART = 5   # another process takes the lane of one that died
-    N_FAULTS = 6
+    FAULT_PASS = 6      # a process that holds up the others is passed by
+    N_FAULTS = 7
 
 cdef struct process_t:
     int32_t state
@@ -69,6 +70,7 @@ cdef class Machine:
     # What the seed decides.
     cdef uint64_t random
     cdef uint32_t switch_share, crash_share, stall_share, wake_share    # of 2 ** 16, or 2 ** 24 for faults
+    cdef uint32_t pass_share     # of 2 ** 16: how often a process that finds a lock taken passes its owner by
     cdef uint32_t busy_factor   # by how much likelier a fault is for a process that folds
     cdef int32_t crashes_left
     cdef int32_t stalls_left
@@ -78,6 +80,7 @@ cdef class Machine:
     cdef void play(self, int64_t shared_least)
 
     # For the processes.
+    cdef void passed_by(self) noexcept nogil
     cdef uint64_t draw(self) noexcept nogil
     cdef int64_t clock(self, int32_t index) noexcept nogil
     cdef void at_access(self) noexcept nogil
@@ -90,6 +93,8 @@ cdef class Machine:
     cdef bint _may_die(self, const process_t *me) noexcept nogil
     cdef void _die(self, process_t *me) noexcept nogil
     cdef bint _is_busy(self) noexcept nogil
+    cdef bint _is_busy_in(self, int32_t index) noexcept nogil
+    cdef void _freeze(self) noexcept nogil
     cdef void _begin_life(self, int32_t index) noexcept nogil
     cdef void _replace(self, int32_t index) noexcept nogil
     cdef void _switch(self) noexcept nogil

@@ -96,6 +96,7 @@ cdef class Machine:
     cdef void play(self, int64_t shared_least):
         """Run until no process is left or a check fails. `shared_least`: the shortest fold that is shared, in floats moved."""
         global _machine
+        cdef int64_t before = fps_failpoints.shared_least
         _machine = <PyObject *> self
         fps_failpoints.at_access = _access_of_machine
         fps_failpoints.sleep = _sleep_of_machine
@@ -108,6 +109,7 @@ cdef class Machine:
         fps_failpoints.sleep = NULL
         fps_failpoints.wake = NULL
         fps_failpoints.wait_a_little = NULL
+        fps_failpoints.shared_least = before
         _machine = NULL
 
     # -- what processes ask for --------------------------------------------------------------------
@@ -132,6 +134,10 @@ cdef class Machine:
         me.event = NULL
         me.until_ns = self.now_ns + duration_ns
         self._switch()
+
+    cdef void passed_by(self) noexcept nogil:
+        """Count that a process which held up the others is passed by."""
+        self.faults[FAULT_PASS] += 1
 
     cdef uint32_t deaths(self, int32_t index) noexcept nogil:
         """How many processes have died in this place."""
@@ -179,6 +185,8 @@ cdef class Machine:
             me.state = STALLED
             me.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self.draw() % (4 if factor > 1 else 24)))
             self.calm_ns = me.until_ns
+            if factor > 1 and self.draw() % 4 == 0:
+                self._freeze()
             self._switch()
             return
         draw >>= 16
@@ -187,11 +195,25 @@ cdef class Machine:
 
     cdef bint _is_busy(self) noexcept nogil:
         """Whether the process that runs holds a shard lock or helps with a fold."""
+        return self._is_busy_in(self.runs)
+
+    cdef bint _is_busy_in(self, int32_t index) noexcept nogil:
         cdef uint32_t shard
         for shard in range(self.arena.header.n_shards):
-            if fps_lock_owner(self.arena.shard_header(shard).lock) == <uint64_t> self.runs + 1:
+            if fps_lock_owner(self.arena.shard_header(shard).lock) == <uint64_t> index + 1:
                 return True
-        return self.arena.lane(self.runs).helping != 0
+        return self.arena.lane(index).helping != 0
+
+    cdef void _freeze(self) noexcept nogil:
+        """Stop all that hold a shard lock or help with a fold at once, as a container is frozen. Each wakes at its own time."""
+        cdef int32_t index
+        cdef process_t *process
+        for index in range(self.n_processes):
+            process = &self.processes[index]
+            if index != self.runs and process.state in (RUNS, SLEEPS) and self._is_busy_in(index):
+                process.state = STALLED
+                process.until_ns = self.now_ns + (<int64_t> MOST_STALL_NS >> (self.draw() % 4))
+                self.calm_ns = max(self.calm_ns, process.until_ns)
 
     cdef bint _may_die(self, const process_t *me) noexcept nogil:
         """Whether a peer would notice. A death before the claim of a lane is the launcher's concern."""

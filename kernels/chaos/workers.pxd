@@ -58,6 +58,7 @@ cdef class Workers:
     cdef void _wait(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil
     cdef void _combine(self, int32_t index) noexcept nogil
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil
+    cdef int _pass_by(self, int32_t index) noexcept nogil
     cdef void _look_now_and_then(self, int32_t index) noexcept nogil
     cdef void _look_around(self, int32_t index) noexcept nogil
     cdef bint _others_are_done(self, int32_t index) noexcept nogil

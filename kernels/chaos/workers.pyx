@@ -17,9 +17,9 @@ from fastps.kernels.base.atomics cimport (
 )
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
-from fastps.kernels.chaos.machine cimport Machine
+from fastps.kernels.chaos.machine cimport STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
-from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_FENCED
+from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_BUSY, COMBINE_FENCED
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
 from fastps.kernels.protocol.worker_lane cimport PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
@@ -34,6 +34,7 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PUSH,
     fps_commit_buffer,
     fps_commit_version,
+    fps_granted_steps,
     fps_lock_owner,
     fps_member_state,
     fps_readers,
@@ -121,12 +122,13 @@ cdef class Workers:
         if generation != me.generation:
             self.checker.fail(b"claim: worker %ld got generation %ld, expected %ld", index, generation, me.generation)
         for shard in range(self.n_shards):
-            (<Combiner> (<WorkerLane> self._lanes[index])._combiners[shard]).generation = me.generation
+            (<Combiner> (<WorkerLane> self._lanes[index])._combiners[shard]).lock.generation = me.generation
         (<WorkerLane> self._lanes[index])._begin()
         (<WorkerLane> self._lanes[index]).loss = 0
         if generation > 0:
             self._join(index)
-        (<WorkerLane> self._lanes[index]).steps = fps_grant_acquire(&self.arena.lane_shard(index, 0).granted) - 1
+        (<WorkerLane> self._lanes[index]).steps = fps_granted_steps(
+            fps_grant_acquire(&self.arena.lane_shard(index, 0).granted)) - 1
         self._pull(index, True)
         if self._readers[index] != NULL:
             (<ReaderPins> self._readers[index])._begin()
@@ -167,10 +169,11 @@ cdef class Workers:
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef uint64_t commit, before
+        cdef int64_t granted
         cdef int32_t shard
         for shard in range(self.n_shards):
-            if (self.is_partial and not is_first
-                    and self.arena.lane_shard(index, shard).granted < (<WorkerLane> self._lanes[index]).steps + 1):
+            granted = fps_granted_steps(self.arena.lane_shard(index, shard).granted)
+            if self.is_partial and not is_first and granted < (<WorkerLane> self._lanes[index]).steps + 1:
                 continue
             before = (<WorkerLane> self._lanes[index]).versions[shard]
             commit = (<WorkerLane> self._lanes[index])._pull(shard)
@@ -345,13 +348,31 @@ cdef class Workers:
     cdef void _settle(self, int32_t index, int outcome) noexcept nogil:
         """Combine until no helper is awaited. What was posted before is decided then."""
         cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        if outcome == COMBINE_BUSY:
+            outcome = self._pass_by(index)
         while outcome == COMBINE_AWAITING:
             self._look_now_and_then(index)
-            outcome = (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index))
+            outcome = self._pass_by(index)
+            if outcome == COMBINE_BUSY:
+                outcome = (<WorkerLane> self._lanes[index])._try_combine(self.machine.clock(index))
         if outcome < 0 or outcome == COMBINE_FENCED:
             self.checker.fail(b"combine: worker %ld's ended with outcome %ld (lane %ld)", index, outcome,
                               (<WorkerLane> self._lanes[index]).bad_lane)
         self.checker.promised[index] = posted
+
+    cdef int _pass_by(self, int32_t index) noexcept nogil:
+        """Now and then, go on without another process: mostly one that is stopped, rarely one that runs."""
+        cdef int32_t other
+        cdef int outcome
+        if self.machine.pass_share == 0 or (self.machine.draw() & 0xffff) >= self.machine.pass_share:
+            return COMBINE_BUSY
+        other = <int32_t> (self.machine.draw() % <uint64_t> self.n_workers)
+        if other == index or (self.machine.processes[other].state != STALLED and self.machine.draw() % 8):
+            return COMBINE_BUSY
+        outcome = (<WorkerLane> self._lanes[index])._pass_by(other, self.machine.clock(index))
+        if outcome != COMBINE_BUSY:
+            self.machine.passed_by()
+        return outcome
 
     # -- the others --------------------------------------------------------------------------------
 
@@ -381,6 +402,8 @@ cdef class Workers:
     cdef bint _others_are_done(self, int32_t index) noexcept nogil:
         cdef int32_t other
         self._combine(index)
+        if (<WorkerLane> self._lanes[index])._was_passed_by():
+            return False
         for other in range(self.n_workers):
             if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
                     FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):

@@ -33,4 +33,5 @@ class World:
         policy: Mapping[str, Any],
         reads: bool = False,
         tables: bool = False,
+        passes: float = 0.0,
     ) -> dict[str, Any]: ...

@@ -17,6 +17,7 @@ from fastps.kernels.chaos.machine cimport (
     BEGINNING_NS,
     DEAD,
     FAULT_CRASH,
+    FAULT_PASS,
     FAULT_RESTART,
     FAULT_SKEW,
     FAULT_SLOW,
@@ -46,7 +47,7 @@ cdef class World:
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
             bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
             double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
-            int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False):
+            int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False, double passes=0.0):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -61,6 +62,8 @@ cdef class World:
             null: share of null pushes. crashes, stalls, restarts: how many at most. skew_ns: how wrong clocks are at most.
             policy: the scheduler's values.
             reads: each process is a reader, too.
+            passes: chance that a process which finds a lock taken goes on without its owner, if that one is stopped; now and
+                then if it is not.
             tables: each shard has a table, of which every push has rows.
         """
         cdef Machine machine = self.machine
@@ -72,6 +75,7 @@ cdef class World:
         machine.switch_share = <uint32_t> (switch * (1 << 16))
         machine.crash_share = <uint32_t> (crash * (1 << 24))
         machine.stall_share = <uint32_t> (stall * (1 << 24))
+        machine.pass_share = <uint32_t> (passes * (1 << 16))
         machine.wake_share = <uint32_t> (wake * (1 << 24))
         machine.crashes_left, machine.stalls_left, machine.restarts_left = crashes, stalls, restarts
         machine.busy_factor = busy_factor
@@ -130,6 +134,7 @@ cdef class World:
             "spurious_wakes": self.machine.faults[FAULT_WAKE],
             "skewed_clocks": self.machine.faults[FAULT_SKEW],
             "slow_processes": self.machine.faults[FAULT_SLOW],
+            "passed_by": self.machine.faults[FAULT_PASS],
             "restarts": self.machine.faults[FAULT_RESTART],
             "detection_s": self.machine.worst_detection_ns / 1e9,
             "violation": (<bytes> self.checker.message).decode() or None,

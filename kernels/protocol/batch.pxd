@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_folded_push, fps_shard_header
 from fastps.kernels.scheduling.state cimport policy_t, scheduler_t
+from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 
@@ -15,6 +16,7 @@ cdef class Batch:
     cdef Arena arena
     cdef fps_shard_header *shard_header
     cdef uint32_t shard
+    cdef LockWord lock
     cdef SharedFold fold        # whose work item the pushes are written into
     cdef RowFold rows           # of the same item
     cdef int bad_lane           # of the last push that could not be taken

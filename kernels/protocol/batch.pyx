@@ -10,6 +10,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
@@ -55,8 +56,10 @@ cdef inline void _count(int64_t *counter, int64_t more) noexcept nogil:
 cdef class Batch:
     """What the next commit of shard `shard` folds, written into the work item of `fold`. For the combiner only."""
 
-    def __cinit__(self, Arena arena not None, uint32_t shard, SharedFold fold not None, RowFold rows not None):
+    def __cinit__(self, Arena arena not None, uint32_t shard, LockWord lock not None, SharedFold fold not None,
+                  RowFold rows not None):
         self.arena = arena
+        self.lock = lock
         self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
@@ -254,7 +257,8 @@ cdef class Batch:
                              int64_t staleness) noexcept nogil:
         """Write a push outcome, if the job is recorded. It holds once this commit is published."""
         cdef fps_push_outcome *push_outcome
-        if not fps_counter_get(&self.shard_header.recorded):
+        # A combiner that another lane has passed by leaves the outcome to that one.
+        if not fps_counter_get(&self.shard_header.recorded) or not self.lock.is_mine():
             return
         push_outcome = self.arena.push_outcome(lane, self.shard, position)
         FPS_FAILPOINT()

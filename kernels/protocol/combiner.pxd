@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
+from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.scheduling.state cimport scheduler_t
@@ -16,14 +17,13 @@ cdef class Combiner:
     cdef uint32_t lane
     cdef uint32_t shard
     cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
-    cdef uint64_t lock          # the lock word while this lane holds it
+    cdef LockWord lock
     cdef int64_t now_ns         # when the lock was tried: decides which timers are due
     cdef SharedFold fold
     cdef RowFold rows
     cdef Batch batch
     cdef Commit commit
     cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining
-    cdef uint32_t generation    # of the owner that holds the lock: a later owner of the lane does not hold it
     cdef int awaiting           # what is waited for while COMBINE_AWAITING
     # Scratch, allocated once.
     cdef uint64_t *tails
@@ -31,17 +31,19 @@ cdef class Combiner:
     cdef uint32_t *members
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil
-    cdef bint take(self) noexcept nogil
+    cdef bint take(self, uint64_t flags=*) noexcept nogil
+    cdef int _end_late(self) noexcept nogil
     cdef int resume(self, int64_t now_ns) noexcept nogil
     cdef bint is_idle(self) noexcept nogil
     cdef bint is_offered(self) noexcept nogil
     cdef int run(self, int outcome=*) noexcept nogil
     cdef int recover_lock(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
+    cdef int pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil
+    cdef object holder(self)
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil
     cdef void wake_all(self) noexcept nogil
 
     cdef int _offer(self, int outcome) noexcept nogil
-    cdef bint _let_go(self, uint64_t flag) noexcept nogil
     cdef void _wake_next(self) noexcept nogil
     cdef bint _waits(self, uint32_t index, uint64_t head) noexcept nogil
     cdef uint64_t _undecided(self, uint32_t index) noexcept nogil

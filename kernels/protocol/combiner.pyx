@@ -11,15 +11,13 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport (
+    fps_commit_load,
     fps_event_add,
     fps_event_wake,
     fps_grant_acquire,
     fps_head_acquire,
-    fps_lock_clear_pending,
+    fps_help_load,
     fps_lock_load,
-    fps_lock_release,
-    fps_lock_set_pending,
-    fps_lock_take,
     fps_sleeping_load,
     fps_state_acquire,
     fps_tail_acquire,
@@ -35,6 +33,7 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     Commit,
 )
+from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
@@ -62,19 +61,24 @@ from fastps.kernels.scheduling.state cimport (
 )
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_BY_HAND,
     FPS_LANE_DEAD,
     FPS_LANE_JOINING,
     FPS_LANE_LIVE,
+    FPS_LEFT,
     FPS_LEAVE,
     FPS_MAX_BATCH,
     FPS_PENDING,
     FPS_PUSH,
     fps_descriptor,
+    fps_granted_generation,
+    fps_granted_steps,
+    fps_help_of,
     fps_lane,
-    fps_lock_epoch,
-    fps_lock_generation,
+    fps_lock_left,
+    fps_lock_left_workspace,
+    fps_lock_own,
     fps_lock_owner,
-    fps_lock_pack,
     fps_member_generation,
     fps_member_state,
 )
@@ -99,13 +103,13 @@ cdef class Combiner:
         self.arena = arena
         self.lane = lane
         self.shard = shard
+        self.lock = LockWord(arena, lane, shard)
         self.shard_header = arena.shard_header(shard)
         self.bad_lane = -1
         self.fold = SharedFold(arena, lane, shard)
         self.rows = RowFold(arena, shard, self.fold.item)
-        self.batch = Batch(arena, shard, self.fold, self.rows)
-        self.commit = Commit(arena, shard, self.fold, self.rows, self.batch)
-        self.generation = fps_member_generation(fps_state_acquire(&arena.lane(lane).state))
+        self.batch = Batch(arena, shard, self.lock, self.fold, self.rows)
+        self.commit = Commit(arena, shard, self.lock, self.fold, self.rows, self.batch)
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
@@ -131,6 +135,8 @@ cdef class Combiner:
         cdef int awaited = self.awaiting
         if awaited == _NOBODY:
             return COMBINE_DONE
+        if not self.lock.is_mine():
+            return self._end_late()
         if self.fold.is_helped():
             return COMBINE_AWAITING
         self.now_ns = now_ns
@@ -140,21 +146,28 @@ cdef class Combiner:
         self.commit.repair()
         return self.run()
 
-    cdef bint take(self) noexcept nogil:
-        cdef uint64_t *word = &self.shard_header.lock
-        cdef uint64_t seen = fps_lock_load(word)
-        while True:
-            if fps_lock_owner(seen) == 0:
-                self.lock = fps_lock_pack(fps_lock_epoch(seen), self.generation, self.lane + 1)
-                if fps_lock_take(word, seen, self.lock):
-                    return True
-                seen = fps_lock_load(word)
-                continue
-            # The combiner may have read this lane already. The flag makes it read again before it releases the lock.
-            seen = fps_lock_set_pending(word, FPS_PENDING)
-            if fps_lock_owner(seen) != 0:
-                return False
-            seen = fps_lock_load(word)
+    cdef bint take(self, uint64_t flags=0) noexcept nogil:
+        """Take the lock, if it is free."""
+        if not self.lock.take(flags):
+            return False
+        self.fold.use(self.lock.workspace)
+        if self.lock.sets_aside and self.lock.may_reuse():
+            # What the lane wrote late besides heads and grants: counters, and the deadline of the next timer.
+            self.commit.repair()
+            return self.lock.clear(FPS_LEFT)
+        return True
+
+    cdef int _end_late(self) noexcept nogil:
+        """What follows where another lane has taken this one's lock: this lane tries it again, as any other does.
+
+        COMBINE_FENCED if this lane was taken for dead.
+        """
+        cdef uint32_t member = fps_state_acquire(&self.arena.lane(self.lane).state)
+        self.awaiting = _NOBODY
+        self.commit.wake()
+        if fps_member_generation(member) != self.lock.generation or fps_member_state(member) == FPS_LANE_DEAD:
+            return COMBINE_FENCED
+        return self.run() if self.take() else COMBINE_BUSY
 
     cdef bint is_idle(self) noexcept nogil:
         """Whether this lane leaves the shard lock to others, and holds none that it must release."""
@@ -171,8 +184,6 @@ cdef class Combiner:
         After MAX_ROUNDS drains, or a long fold, the lock is offered to another lane. `outcome`: that of a commit that was under
         way when the lock was recovered or resumed.
         """
-        cdef uint64_t *word = &self.shard_header.lock
-        cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
         cdef int rounds = 0
         if self.hands_over:
             return self._hand_over()
@@ -182,41 +193,31 @@ cdef class Combiner:
                 outcome = self._drain()
             if outcome == COMBINE_AWAITING:
                 self.awaiting = _FOLD
-            if outcome in (COMBINE_FENCED, COMBINE_AWAITING):
                 return outcome
+            if outcome == COMBINE_FENCED:
+                return self._end_late()
             if outcome == _ENOUGH:
                 return self._offer(COMBINE_DONE)
             if outcome < 0:
                 self.commit.repair()
-            if fps_lock_release(word, self.lock, given):
+            if self.lock.release():
                 self.commit.wake()
                 return outcome
             rounds += 1
             if outcome < 0 or rounds == MAX_ROUNDS:
                 return self._offer(outcome)
             self.commit.wake()
-            fps_lock_clear_pending(word, FPS_PENDING)
-            if fps_lock_load(word) & ~FPS_PENDING != self.lock:
-                return COMBINE_FENCED
+            if not self.lock.clear(FPS_PENDING):
+                return self._end_late()
             outcome = _RUN
 
     cdef int _offer(self, int outcome) noexcept nogil:
         """Release the lock although more is pending, and wake a lane that waits; if none does, the next push takes it."""
-        if not self._let_go(FPS_PENDING):
-            return COMBINE_FENCED
+        if not self.lock.let_go(FPS_PENDING):
+            return self._end_late()
         self._wake_next()
         self.commit.wake()
         return outcome
-
-    cdef bint _let_go(self, uint64_t flag) noexcept nogil:
-        """Write the lock as free, with `flag` or the PENDING that a lane set. False if another lane recovered the lock."""
-        cdef uint64_t *word = &self.shard_header.lock
-        cdef uint64_t given = fps_lock_pack(fps_lock_epoch(self.lock), 0, 0)
-        while not (fps_lock_release(word, self.lock, given | flag)
-                   or fps_lock_release(word, self.lock | FPS_PENDING, given | FPS_PENDING)):
-            if fps_lock_load(word) & ~FPS_PENDING != self.lock:
-                return False
-        return True
 
     cdef void _wake_next(self) noexcept nogil:
         """Move the event of the next lane that waits, and wake it if it sleeps. A lane reads its event before it sleeps."""
@@ -267,8 +268,8 @@ cdef class Combiner:
 
     cdef int _hand_over(self) noexcept nogil:
         """Release a lock under which this lane cannot fold, and wake the lanes that can."""
-        if not self._let_go(0):
-            return COMBINE_FENCED
+        if not self.lock.let_go(0):
+            return self._end_late()
         self.wake_all()
         return COMBINE_BUSY
 
@@ -299,7 +300,7 @@ cdef class Combiner:
         cdef int action
         cdef bint any_event = False
         if state == NULL:
-            return COMBINE_BAD_STATE
+            return COMBINE_FENCED if self.commit.is_late() else COMBINE_BAD_STATE
         self._read_lanes()
         self.batch.begin()
         while self.batch.n_pushes < FPS_MAX_BATCH:
@@ -412,9 +413,10 @@ cdef class Combiner:
 
     cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
         """The clock at which the first shard admitted a lane's owner, which is its clock in all shards; -1: not yet."""
-        if fps_grant_acquire(&self.arena.lane_shard(lane, 0).generation) != fps_member_generation(self.members[lane]):
+        cdef int64_t granted = fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted)
+        if fps_granted_generation(granted) != <int64_t> fps_member_generation(self.members[lane]):
             return -1
-        return fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted) - 1
+        return fps_granted_steps(granted) - 1
 
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
         """Give the scheduler a push, and count when it came within its version."""
@@ -433,20 +435,16 @@ cdef class Combiner:
 
         Waits for the lanes that help with its fold, because they write the buffers that the next fold will write.
         """
-        cdef uint64_t seen = fps_lock_load(&self.shard_header.lock)
-        cdef uint64_t present
+        if not self.lock.recover(dead_lane, generation):
+            return COMBINE_BUSY
         self.now_ns = now_ns
-        while True:
-            # An owner before the present one is dead, too: the next one joins only after that.
-            present = fps_member_generation(fps_state_acquire(&self.arena.lane(dead_lane).state)) & 0xffff
-            if fps_lock_owner(seen) != dead_lane + 1 or (
-                    fps_lock_generation(seen) != generation & 0xffff and fps_lock_generation(seen) == present):
-                return COMBINE_BUSY
-            self.lock = fps_lock_pack(fps_lock_epoch(seen) + 1, self.generation, self.lane + 1)
-            if fps_lock_take(&self.shard_header.lock, seen, self.lock):
-                break
-            seen = fps_lock_load(&self.shard_header.lock)
-        self.commit.change_epoch(fps_lock_epoch(self.lock))
+        self.fold.use(self.lock.workspace)
+        if fps_lock_left(self.lock.held) and fps_lock_left_workspace(self.lock.held) == self.lock.workspace:
+            # The dead owner had taken the lock over, and not moved on yet.
+            self.commit.move()
+            return self.run()
+        if not self.commit.change_epoch():
+            return self._end_late()
         self.fold.close()
         if fps_mutant(FPS_MUTANT_BREAK_AT_ONCE):
             self.commit.repair()
@@ -454,10 +452,46 @@ cdef class Combiner:
         self.awaiting = _BROKEN_FOLD
         return self.resume(now_ns)
 
+    cdef int pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil:
+        """Go on without a lane that has stopped, if it holds the lock, or helps with the fold that this lane awaits.
+
+        It may wake at any time. Until it has come back, nobody writes where it may write. COMBINE_BUSY if it holds up nothing
+        here, or if this lane cannot pass it by: a fold of rows is made in place, and a device has its own order of work.
+        """
+        cdef uint32_t helped = fps_member_state(fps_help_load(&self.arena.lane(stopped).helping))
+        if self.hands_over or self.fold.on_device or self.arena.header.n_tables:
+            return COMBINE_BUSY
+        if self.awaiting != _NOBODY and helped != fps_help_of(self.shard, self.lock.workspace):
+            return COMBINE_BUSY
+        if not self.lock.take_over(stopped):
+            return COMBINE_BUSY
+        self.awaiting = _NOBODY
+        self.now_ns = now_ns
+        self.commit.move()
+        return self.run()
+
+    cdef object holder(self):
+        """(lane, word) as in `ShardLocks.holders`."""
+        cdef uint64_t seen = fps_lock_own(fps_lock_load(&self.shard_header.lock)), commit
+        cdef uint32_t index
+        commit = fps_commit_load(&self.shard_header.commit)
+        if fps_lock_owner(seen) > self.arena.header.n_lanes + self.arena.header.n_servers:
+            return None  # damaged
+        if fps_lock_owner(seen) not in (0, self.lane + 1):
+            return <int64_t> fps_lock_owner(seen) - 1, (seen, commit)
+        if self.awaiting != _NOBODY:
+            for index in range(self.arena.header.n_lanes):
+                if index != self.lane and (fps_member_state(fps_help_load(&self.arena.lane(index).helping))
+                                           == fps_help_of(self.shard, self.lock.workspace)):
+                    return index, (seen, commit)
+        return None
+
     cdef int release(self, bint publish, int64_t now_ns) noexcept nogil:
         """While holding: publish the spare buffers (the version stays), or not; then drain and release as usual."""
         cdef int outcome = COMBINE_DONE
         self.now_ns = now_ns
         if publish:
             outcome = self.commit.publish_spare()
-        return outcome if outcome == COMBINE_FENCED else self.run(outcome)
+        if outcome == COMBINE_FENCED or not self.lock.clear(FPS_BY_HAND):
+            return COMBINE_FENCED
+        return self.run(outcome)

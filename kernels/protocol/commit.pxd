@@ -4,7 +4,8 @@ cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport fps_shard_header
+from fastps.kernels.protocol.lock_word cimport LockWord
+from fastps.kernels.shm.arena_h cimport fps_shard_header, fps_work
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.scheduling.state cimport scheduler_t
@@ -27,6 +28,7 @@ cdef class Commit:
     cdef Arena arena
     cdef fps_shard_header *shard_header
     cdef uint32_t shard
+    cdef LockWord lock
     cdef SharedFold fold
     cdef Batch batch            # what is folded
     cdef RowFold rows           # the rows of it, which are written in place
@@ -47,7 +49,9 @@ cdef class Commit:
     cdef int finish(self) noexcept nogil
     cdef int64_t find_spare(self) noexcept nogil
     cdef int publish_spare(self) noexcept nogil
-    cdef void change_epoch(self, uint64_t epoch) noexcept nogil
+    cdef bint is_late(self) noexcept nogil
+    cdef bint change_epoch(self) noexcept nogil
+    cdef void move(self) noexcept nogil
     cdef void repair(self) noexcept nogil
     cdef void wake(self) noexcept nogil
 
@@ -57,6 +61,8 @@ cdef class Commit:
     cdef int64_t _free_buffer(self) noexcept nogil
     cdef uint32_t _ready_readers(self) noexcept nogil
     cdef uint32_t _free_state(self) noexcept nogil
+    cdef bint _sets_aside(self) noexcept nogil
+    cdef const fps_work *_left_item(self) noexcept nogil
     cdef int _end_fold(self, int outcome) noexcept nogil
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil
     cdef int _flip(self, scheduler_t *state, uint64_t record) noexcept nogil

@@ -16,8 +16,8 @@ from fastps.kernels.base.atomics cimport (
     fps_event_add,
     fps_event_wake,
     fps_event_wake_all,
-    fps_grant_release,
-    fps_head_release,
+    fps_grant_raise,
+    fps_head_raise,
     fps_pin_load,
     fps_reader_load,
     fps_readers_load,
@@ -30,14 +30,19 @@ from fastps.kernels.base.failpoints cimport (
     FPS_FAILPOINT,
     FPS_MUTANT_ACKNOWLEDGE_FIRST,
     FPS_MUTANT_FLIP_FIRST,
+    FPS_MUTANT_FOLLOW_COMMIT,
+    FPS_MUTANT_FORGET_CONFIRM,
     FPS_MUTANT_FORGET_HEADS,
+    FPS_MUTANT_FORGET_LEFT,
     FPS_MUTANT_FORGET_READERS,
     FPS_MUTANT_FORGET_UNDO,
     FPS_MUTANT_FORGET_WANTED,
     FPS_MUTANT_ROWS_LATE,
+    FPS_MUTANT_SAME_WORKSPACE,
     fps_mutant,
 )
 from fastps.kernels.protocol.batch cimport Batch
+from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport FOLD_AWAITING, FOLD_DONE, FOLD_NONFINITE, SharedFold
 from fastps.kernels.scheduling.policy cimport policy_check
@@ -63,17 +68,21 @@ from fastps.kernels.shm.arena_h cimport (
     fps_commit_pack,
     fps_commit_record,
     fps_commit_version,
+    fps_commit_workspace,
+    fps_granted_pack,
     fps_lane_shard,
+    fps_lock_epoch,
     fps_member_state,
     fps_reader_state,
     fps_reader_weights,
     fps_record,
+    fps_work,
 )
 
 
 cdef inline void _mark(uint64_t *pinned, uint64_t pin) noexcept nogil:
-    """Set the bit of a pinned buffer; a pin out of range is no buffer of ours."""
-    if 0 < pin <= FPS_MAX_BUFFERS:
+    """Set the bit of a pinned buffer; a pin out of range is no buffer of ours. One buffer more is the spare one."""
+    if 0 < pin <= FPS_MAX_BUFFERS + 1:
         pinned[(pin - 1) // 64] |= (<uint64_t> 1) << ((pin - 1) % 64)
 
 
@@ -82,8 +91,10 @@ cdef class Commit:
     """The commits of shard `shard`, one after the other. Only the lane that holds the shard's lock may use it."""
 
     def __cinit__(
-            self, Arena arena not None, uint32_t shard, SharedFold fold not None, RowFold rows not None, Batch batch not None):
+            self, Arena arena not None, uint32_t shard, LockWord lock not None, SharedFold fold not None, RowFold rows not None,
+            Batch batch not None):
         self.arena = arena
+        self.lock = lock
         self.shard_header = arena.shard_header(shard)
         self.shard = shard
         self.fold = fold
@@ -104,10 +115,19 @@ cdef class Commit:
     cdef scheduler_t *begin(self) noexcept nogil:
         """The inactive copy of the scheduler state, brought up to date. The flip publishes what is decided on it.
 
-        NULL if the committed state is damaged, which is checked once each time the lock is taken.
+        NULL if the committed state is damaged, which is checked once each time the lock is taken, or if this lane `is_late`.
         """
         self.seen = fps_commit_load(&self.shard_header.commit)
+        if self.is_late() and not fps_mutant(FPS_MUTANT_FOLLOW_COMMIT):
+            return NULL
         return self._prepare()
+
+    cdef bint is_late(self) noexcept nogil:
+        """Whether another lane has taken the lock over, as of the commit word that was seen: it has a later epoch.
+
+        Until then everything that this lane writes lies in its own workspace, or in buffers that are set aside for it.
+        """
+        return fps_commit_epoch(self.seen) != fps_lock_epoch(self.lock.held)
 
     cdef scheduler_t *_prepare(self) noexcept nogil:
         cdef scheduler_t *state = self._inactive()
@@ -127,7 +147,7 @@ cdef class Commit:
         return state_can_be_followed(state, &self.expected) and state_can_be_walked(state, self.arena.header.ring_size)
 
     cdef scheduler_t *_inactive(self) noexcept nogil:
-        return self.arena.scheduler(self.shard, 1 - fps_commit_record(self.seen))
+        return self.arena.scheduler(self.shard, fps_commit_record(self.seen) ^ 1)
 
     cdef int fold_and_flip(self, scheduler_t *state) noexcept nogil:
         """Fold the batch into buffers that nobody reads, write the other record, and publish everything by one flip."""
@@ -140,6 +160,8 @@ cdef class Commit:
             return COMBINE_NO_BUFFER
         self.spare_state = self._free_state()
         self.batch.write_item(&state.policy, fps_commit_buffer(self.seen), self.spare_buffer, state_in, self.spare_state)
+        if not self.fold.on_device and not fps_mutant(FPS_MUTANT_FORGET_CONFIRM) and not self.lock.confirm():
+            return COMBINE_FENCED
         if fps_mutant(FPS_MUTANT_ACKNOWLEDGE_FIRST):
             self._publish(state)
         return self._end_fold(self.fold.run())
@@ -161,6 +183,9 @@ cdef class Commit:
         if outcome == FOLD_DONE and not fps_mutant(FPS_MUTANT_ROWS_LATE):
             outcome = self.rows.run(fps_commit_version(self.seen))
         if outcome == FOLD_NONFINITE:
+            # The slots of a combiner that was stopped may have been written again meanwhile.
+            if not self.lock.is_mine():
+                return COMBINE_FENCED
             if not self.batch.reject(self._inactive()):
                 return COMBINE_BAD_FOLD
             # The remaining pushes are folded again.
@@ -174,7 +199,7 @@ cdef class Commit:
 
     cdef int _write_record(self, scheduler_t *state, uint32_t state_buffer) noexcept nogil:
         """Write the record that is not in use, and flip."""
-        cdef uint64_t record = 1 - fps_commit_record(self.seen)
+        cdef uint64_t record = fps_commit_record(self.seen) ^ 1
         cdef fps_record *after = &self.shard_header.records[record]
         if fps_mutant(FPS_MUTANT_FLIP_FIRST):
             self._flip(state, record)
@@ -220,6 +245,7 @@ cdef class Commit:
         buffers in the cache.
         """
         cdef uint64_t pinned[2]
+        cdef uint64_t spare = self.arena.spare_weights()
         cdef uint32_t index, readers = self._ready_readers()
         pinned[0] = pinned[1] = 0
         _mark(pinned, fps_reader_weights(fps_reader_load(&self.shard_header.reader)))
@@ -232,12 +258,22 @@ cdef class Commit:
             _mark(pinned, fps_pin_load(&self.arena.lane_shard(index, self.shard).pin))
         for index in range(readers):
             _mark(pinned, fps_pin_load(&self.arena.reader_shard(index, self.shard).pin))
+        _mark(pinned, fps_commit_buffer(self.seen) + 1)
+        if self._sets_aside():
+            _mark(pinned, <uint64_t> self._left_item().weights_out + 1)
         for index in range(self.arena.header.n_buffers + readers):
-            if index == fps_commit_buffer(self.seen):
-                continue
             if not (pinned[index // 64] >> (index % 64)) & 1:
                 return index
+        if self.lock.sets_aside and not (pinned[spare // 64] >> (spare % 64)) & 1:
+            return <int64_t> spare
         return -1
+
+    cdef bint _sets_aside(self) noexcept nogil:
+        """Whether a lane that stopped, or its helpers, may still write the buffers of the other workspace's item."""
+        return self.lock.sets_aside and not fps_mutant(FPS_MUTANT_FORGET_LEFT)
+
+    cdef const fps_work *_left_item(self) noexcept nogil:
+        return self.arena.work(self.shard, 1 - self.lock.workspace)
 
     cdef uint32_t _ready_readers(self) noexcept nogil:
         """Readers whose pins count. Each brings a buffer more, so a reader that pins one for ever takes none from the workers.
@@ -250,14 +286,14 @@ cdef class Commit:
         return <uint32_t> min(fps_readers_load(&self.arena.readers_words().ready), most)
 
     cdef uint32_t _free_state(self) noexcept nogil:
-        """The lowest state buffer that is neither active nor being copied; there is always one."""
+        """The lowest state buffer that is neither active, nor being copied, nor set aside; there is always one."""
         cdef uint32_t active = self.shard_header.records[fps_commit_record(self.seen)].state_buffer
         cdef uint64_t read = fps_reader_state(fps_reader_load(&self.shard_header.reader))
-        cdef uint32_t index
-        for index in range(FPS_STATE_BUFFERS - 1):
-            if index != active and index + 1 != read:
+        cdef uint32_t index, left = self._left_item().state_out if self._sets_aside() else active
+        for index in range(FPS_STATE_BUFFERS):
+            if index != active and index != left and index + 1 != read:
                 return index
-        return FPS_STATE_BUFFERS - 1
+        return FPS_STATE_BUFFERS
 
     # -- what follows from a commit ----------------------------------------------------------------
 
@@ -276,17 +312,16 @@ cdef class Commit:
     cdef void _publish_lane_shard(self, scheduler_t *state, uint32_t index) noexcept nogil:
         cdef worker_t *worker = &state_workers(state)[index]
         cdef fps_lane_shard *lane_shard = self.arena.lane_shard(index, self.shard)
+        cdef int64_t granted = fps_granted_pack(worker.generation, worker.granted)
+        fps_counter_set(&lane_shard.batch, worker.batch)
         fps_counter_set(&lane_shard.folded, worker.folded)
         fps_counter_set(&lane_shard.dropped, worker.dropped)
         fps_counter_set(&lane_shard.staleness_sum, worker.staleness_sum)
         fps_counter_set(&lane_shard.staleness_max, worker.staleness_max)
-        if (lane_shard.head == <uint64_t> worker.cursor and lane_shard.granted == worker.granted
-                and lane_shard.generation == worker.generation):
+        if lane_shard.head == <uint64_t> worker.cursor and lane_shard.granted == granted:
             return
-        fps_counter_set(&lane_shard.batch, worker.batch)
-        fps_head_release(&lane_shard.head, worker.cursor)
-        fps_grant_release(&lane_shard.granted, worker.granted)
-        fps_grant_release(&lane_shard.generation, worker.generation)
+        fps_head_raise(&lane_shard.head, worker.cursor)
+        fps_grant_raise(&lane_shard.granted, granted)
         self._queue_wake(index)
 
     cdef void _queue_wake(self, uint32_t index) noexcept nogil:
@@ -331,21 +366,54 @@ cdef class Commit:
 
     # -- after one that was not finished -----------------------------------------------------------
 
-    cdef void change_epoch(self, uint64_t epoch) noexcept nogil:
-        """Write the lock's epoch into the commit word. From then on a flip by the previous owner fails: it is fenced."""
-        cdef uint64_t commit
+    cdef bint change_epoch(self) noexcept nogil:
+        """Write the lock's epoch into the commit word. From then on a flip by the previous owner fails: it is fenced.
+
+        Returns False if this lane was stopped here, and the lock is another lane's: that one writes a later epoch.
+        """
+        cdef uint64_t commit, epoch = fps_lock_epoch(self.lock.held)
         while True:
             commit = fps_commit_load(&self.shard_header.commit)
+            if not self.lock.is_mine():
+                return False
             if fps_commit_flip(&self.shard_header.commit, commit, fps_commit_pack(
                     fps_commit_version(commit), epoch, fps_commit_buffer(commit), fps_commit_record(commit))):
-                return
+                return True
+
+    cdef void move(self) noexcept nogil:
+        """Go on in the spare workspace, from what is committed: another lane may still write in this one.
+
+        The epoch comes first. From then on that lane cannot flip, and the copy that is committed does not change any more.
+        """
+        cdef uint64_t source = self.lock.workspace, target = 1 - source, commit
+        cdef scheduler_t *active
+        self.fold.use(source)
+        if not self.change_epoch():
+            return
+        self.fold.close()
+        commit = fps_commit_load(&self.shard_header.commit)
+        active = self.arena.scheduler(self.shard, fps_commit_record(commit))
+        if not self._is_sound(active):
+            self.is_damaged = True
+            return
+        if not fps_mutant(FPS_MUTANT_SAME_WORKSPACE):
+            FPS_FAILPOINT()
+            self.shard_header.records[2 * target] = self.shard_header.records[fps_commit_record(commit)]
+            state_copy(self.arena.scheduler(self.shard, 2 * target), active)
+            fps_commit_flip(&self.shard_header.commit, commit, fps_commit_pack(
+                fps_commit_version(commit), fps_commit_epoch(commit), fps_commit_buffer(commit), 2 * target))
+            self.lock.workspace = target
+            self.fold.use(target)
+        self.repair()
 
     cdef void repair(self) noexcept nogil:
         """Restore the inactive copy and the rows after an unfinished commit, and write every derived word again."""
         cdef uint64_t commit = fps_commit_load(&self.shard_header.commit)
         cdef scheduler_t *active = self.arena.scheduler(self.shard, fps_commit_record(commit))
-        cdef scheduler_t *inactive = self.arena.scheduler(self.shard, 1 - fps_commit_record(commit))
+        cdef scheduler_t *inactive = self.arena.scheduler(self.shard, fps_commit_record(commit) ^ 1)
         cdef uint32_t index
+        if fps_commit_workspace(commit) != self.lock.workspace:
+            return  # the lock is another lane's by now
         self.batch.forget_update()
         if not fps_mutant(FPS_MUTANT_FORGET_UNDO) and not self.rows.roll_back(fps_commit_version(commit)):
             self.is_damaged = True

@@ -35,7 +35,7 @@ from fastps.kernels.protocol.commit cimport (
 from fastps.kernels.protocol.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_descriptor
+from fastps.kernels.shm.arena_h cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_descriptor, fps_granted_steps
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
@@ -197,12 +197,12 @@ cdef class Lane(ShardLocks):
     def granted(self, uint32_t shard=0):
         """Steps that this worker may have begun, as far as a shard is concerned."""
         self._check_shard(shard)
-        return fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)
+        return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted))
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
         cdef uint32_t shard, fresh = 0
         for shard in range(self.n_shards):
-            fresh += fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted) >= granted
+            fresh += fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) >= granted
         return fresh
 
     def batch(self):

@@ -9,7 +9,7 @@ operation blocks.
 
 from libc.string cimport memset
 
-from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_release, fps_pause, fps_tail_acquire
+from fastps.kernels.base.atomics cimport fps_head_acquire, fps_head_raise, fps_pause, fps_tail_acquire
 from fastps.kernels.shm.arena_h cimport fps_lane_shard
 
 cdef enum:
@@ -73,7 +73,7 @@ cdef class Ring:
             return None
         descriptor = lane_descriptor(self.lane, self.size, head)
         taken = (descriptor.step, descriptor.slot)
-        fps_head_release(&self.lane_shard.head, head + 1)
+        fps_head_raise(&self.lane_shard.head, head + 1)
         return taken
 
     def __len__(self):
@@ -129,7 +129,7 @@ cdef class Ring:
                     break
                 head += 1
                 i += 1
-                fps_head_release(&self.lane_shard.head, head)
+                fps_head_raise(&self.lane_shard.head, head)
         if wrong:
             raise AssertionError(f"descriptor {i}: expected step {i}, found step {descriptor.step} (seed {seed})")
         if tries > max_polls:
@@ -179,5 +179,5 @@ cdef class Ring:
         descriptor = lane_descriptor(self.lane, self.size, head)
         if descriptor.step != step or descriptor.read_version != _mixed(step):
             return 1
-        fps_head_release(&self.lane_shard.head, head + 1)
+        fps_head_raise(&self.lane_shard.head, head + 1)
         return 0

@@ -19,5 +19,7 @@ cdef class ShardLocks(Reader):
     cdef bint _help(self) noexcept nogil
     cdef int _try_combine(self, int64_t now_ns) noexcept nogil
     cdef int _recover_locks(self, uint32_t dead_lane, uint32_t generation, int64_t now_ns) noexcept nogil
+    cdef bint _was_passed_by(self) noexcept nogil
+    cdef int _pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil
     cdef void _recover_stale_locks(self, int64_t now_ns) noexcept nogil
     cdef bint _is_stale(self, uint32_t lane, uint64_t generation, uint64_t known) noexcept nogil

@@ -10,10 +10,12 @@ from fastps.kernels.protocol.pins cimport Reader
 from fastps.kernels.protocol.shared_fold cimport SharedFold
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_BY_HAND,
     FPS_LANE_DEAD,
     FPS_LANE_LEFT,
     FPS_MAX_CHUNKS,
     fps_lock_generation,
+    fps_lock_left,
     fps_lock_owner,
     fps_member_generation,
     fps_member_state,
@@ -94,6 +96,51 @@ cdef class ShardLocks(Reader):
                 found = outcome
         return found
 
+    def holders(self):
+        """What each shard's work waits for: (lane, word), or None where nothing is under way.
+
+        The lane holds the shard's lock, or helps with the fold for which this lane holds it. The word changes with each commit
+        and each owner of the lock: while it stays the same, nothing has been done.
+        """
+        return [(<Combiner> combiner).holder() for combiner in self.combiners]
+
+    def pass_by(self, uint32_t stopped, int64_t now_ns=0):
+        """Go on without a lane whose process is stopped: take over the locks that it holds, and leave what it helps with.
+
+        Returns BUSY if it holds up nothing, or cannot be passed by: rows are folded in place, a device has its own order of
+        work, and only one stopped lane at a time is passed by in a shard. Its late writes hit nothing. If it runs after all,
+        that costs it a fold and nothing else. Reserve `Arena.spare_ranges` first. Raises IndexError for a lane that the arena
+        has not.
+        """
+        cdef int found
+        self.arena._check_lane(stopped)
+        with nogil:
+            found = self._pass_by(stopped, now_ns)
+        return found
+
+    cdef int _pass_by(self, uint32_t stopped, int64_t now_ns) noexcept nogil:
+        cdef uint32_t shard
+        cdef int outcome, found = COMBINE_BUSY
+        for shard in range(self.n_shards):
+            outcome = (<Combiner> self._combiners[shard]).pass_by(stopped, now_ns)
+            if outcome != COMBINE_BUSY:
+                found = outcome
+        return found
+
+    def was_passed_by(self):
+        """Whether this lane was passed by, and has not taken that lock again since. It may not leave before that.
+
+        What it wrote late, a few counters, is written again when it takes the lock.
+        """
+        return self._was_passed_by()
+
+    cdef bint _was_passed_by(self) noexcept nogil:
+        cdef uint32_t shard
+        for shard in range(self.n_shards):
+            if fps_lock_left(fps_lock_load(&self.arena.shard_header(shard).lock)) == self.index + 1:
+                return True
+        return False
+
     def recover_stale_locks(self, int64_t now_ns=0):
         """Do what `recover_lock` does for every owner that its lane's state word says has ended.
 
@@ -127,7 +174,7 @@ cdef class ShardLocks(Reader):
     def hold(self, uint32_t shard=0):
         """Take a shard's lock and keep it, to write buffers and then `release` it. False if another lane holds it."""
         self._check_shard(shard)
-        return (<Combiner> self.combiners[shard]).take()
+        return (<Combiner> self.combiners[shard]).take(FPS_BY_HAND)
 
     def spare(self, uint32_t shard=0):
         """While holding: (weights buffer, state buffer) that nobody reads, to be written whole and then published."""

@@ -19,6 +19,7 @@ cdef class SharedFold:
     cdef fps_work *work
     cdef uint32_t lane
     cdef uint32_t shard
+    cdef uint64_t workspace         # of the shard, whose work item and ticket these are
     cdef uint32_t helpers           # sleepers that a fold may wake; 0: it is not shared
     cdef bytes cores                # the part of each core, by its number; empty: a part a lane
     cdef const char *part_of_core   # the same, n_cores of them
@@ -38,10 +39,12 @@ cdef class SharedFold:
 
     cdef void share(self, uint32_t helpers, bytes cores)
     cdef void switch_to(self, uint32_t shard) noexcept nogil
+    cdef void use(self, uint64_t workspace) noexcept nogil
     cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef int run(self) noexcept nogil
     cdef int finish(self) noexcept nogil
     cdef bint help(self) noexcept nogil
+    cdef bint _help_here(self) noexcept nogil
     cdef bint is_helped(self) noexcept nogil
     cdef uint32_t _helpers_now(self) noexcept nogil
     cdef bint _has_enough(self) noexcept nogil

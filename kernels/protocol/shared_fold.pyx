@@ -28,7 +28,9 @@ from fastps.kernels.base.failpoints cimport FPS_MUTANT_DONE_FIRST, fps_mutant
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_CHUNKS,
+    FPS_WORKSPACES,
     fps_chunks_of,
+    fps_help_of,
     fps_lane,
     fps_member_generation,
     fps_member_pack,
@@ -100,9 +102,14 @@ cdef class SharedFold:
     cdef void switch_to(self, uint32_t shard) noexcept nogil:
         """Switch to another shard's fold: helpers go from one to the next."""
         self.shard = shard
-        self.work = self.arena.work(shard)
-        self.item.switch_to(shard)
+        self.use(0)
         self.first, self.last = self.arena.first[shard], self.arena.last[shard]
+
+    cdef void use(self, uint64_t workspace) noexcept nogil:
+        """Be the fold of that workspace."""
+        self.workspace = workspace
+        self.work = self.arena.work(self.shard, workspace)
+        self.item.switch_to(self.shard, workspace)
 
     # -- the combiner --------------------------------------------------------------------------------
 
@@ -183,7 +190,8 @@ cdef class SharedFold:
         """How many other lanes may have a chunk."""
         cdef uint32_t index, count = 0
         for index in range(self.arena.header.n_lanes):
-            count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == self.shard + 1
+            count += index != self.lane and fps_member_state(fps_help_load(&self.arena.lane(index).helping)) == fps_help_of(
+                self.shard, self.workspace)
         return count
 
     cdef void close(self) noexcept nogil:
@@ -228,14 +236,26 @@ cdef class SharedFold:
     # -- the helper --------------------------------------------------------------------------------
 
     cdef bint help(self) noexcept nogil:
-        """Fold chunks of the fold that is being made. Returns False if there were none to claim."""
+        """Fold chunks of the fold that is being made. Returns False if there were none to claim.
+
+        It looks at the tickets of both workspaces: the commit word, which names the one in use, is written too often to poll.
+        """
+        cdef uint64_t workspace
+        for workspace in range(FPS_WORKSPACES):
+            self.use(workspace)
+            if self._help_here():
+                return True
+        return False
+
+    cdef bint _help_here(self) noexcept nogil:
         cdef fps_lane *mine = self.arena.lane(self.lane)
         cdef uint64_t ticket = fps_ticket_acquire(&self.work.ticket)
         cdef uint64_t chunk
         cdef bint is_read = False, helped = False
         if _is_exhausted(ticket) or self._has_enough():
             return False
-        fps_help_set(&mine.helping, fps_member_pack(fps_member_generation(mine.state), self.shard + 1))
+        fps_help_set(&mine.helping, fps_member_pack(
+            fps_member_generation(mine.state), fps_help_of(self.shard, self.workspace)))
         while True:
             ticket = fps_ticket_acquire(&self.work.ticket)
             if _is_exhausted(ticket):

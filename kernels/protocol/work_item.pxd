@@ -1,7 +1,7 @@
 # A shard's work item: what is to be folded, named by numbers that mean the same in every process.
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport fps_descriptor, fps_folded_push, fps_work
@@ -20,7 +20,7 @@ cdef class WorkItem:
     cdef int64_t chunk_floats
     cdef int32_t nonfinite            # whether a fold of this job found results that are not finite
 
-    cdef void switch_to(self, uint32_t shard) noexcept nogil
+    cdef void switch_to(self, uint32_t shard, uint64_t workspace) noexcept nogil
     cdef void put(self, uint32_t index, uint32_t lane, const fps_descriptor *descriptor, double scale,
                   double rate_scale) noexcept nogil
     cdef fps_folded_push push(self, uint32_t index) noexcept nogil

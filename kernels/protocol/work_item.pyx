@@ -1,6 +1,6 @@
-"""A shard's work item: the pushes, scales and buffers of the fold that is being made.
+"""The work item of a shard's workspace: the pushes, scales and buffers of the fold that is being made.
 
-The combiner writes an item into the shard's work area before it publishes the ticket. The combiner and its helpers read the
+The combiner writes an item into the workspace before it publishes the ticket. The combiner and its helpers read the
 item from there and make a job of it. Every number that is read is checked, because any process of the job may have written over
 the area. This file has the only writer and the only reader.
 """
@@ -12,7 +12,6 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport FPS_ASSERT
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_STATE_IN_PLACE, fps_mutant
-from fastps.kernels.shm.arena_h cimport FPS_STATE_BUFFERS
 from fastps.kernels.update.fold cimport FPS_IS_USERS, FPS_MAX_PUSHES, fps_hyper
 
 from fastps.kernels.protocol.fold_call import FoldCall, FoldedPush
@@ -24,7 +23,7 @@ cdef class WorkItem:
 
     def __cinit__(self, Arena arena not None, uint32_t shard):
         self.arena = arena
-        self.switch_to(shard)
+        self.switch_to(shard, 0)
         self.pushes = <fps_push *> calloc(FPS_MAX_PUSHES, sizeof(fps_push))
         if not self.pushes:
             raise MemoryError()
@@ -32,9 +31,9 @@ cdef class WorkItem:
     def __dealloc__(self):
         free(self.pushes)
 
-    cdef void switch_to(self, uint32_t shard) noexcept nogil:
-        """Be the item of another shard."""
-        self.words = self.arena.work(shard)
+    cdef void switch_to(self, uint32_t shard, uint64_t workspace) noexcept nogil:
+        """Be the item of another shard or workspace."""
+        self.words = self.arena.work(shard, workspace)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ cdef class WorkItem:
         self.chunk_floats = words.chunk_floats
         if n_pushes > FPS_MAX_PUSHES or not self.arena.has_buffer(max(weights_in, weights_out)):
             return False
-        if max(state_in, state_out) >= FPS_STATE_BUFFERS or state_in == state_out or weights_in == weights_out:
+        if not self.arena.has_state(max(state_in, state_out)) or state_in == state_out or weights_in == weights_out:
             return False
         if not self._read_pushes(n_pushes):
             return False

@@ -11,19 +11,21 @@
 #include "update/rows.h"
 
 #define FPS_MAGIC 0x6670732d6172656eULL /* "fps-aren" */
-#define FPS_ABI 13
+#define FPS_ABI 14
 #define FPS_LINE 64
 #define FPS_MAX_LANES 1024     /* lane + 1 must fit the lock word's 16 bits; scratch arrays are this long */
 #define FPS_MAX_BUFFERS 127    /* a buffer's index must fit the commit word's 7 bits */
 #define FPS_MAX_BATCH 64       /* pushes that one commit may fold */
 #define FPS_MAX_SHARDS 64
 #define FPS_STATE_BUFFERS 3    /* of rule state: the published one, the one that is written, and one that is copied */
+#define FPS_WORKSPACES 2       /* of a shard: the one that combiners use, and one for a combiner that stopped, or a spare */
+#define FPS_RECORDS (2 * FPS_WORKSPACES) /* two a workspace */
 #define FPS_MESSAGE_BYTES 448
 #define FPS_GAP_BUCKETS 512      /* of a histogram of times: 8 an octave, see fps_time_bucket */
 #define FPS_STALENESS_BUCKETS 256 /* one a version; the last has all staler ones */
 _Static_assert(FPS_MAX_LANES + 2 <= 0xffff, "lane + 1, the server's lane included, fits 16 bits of the lock and reader words");
 _Static_assert(FPS_MAX_BUFFERS <= 0x7f, "a buffer fits 7 bits of the commit word, and buffer + 1 fits 8 of the reader word");
-_Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping word");
+_Static_assert(FPS_MAX_SHARDS < 0x7f, "shard + 1 fits 7 bits of a lane's helping word");
 
 /* Kinds of descriptor. */
 #define FPS_PUSH 0  /* a gradient in a slot */
@@ -48,6 +50,8 @@ _Static_assert(FPS_MAX_SHARDS < 0xff, "shard + 1 fits 8 bits of a lane's helping
 static inline uint32_t fps_member_pack(uint32_t generation, uint32_t state) { return (generation << 8) | state; }
 static inline uint32_t fps_member_state(uint32_t member) { return member & 0xff; }
 static inline uint32_t fps_member_generation(uint32_t member) { return member >> 8; }
+/* The low byte of a lane's helping word: a fold in that workspace of that shard. */
+static inline uint32_t fps_help_of(uint32_t shard, uint64_t workspace) { return (uint32_t)(workspace << 7) | (shard + 1); }
 
 /* One push as posted: exactly one cache line. */
 typedef struct {
@@ -73,7 +77,7 @@ typedef struct {
     uint8_t pad_event[60];
     /* Line of the worker. */
     uint32_t sleeping; /* paired with [EVENT] */
-    uint32_t helping;  /* [HELP] (generation : 24 | shard + 1 : 8) whose fold this lane is helping with, or 0 */
+    uint32_t helping;  /* [HELP] (generation : 24 | workspace : 1 | shard + 1 : 7) whose fold this lane helps with, or 0 */
     uint8_t pad_sleeping[56];
     /* Membership. */
     uint32_t state; /* [STATE] fps_member_pack */
@@ -92,10 +96,10 @@ _Static_assert(sizeof(fps_lane) % FPS_LINE == 0, "the ring behind it starts on a
 typedef struct {
     /* Line of the shard's combiner. All of it is derived from committed state, so the next combiner can write it again. */
     uint64_t head;   /* [HEAD] descriptors that this shard is done with */
-    int64_t granted; /* [GRANT] steps that the worker may have begun, as far as this shard is concerned */
+    int64_t granted; /* [GRANT] (generation : 24 | steps : 40) that the lane's owner may have begun, as far as this shard goes */
     int64_t batch;   /* the batch that goes with the grant; 0: the worker's own choice */
     int64_t folded, dropped, staleness_sum, staleness_max;
-    int64_t generation; /* [GRANT] of the latest owner */
+    int64_t reserved;
     /* Line of the worker. */
     uint64_t pin;  /* [PIN] buffer being read + 1, or 0 */
     uint64_t next; /* [PIN] buffer being fetched in the background + 1, or 0 */
@@ -134,7 +138,15 @@ typedef struct {
 } fps_push_outcome;
 _Static_assert(sizeof(fps_push_outcome) == FPS_LINE / 2, "two outcomes are a line");
 
-/* What one commit publishes beside the weights. There are two; the commit word says which one holds. */
+/* A grant's word. One number, because it must never go back: a later owner may begin at a lower step, but has a higher
+ * generation. */
+static inline int64_t fps_granted_pack(int64_t generation, int64_t steps) {
+    return (int64_t)(((uint64_t)generation << 40) | ((uint64_t)steps & 0xffffffffffULL));
+}
+static inline int64_t fps_granted_steps(int64_t granted) { return granted & 0xffffffffffLL; }
+static inline int64_t fps_granted_generation(int64_t granted) { return (int64_t)((uint64_t)granted >> 40); }
+
+/* What one commit publishes beside the weights. There are two in each workspace; the commit word says which one holds. */
 typedef struct {
     uint64_t version;
     uint32_t weights_buffer;
@@ -144,11 +156,12 @@ typedef struct {
 
 /* The words of a shard: one flip of its commit word publishes everything of it. */
 typedef struct {
-    uint64_t lock; /* [LOCK] (epoch : 31 | generation : 16 | lane + 1 : 16 | pending : 1) */
+    uint64_t lock; /* [LOCK] (epoch : 13 | by hand : 1 | left workspace : 1, left lane + 1 : 16 | generation : 16 | lane + 1 : 16 |
+                    * pending : 1) */
     uint8_t pad_lock[56];
-    uint64_t commit; /* [COMMIT] (version : 40 | epoch : 16 | weights buffer : 7 | record : 1) */
+    uint64_t commit; /* [COMMIT] (version : 40 | epoch : 15 | weights buffer : 7 | record : 2) */
     uint8_t pad_commit[56];
-    fps_record records[2];
+    fps_record records[FPS_RECORDS];
     int64_t due_ns; /* the deadline of the next timer, or -1; a hint for sleepers, the scheduler's state decides */
     int64_t last_update_ns; /* for the histogram of gaps */
     uint8_t pad_due[48];
@@ -164,7 +177,7 @@ typedef struct {
     uint8_t pad_drawn[56];
     fps_undo undo; /* the log of its tables' rows */
 } fps_shard_header;
-_Static_assert(sizeof(fps_shard_header) == 9 * FPS_LINE, "lock, commit and the records are each on a line of their own");
+_Static_assert(sizeof(fps_shard_header) == 11 * FPS_LINE, "lock, commit and the records are each on a line of their own");
 
 /* One push of a fold, by its place: a lane's slot. */
 typedef struct {
@@ -175,8 +188,8 @@ typedef struct {
 
 #define FPS_MAX_CHUNKS 56
 
-/* The work item of a shard: the combiner writes it, helpers take chunks of it. Addresses differ between processes, so everything
- * is named by its number. */
+/* The work item of a shard's workspace: the combiner writes it, helpers take chunks of it. Addresses differ between processes, so
+ * everything is named by its number. */
 typedef struct {
     uint64_t ticket; /* [WORK] (chunks : 8 | one bit a chunk that is not claimed : 56); exhausted when no bit is left */
     uint8_t pad_ticket[56];
@@ -257,7 +270,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, statistics_offset)                                                                                    \
     WORD(uint64_t, statistics_bytes) /* n_shards of them */                                                              \
     WORD(uint64_t, work_offset)                                                                                          \
-    WORD(uint64_t, work_bytes) /* n_shards of them */                                                                    \
+    WORD(uint64_t, work_bytes) /* shard-major, one a workspace */                                                                   \
     WORD(uint64_t, segments_offset) /* fps_segment[n_parameters] */                                                      \
     WORD(uint64_t, tables_offset) /* fps_table[n_tables] */                                                              \
     WORD(uint64_t, lanes_offset)                                                                                         \
@@ -266,7 +279,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, reader_words_offset) /* fps_readers, then fps_reader_shard[n_readers][n_shards] */                    \
     WORD(uint64_t, push_outcomes_offset) /* within a lane */                                                             \
     WORD(uint64_t, scheduler_offset)                                                                                     \
-    WORD(uint64_t, scheduler_bytes) /* shard-major, two copies a shard, one a record */                                  \
+    WORD(uint64_t, scheduler_bytes) /* shard-major, one copy a record */                                                 \
     WORD(uint64_t, rows_offset) /* the tables' rows: weights and state, one copy */                                      \
     WORD(uint64_t, rows_bytes)                                                                                           \
     WORD(uint64_t, weights_offset)                                                                                       \
@@ -282,6 +295,9 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint64_t, extra_offset)                                                                                         \
     WORD(uint64_t, extra_bytes) /* model buffers (BatchNorm): one slot a lane */                                         \
     WORD(uint64_t, reader_weights_offset) /* n_readers weights buffers; without pages until a reader has the place */    \
+    /* Weights and rule state once more: in use while a combiner that stopped may still write others. Without pages until then. */ \
+    WORD(uint64_t, spare_weights_offset)                                                                                 \
+    WORD(uint64_t, spare_state_offset)                                                                                   \
     WORD(uint64_t, undo_offset) /* shard-major; without pages until a push reserves them, as the rest of the arena */    \
     WORD(uint64_t, undo_bytes)                                                                                           \
     WORD(uint64_t, row_slots_offset) /* lane-major: the rows in each slot */                                             \
@@ -297,20 +313,32 @@ _Static_assert(sizeof(fps_header) <= 4096, "the header lies before the first sha
 
 /* -- the two packed words ---------------------------------------------------------------------------------------------- */
 #define FPS_PENDING 1ULL
+#define FPS_LEFT (0x1ffffULL << 33)
+#define FPS_BY_HAND (1ULL << 50) /* its owner writes buffers by hand, for as long as it likes: nobody takes the lock over */
 static inline uint64_t fps_lock_pack(uint64_t epoch, uint64_t generation, uint64_t owner) {
-    return (epoch << 33) | ((generation & 0xffff) << 17) | (owner << 1);
+    return (epoch << 51) | ((generation & 0xffff) << 17) | (owner << 1);
 }
 static inline uint64_t fps_lock_owner(uint64_t lock) { return (lock >> 1) & 0xffff; } /* lane + 1, or 0: free */
 static inline uint64_t fps_lock_generation(uint64_t lock) { return (lock >> 17) & 0xffff; } /* of that lane, its low bits */
-static inline uint64_t fps_lock_epoch(uint64_t lock) { return lock >> 33; }
+static inline uint64_t fps_lock_epoch(uint64_t lock) { return lock >> 51; }
+/* The lane that may still write in the workspace that it left behind when it stopped, and that workspace. */
+static inline uint64_t fps_left_pack(uint64_t lane, uint64_t workspace) { return (workspace << 49) | ((lane + 1) << 33); }
+static inline uint64_t fps_lock_left(uint64_t lock) { return (lock >> 33) & 0xffff; } /* lane + 1, or 0: none */
+static inline uint64_t fps_lock_left_workspace(uint64_t lock) { return (lock >> 49) & 1; }
+/* What stays the same while an owner holds the lock: others set PENDING, and the lane that left a workspace clears LEFT. */
+static inline uint64_t fps_lock_own(uint64_t lock) { return lock & ~(FPS_PENDING | FPS_LEFT | FPS_BY_HAND); }
+/* The word of the lock once its owner has released it. */
+static inline uint64_t fps_lock_free(uint64_t lock) { return lock & (FPS_LEFT | (0x1fffULL << 51)); }
 
 static inline uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record) {
-    return (version << 24) | ((epoch & 0xffff) << 8) | (buffer << 1) | record;
+    return (version << 24) | ((epoch & 0x7fff) << 9) | (buffer << 2) | record;
 }
 static inline uint64_t fps_commit_version(uint64_t commit) { return commit >> 24; }
-static inline uint64_t fps_commit_epoch(uint64_t commit) { return (commit >> 8) & 0xffff; }
-static inline uint64_t fps_commit_buffer(uint64_t commit) { return (commit >> 1) & 0x7f; }
-static inline uint64_t fps_commit_record(uint64_t commit) { return commit & 1; }
+static inline uint64_t fps_commit_epoch(uint64_t commit) { return (commit >> 9) & 0x7fff; }
+static inline uint64_t fps_commit_buffer(uint64_t commit) { return (commit >> 2) & 0x7f; }
+static inline uint64_t fps_commit_record(uint64_t commit) { return commit & 3; }
+/* A workspace has records 2w and 2w + 1. */
+static inline uint64_t fps_commit_workspace(uint64_t commit) { return (commit >> 1) & 1; }
 
 
 static inline uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights) {

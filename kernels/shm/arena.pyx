@@ -47,6 +47,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
+    fps_granted_generation,
     fps_lane,
     fps_lane_shard,
     fps_member_generation,
@@ -115,10 +116,9 @@ cdef class Arena(ArenaView):
 
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer):
         """(weights buffer, state buffer) of a commit, checked, because readers use these numbers as indices."""
-        if not self.has_buffer(fps_commit_buffer(commit)) or state_buffer >= FPS_STATE_BUFFERS:
-            last = self.header.n_buffers + self.header.n_readers - 1
-            raise ValueError(f"expected weights buffer 0 to {last} and state buffer 0 to "
-                             f"{FPS_STATE_BUFFERS - 1}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
+        if not self.has_buffer(fps_commit_buffer(commit)) or not self.has_state(state_buffer):
+            raise ValueError(f"expected weights buffer 0 to {self.spare_weights()} and state buffer 0 to "
+                             f"{FPS_STATE_BUFFERS}, found {fps_commit_buffer(commit)} and {state_buffer}: the arena is "
                              "damaged")
         return fps_commit_buffer(commit), state_buffer
 
@@ -190,7 +190,7 @@ cdef class Arena(ArenaView):
     cdef bint _has_joined(self, uint32_t lane) noexcept nogil:
         cdef uint32_t shard, generation = fps_member_generation(fps_state_acquire(&self.lane(lane).state))
         for shard in range(self.header.n_shards):
-            if fps_grant_acquire(&self.lane_shard(lane, shard).generation) != generation:
+            if fps_granted_generation(fps_grant_acquire(&self.lane_shard(lane, shard).granted)) != <int64_t> generation:
                 return False
         return True
 

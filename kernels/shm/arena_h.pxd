@@ -63,7 +63,6 @@ cdef extern from "shm/arena.h" nogil:
         int64_t dropped
         int64_t staleness_sum
         int64_t staleness_max
-        int64_t generation
         uint64_t pin
         uint64_t next
         int64_t rejected
@@ -73,10 +72,13 @@ cdef extern from "shm/arena.h" nogil:
 
     enum:
         FPS_STATE_BUFFERS
+        FPS_WORKSPACES
+        FPS_RECORDS
 
     uint32_t fps_member_pack(uint32_t generation, uint32_t state)
     uint32_t fps_member_state(uint32_t member)
     uint32_t fps_member_generation(uint32_t member)
+    uint32_t fps_help_of(uint32_t shard, uint64_t workspace)
 
     ctypedef struct fps_record:
         uint64_t version
@@ -196,6 +198,8 @@ cdef extern from "shm/arena.h" nogil:
         uint64_t extra_offset
         uint64_t extra_bytes
         uint64_t reader_weights_offset
+        uint64_t spare_weights_offset
+        uint64_t spare_state_offset
         uint64_t undo_offset
         uint64_t undo_bytes
         uint64_t row_slots_offset
@@ -222,15 +226,26 @@ cdef extern from "shm/arena.h" nogil:
         FPS_OUTCOME_DROPPED
 
     uint64_t FPS_PENDING
+    uint64_t FPS_LEFT
+    uint64_t FPS_BY_HAND
     uint64_t fps_lock_pack(uint64_t epoch, uint64_t generation, uint64_t owner)
     uint64_t fps_lock_owner(uint64_t lock)
     uint64_t fps_lock_epoch(uint64_t lock)
     uint64_t fps_lock_generation(uint64_t lock)
+    uint64_t fps_left_pack(uint64_t lane, uint64_t workspace)
+    uint64_t fps_lock_left(uint64_t lock)
+    uint64_t fps_lock_left_workspace(uint64_t lock)
+    uint64_t fps_lock_own(uint64_t lock)
+    uint64_t fps_lock_free(uint64_t lock)
     uint64_t fps_commit_pack(uint64_t version, uint64_t epoch, uint64_t buffer, uint64_t record)
     uint64_t fps_commit_version(uint64_t commit)
     uint64_t fps_commit_epoch(uint64_t commit)
     uint64_t fps_commit_buffer(uint64_t commit)
     uint64_t fps_commit_record(uint64_t commit)
+    uint64_t fps_commit_workspace(uint64_t commit)
+    int64_t fps_granted_pack(int64_t generation, int64_t steps)
+    int64_t fps_granted_steps(int64_t granted)
+    int64_t fps_granted_generation(int64_t granted)
     uint64_t fps_reader_pack(uint64_t generation, uint64_t lane, uint64_t state, uint64_t weights)
     uint64_t fps_reader_weights(uint64_t reader)
     uint64_t fps_reader_state(uint64_t reader)

@@ -5,7 +5,7 @@ from libc.string cimport memcpy
 
 from fastps.kernels.shm.plan cimport describe_tables, place_tables, rows_measures_t
 from fastps.kernels.shm.view cimport ArenaView
-from fastps.kernels.shm.arena_h cimport fps_commit_pack, fps_header, fps_shard_header
+from fastps.kernels.shm.arena_h cimport FPS_RECORDS, fps_commit_pack, fps_header, fps_shard_header
 from fastps.kernels.update.fold cimport fps_segment
 from fastps.kernels.update.rows_h cimport fps_table
 from fastps.kernels.scheduling.policy cimport policy_from_values
@@ -79,7 +79,7 @@ cdef int _format_shard(ArenaView arena, uint32_t shard, const policy_t *policy, 
         state_add(state, lane, clock, -1)
         state_workers(state)[lane].granted = clock + 1
     arena.shard_header(shard).commit = fps_commit_pack(version, 0, 0, 0)
-    for record in range(2):
+    for record in range(FPS_RECORDS):
         arena.shard_header(shard).records[record].version = version
     arena.scheduler(shard, 1).n_workers = arena.header.n_lanes
     state_copy(arena.scheduler(shard, 1), arena.scheduler(shard, 0))

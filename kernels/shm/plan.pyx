@@ -15,7 +15,9 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MAX_BUFFERS,
     FPS_MAX_LANES,
     FPS_MAX_SHARDS,
+    FPS_RECORDS,
     FPS_STATE_BUFFERS,
+    FPS_WORKSPACES,
     fps_descriptor,
     fps_folded_push,
     fps_header,
@@ -94,8 +96,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.n_lanes = lanes
     header.n_buffers = buffers
     header.n_slots, header.ring_size = slots, ring_size
-    header.n_groups = groups
-    header.n_parameters = parameters
+    header.n_groups, header.n_parameters = groups, parameters
     header.presence_words = (parameters + 63) // 64
     header.rule = rule
     header.state_planes = state_planes
@@ -103,14 +104,13 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.checks_finite = checks_finite
     header.ema_decay = ema_decay
     header.gradient_type, header.shown_type = gradient_type, shown_type
-    header.n_servers = servers
-    header.n_readers = readers
+    header.n_servers, header.n_readers = servers, readers
     _set_rows(header, rows)
     header.buffer_floats = _aligned(buffer_floats, FPS_LINE // sizeof(float))
     offset = header.shard_headers_offset = PAGE
     offset = header.work_offset = offset + _aligned(shards * sizeof(fps_shard_header), PAGE)
     header.work_bytes = _aligned(sizeof(fps_work) + FPS_MAX_PUSHES * sizeof(fps_folded_push), PAGE)
-    offset = header.segments_offset = offset + shards * header.work_bytes
+    offset = header.segments_offset = offset + FPS_WORKSPACES * shards * header.work_bytes
     offset = header.tables_offset = offset + _aligned(parameters * sizeof(fps_segment), PAGE)
     offset = header.lanes_offset = offset + _aligned(rows.n_tables * sizeof(fps_table), PAGE)
     header.lane_shards_offset = sizeof(fps_lane) + ring_size * sizeof(fps_descriptor)
@@ -122,7 +122,7 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     header.statistics_bytes = sizeof(fps_statistics) + lanes * FPS_GAP_BUCKETS * sizeof(int64_t)
     offset = header.scheduler_offset = offset + _aligned(shards * header.statistics_bytes, PAGE)
     header.scheduler_bytes = _aligned(state_size(lanes), PAGE)
-    offset = header.rows_offset = offset + 2 * shards * header.scheduler_bytes
+    offset = header.rows_offset = offset + FPS_RECORDS * shards * header.scheduler_bytes
     offset = header.weights_offset = offset + rows.rows_bytes
     header.weights_bytes = _aligned(header.buffer_floats * _weight_bytes(shown_type), PAGE)
     offset = header.state_offset = offset + buffers * header.weights_bytes
@@ -136,7 +136,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
     offset = header.extra_offset = offset + lanes * slots * header.slot_bytes
     header.extra_bytes = _aligned(extra_bytes, PAGE)
     offset = header.reader_weights_offset = offset + (lanes + servers) * header.extra_bytes
-    offset = header.undo_offset = offset + readers * header.weights_bytes
+    offset = header.spare_weights_offset = offset + readers * header.weights_bytes
+    offset = header.spare_state_offset = offset + header.weights_bytes
+    offset = header.undo_offset = offset + header.state_bytes
     offset = header.row_slots_offset = offset + shards * header.undo_bytes
     header.total_bytes = offset + <uint64_t> lanes * slots * header.row_slot_bytes
     return _check_size(header)
@@ -190,8 +192,8 @@ cdef int _check_size(const fps_header *header) except -1:
     cdef double all_lanes = <double> header.n_lanes + header.n_servers
     cdef double lanes = all_lanes * (<double> header.n_slots * (floats + tables + PAGE) + header.extra_bytes)
     cdef double rings = all_lanes * header.ring_size * 64 * (1 + header.n_shards)
-    cdef double all_buffers = <double> header.n_buffers + header.n_readers
-    cdef double buffers = all_buffers * 1.5 * floats + FPS_STATE_BUFFERS * (tables + header.state_planes * floats)
+    cdef double all_buffers = 1.0 + header.n_buffers + header.n_readers
+    cdef double buffers = all_buffers * 1.5 * floats + (1 + FPS_STATE_BUFFERS) * (tables + header.state_planes * floats)
     cdef double rows = 1.0 * header.rows_bytes + 1.0 * header.n_shards * header.undo_bytes
     lanes += all_lanes * header.n_slots * header.row_slot_bytes + rows
     if lanes + rings + buffers + tables > 2.0 ** 56:

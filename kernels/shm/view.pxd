@@ -38,9 +38,11 @@ cdef class ArenaView:
     cdef fps_readers *readers_words(self) noexcept nogil
     cdef fps_reader_shard *reader_shard(self, uint32_t reader, uint32_t shard) noexcept nogil
     cdef bint has_buffer(self, uint64_t buffer) noexcept nogil
+    cdef uint64_t spare_weights(self) noexcept nogil
+    cdef bint has_state(self, uint64_t buffer) noexcept nogil
     cdef fps_shard_header *shard_header(self, uint32_t shard) noexcept nogil
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil
-    cdef fps_work *work(self, uint32_t shard) noexcept nogil
+    cdef fps_work *work(self, uint32_t shard, uint64_t workspace) noexcept nogil
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil
     cdef float *weights(self, uint64_t buffer) noexcept nogil

@@ -9,6 +9,9 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
     FPS_LINE,
     FPS_MAGIC,
+    FPS_RECORDS,
+    FPS_STATE_BUFFERS,
+    FPS_WORKSPACES,
     fps_header,
     fps_lane,
     fps_lane_shard,
@@ -125,19 +128,28 @@ cdef class ArenaView:
     cdef fps_statistics *statistics(self, uint32_t shard) noexcept nogil:
         return <fps_statistics *> (self.base + self.header.statistics_offset + shard * self.header.statistics_bytes)
 
-    cdef fps_work *work(self, uint32_t shard) noexcept nogil:
-        return <fps_work *> (self.base + self.header.work_offset + shard * self.header.work_bytes)
+    cdef fps_work *work(self, uint32_t shard, uint64_t workspace) noexcept nogil:
+        return <fps_work *> (self.base + self.header.work_offset
+                             + (FPS_WORKSPACES * shard + workspace) * self.header.work_bytes)
 
     cdef scheduler_t *scheduler(self, uint32_t shard, uint64_t record) noexcept nogil:
         return <scheduler_t *> (self.base + self.header.scheduler_offset
-                                + (2 * shard + record) * self.header.scheduler_bytes)
+                                + (FPS_RECORDS * shard + record) * self.header.scheduler_bytes)
 
     cdef char *slot(self, uint32_t lane, uint32_t slot) noexcept nogil:
         return (self.base + self.header.slots_offset
                 + (<uint64_t> lane * self.header.n_slots + slot) * self.header.slot_bytes)
 
     cdef bint has_buffer(self, uint64_t buffer) noexcept nogil:
-        return buffer < <uint64_t> self.header.n_buffers + self.header.n_readers
+        return buffer <= self.spare_weights()
+
+    cdef uint64_t spare_weights(self) noexcept nogil:
+        """The weights buffer behind those of the readers, for a time in which a combiner that stopped may write another."""
+        return <uint64_t> self.header.n_buffers + self.header.n_readers
+
+    cdef bint has_state(self, uint64_t buffer) noexcept nogil:
+        """The spare one is the last, FPS_STATE_BUFFERS."""
+        return buffer <= FPS_STATE_BUFFERS
 
     cdef float *weights(self, uint64_t buffer) noexcept nogil:
         if buffer < self.header.n_buffers:
@@ -152,6 +164,8 @@ cdef class ArenaView:
         return <uint16_t *> (self.weights(buffer) + self.header.buffer_floats)
 
     cdef char *state(self, uint64_t buffer) noexcept nogil:
+        if buffer == FPS_STATE_BUFFERS:
+            return self.base + self.header.spare_state_offset
         return self.base + self.header.state_offset + buffer * self.header.state_bytes
 
     # -- tables -------------------------------------------------------------
@@ -218,6 +232,11 @@ cdef class ArenaView:
     def reader_weights_range(self, int readers):
         """(offset, length) in bytes of the weights buffers of the first `readers` readers: whole pages, the arena's last."""
         return self.header.reader_weights_offset, readers * self.header.weights_bytes
+
+    def spare_ranges(self):
+        """(offset, length) in bytes of the spare weights buffer, and of the spare state buffer: whole pages."""
+        return ((self.header.spare_weights_offset, self.header.weights_bytes),
+                (self.header.spare_state_offset, self.header.state_bytes))
 
     def slots_range(self, int lane):
         """(offset, length) in bytes of a lane's slots: whole pages."""

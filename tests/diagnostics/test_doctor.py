@@ -26,7 +26,7 @@ def test_parts_add_up_to_the_whole(optimizer: str, sync: str) -> None:
     assert need.gradient_slots_bytes >= 4 * PARAMETERS * need.slots_per_worker * 3
     planes = len(OPTIMIZERS[optimizer].planes) + ("ema" in sync)
     assert need.rule_state_bytes >= 2 * planes * 4 * PARAMETERS
-    assert need.total_bytes < 1.1 * sum(parts[:3])
+    assert need.total_bytes < 1.15 * sum(parts[:3])
 
 
 @pytest.mark.parametrize(("optimizer", "update"), [("momentum", SGD(0.1, momentum=0.9)), ("adam", Adam()), ("sgd", SGD(0.1))])
@@ -118,5 +118,5 @@ def test_wrong_usage_is_one_sentence(size: str, message: str) -> None:
 
 
 def test_a_share_is_rounded_up() -> None:
-    need = Need(1, 3, "sgd", "bsp", 2, 1, 5, 1, 1, 1, 10)
+    need = Need(1, 3, "sgd", "bsp", 2, 1, 5, 1, 1, 1, 10, 4)
     assert need.per_worker_bytes == 4

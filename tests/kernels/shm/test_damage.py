@@ -181,11 +181,11 @@ def test_a_kept_push_that_names_another_slot_by_now_is_refused() -> None:
 def test_a_buffer_that_the_arena_has_not_is_not_read() -> None:
     job = Job(2, **POLICIES["asp"])
     job.write(
-        job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 1
+        job.header.shard_headers_offset + OFFSETS["shard_header.commit"], "<Q", 100 << 2
     )  # the commit word: version 0, buffer 100
     assert (job.lanes[0].pull(), job.lanes[0].pull_all([7]), job.lanes[0].prefetch()) == (-1, 0, (-1, 0))
     with pytest.raises(
-        ValueError, match="weights buffer 0 to 4 and state buffer 0 to 2, found 100 and 0: the arena is damaged"
+        ValueError, match="weights buffer 0 to 5 and state buffer 0 to 3, found 100 and 0: the arena is damaged"
     ):
         job.arena.committed()
     with pytest.raises(ValueError, match="found 100 and 0"):

@@ -1,0 +1,173 @@
+"""SIGSTOP a worker just before its n-th store to shared memory, and go on without it: for every n, nothing is held up or lost.
+
+The others pass it by, push and fold meanwhile. Then it wakes, in the middle of whatever it did, and lives to its end. Each push
+must be folded once, and no lock stay held.
+"""
+
+import os
+import signal
+import struct
+
+import pytest
+
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
+
+import numpy as np  # noqa: E402
+
+from fastps.kernels.protocol.lane import AWAITING, BUSY, DONE  # noqa: E402
+from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.shm import offsets  # noqa: E402
+from tests.crash.test_die_at_every_store import CASES, CLIPPED, PUSHES, SHARDS, VICTIM, Case, Job  # noqa: E402
+
+STOPPED = [case for case in CASES if not case.tables]
+BITS = ("adamw-bsp", "radam-bsp", "summing-bsp")  # where the order of the pushes has no influence
+LINEAR = "sgd-asp"  # where it has nearly none
+OTHERS_PUSHES = 4
+
+
+def _live(job: Job) -> None:
+    """The victim's life. It may find that another lane has taken its lock; then it tries again."""
+    lane = job.lanes[VICTIM]
+    assert isinstance(lane, WorkerLane)
+    assert job.arena.claim(VICTIM, os.getpid()) == 0
+    for step in range(PUSHES):
+        assert job.write_slot(VICTIM) == lane.slot
+        outcome = lane.push(30 + 10 * step, CLIPPED, 8, False)
+        while outcome == BUSY:
+            outcome = lane.try_combine(30 + 10 * step)
+        assert outcome == DONE
+        job.posts[VICTIM] += 1
+        lane.advance_late(35 + 10 * step)
+    job.leave(VICTIM, 60)
+    while (outcome := lane.try_combine(60)) == BUSY or lane.was_passed_by():
+        pass
+    assert outcome == DONE
+    lane.unpin()
+    job.arena.finish(VICTIM)
+
+
+def _push_what_is_granted(job: Job, rounds: int, now_ns: int) -> None:
+    for step in range(rounds):
+        for index in (0, 2):
+            lane = job.lanes[index]
+            is_granted = min(lane.granted(0), lane.granted(1)) > job.posts[index] and lane.done() == lane.posted()
+            if is_granted and job.posts[index] < OTHERS_PUSHES:
+                job.push(index, now_ns + 10 * step + index)
+                assert lane.try_combine(now_ns + 10 * step + index) == DONE
+
+
+def _end(job: Job) -> None:
+    assert job.lanes[0].try_combine(90) == DONE
+    _push_what_is_granted(job, 2 * OTHERS_PUSHES, 100)
+    for index in (0, 2):
+        job.leave(index, 200 + index)
+        assert job.lanes[index].try_combine(200 + index) == DONE
+
+
+def _stop(case: Case, store: int) -> tuple[Job, bool]:
+    """Run a job whose victim stops at this store; return it, and whether the victim held anything up then."""
+    job = Job(case)
+    job.begin()
+    child = os.fork()
+    if child == 0:
+        hooks.stop_at(store)
+        _live(job)
+        os._exit(0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        is_passed = job.lanes[0].pass_by(VICTIM, 50) != BUSY
+        _push_what_is_granted(job, 1, 52)
+        os.kill(child, signal.SIGCONT)
+        _, status = os.waitpid(child, 0)
+    else:
+        is_passed = False
+    assert os.waitstatus_to_exitcode(status) == 0, f"stopped at store {store}"
+    return job, is_passed
+
+
+def _check_stops(case: Case, every: int) -> None:
+    plain = Job(case)
+    plain.begin()
+    before = hooks.stores()
+    _live(plain)
+    stores = hooks.stores() - before
+    _end(plain)
+    plain.push_log()
+    passed = 0
+    for store in range(1, stores + 1, every):
+        job, is_passed = _stop(case, store)
+        passed += is_passed
+        _end(job)
+        job.push_log()
+        if case.name in BITS:
+            assert job.bits() == plain.bits(), f"stopped at store {store}: other bits"
+        if case.name == LINEAR:
+            weights = [run.floats(run.arena.weights_offset(run.arena.committed(0)[1])) for run in (job, plain)]
+            assert np.allclose(weights[0][:96], weights[1][:96], atol=1e-3), f"stopped at store {store}: other weights"
+        for shard in range(SHARDS):
+            assert job.lanes[0].owner(shard) == -1, f"stopped at store {store}: the lock of shard {shard} is held"
+    assert passed > stores / every / 3, "the victim was hardly ever passed by"
+
+
+@pytest.mark.parametrize("case", STOPPED, ids=lambda case: case.name)
+def test_a_stop_at_some_stores_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
+    _check_stops(case, every=17)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STOPPED, ids=lambda case: case.name)
+def test_a_stop_at_every_store_holds_nobody_up_and_loses_and_doubles_nothing(case: Case) -> None:
+    _check_stops(case, every=1)
+
+
+# -- a helper that stays away --------------------------------------------------------------------------------------------
+
+
+def _set_helping(job: Job, lane: int, word: int) -> None:
+    """Let a lane say that it helps with a fold, as one says that is stopped there; 0: that it does not."""
+    header = offsets.header_of(job.memory)
+    place = header["lanes_offset"] + lane * header["lane_bytes"] + offsets.OFFSETS["lane.helping"]
+    struct.pack_into("<I", job.memory, place, word)
+
+
+def _await_helper() -> Job:
+    """A job in which lane 0 holds the lock of shard 0 and waits for a chunk of its fold that lane 2 has."""
+    job = Job(next(case for case in CASES if case.name == LINEAR))
+    _set_helping(job, 2, 1)  # shard 0, workspace 0
+    job.push(0, 10)
+    assert job.lanes[0].try_combine(10) == AWAITING
+    return job
+
+
+def test_a_combiner_goes_on_without_a_helper_that_has_stopped() -> None:
+    job = _await_helper()
+    assert job.lanes[0].holders()[0][0] == 2
+    assert job.lanes[0].pass_by(2, 20) == DONE
+    assert (job.arena.shard_version(0), job.lanes[0].owner(0)) == (1, -1)
+    assert job.lanes[0].holders()[0] is None
+    job.push(0, 30)
+    assert job.lanes[0].try_combine(30) == DONE
+    assert job.arena.shard_version(0) == 2
+
+
+@pytest.mark.parametrize("mutant", [None, "back-early"])
+def test_a_workspace_is_used_again_only_when_its_helpers_have_gone(mutant: str | None) -> None:
+    job = _await_helper()
+    assert job.lanes[VICTIM].pass_by(0, 20) == DONE
+    assert job.lanes[0].was_passed_by()
+    hooks.switch_on(mutant)
+    try:
+        assert job.lanes[0].try_combine(30) == DONE
+    finally:
+        hooks.switch_on(None)
+    assert job.lanes[0].was_passed_by() == (mutant is None), "the helper may still write there"
+    _set_helping(job, 2, 0)
+    assert job.lanes[0].try_combine(40) == DONE
+    assert not job.lanes[0].was_passed_by()
+
+
+def test_who_writes_by_hand_is_not_passed_by() -> None:
+    job = Job(CASES[0])
+    assert job.lanes[0].hold(0)
+    assert job.lanes[2].pass_by(0, 10) == BUSY
+    job.lanes[0].release(False, 0)

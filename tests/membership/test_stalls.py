@@ -1,0 +1,96 @@
+"""A worker that is stopped in the middle of a fold holds the others up for no longer than they are told to wait."""
+
+import os
+import signal
+import struct
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.job import limits
+from fastps.kernels.shm.offsets import OFFSETS
+from fastps.membership.stalls import Stalls
+from tests.fuzz.places import header_of
+from tests.support import processes
+
+FLOATS = 4_000_000
+STALL_S = 0.3
+
+
+def _work(store: fastps.Store, rank: int, steps: int) -> None:
+    gradient = {"w": np.ones(FLOATS, np.float32)}
+    with store.attach(rank) as worker:
+        worker.wait_for_start()
+        for _ in range(steps):
+            worker.step(gradient)
+
+
+def _owner(store: fastps.Store) -> int:
+    """The lane that holds the lock of the only shard, or -1."""
+    header = header_of(bytes(memoryview(store.memory)[:4096]))
+    (lock,) = struct.unpack_from("<Q", store.memory, header.shard_headers_offset + OFFSETS["shard_header.lock"])
+    return int(lock >> 1 & 0xFFFF) - 1
+
+
+def _stop_in_fold(store: fastps.Store, victim: processes.Child, rank: int) -> None:
+    """Stop the victim while it holds the shard's lock."""
+    while True:
+        processes.stop(victim.process_id)
+        if _owner(store) == rank:
+            return
+        os.kill(victim.process_id, signal.SIGCONT)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("sync", "steps"), [("asp", 60), ("dssp:3,15", 60)])
+def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(
+    monkeypatch: pytest.MonkeyPatch, sync: str, steps: int
+) -> None:
+    monkeypatch.setenv("FASTPS_STALL_MS", str(int(STALL_S * 1000)))
+    weights = {"w": np.zeros(FLOATS, np.float32)}
+    with fastps.Store.create(weights, fastps.SGD(lr=1.0), sync=sync, workers=3, timeout_s=30) as store:
+        children = [processes.start(partial(_work, store, rank, steps)) for rank in range(3)]
+        while store.version < 10:
+            time.sleep(0.001)
+        _stop_in_fold(store, children[1], 1)
+        began, before = time.monotonic(), store.version
+        while store.version == before and time.monotonic() < began + 10:
+            time.sleep(0.001)
+        waited_s = time.monotonic() - began
+        os.kill(children[1].process_id, signal.SIGCONT)
+        processes.finish(children, 60)
+        assert [child.exit_code for child in children] == [0, 0, 0], [child.outcome for child in children]
+        assert waited_s < 5, "the others waited for the stopped worker"
+        assert store.version == 3 * steps
+        assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
+
+
+def test_a_peer_that_computes_is_not_taken_for_stopped() -> None:
+    with fastps.Store.create({"w": np.zeros(8, np.float32)}, fastps.SGD(lr=1.0), workers=2) as store:
+        with store.attach(0) as mine, store.attach(1) as other:
+            stalls = Stalls(mine.lane, store.descriptor, 100_000_000)
+            assert other.lane.hold()
+            now_ns = 0
+            for _ in range(3):  # this process holds both lanes, and uses processor time
+                stalls.look(now_ns, lambda outcome: pytest.fail(f"passed by, with outcome {outcome}"))
+                began = time.process_time()
+                while time.process_time() < began + 0.03:
+                    pass
+                now_ns += 200_000_000
+            other.lane.release(False)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "5", "nan"])
+def test_a_patience_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FASTPS_STALL_MS", text)
+    with pytest.raises(fastps.UsageError, match=r"expected a time of 100 ms or more, or 0 for none \(FASTPS_STALL_MS\), found"):
+        limits.stall_ns()
+
+
+def test_the_patience_is_half_a_second_and_can_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTPS_STALL_MS", raising=False)
+    assert limits.stall_ns() == 500_000_000
+    assert (limits.stall_ns(250), limits.stall_ns(0)) == (250_000_000, 0)
