@@ -253,7 +253,7 @@ def _gpu() -> dict[str, Any]:
         "import json; from fastps.device.cuda import CudaDevice; d = CudaDevice(); r = d._runtime;"
         " p = r.getDeviceProperties(0); print(json.dumps({'name': p['name'].decode(), 'memory_bytes': int(p['totalGlobalMem']),"
         " 'compute': [p['major'], p['minor']], 'driver': r.driverGetVersion(), 'runtime': r.runtimeGetVersion(),"
-        " 'cupy': d._cupy.__version__}))"
+        " 'cupy': d._cuda._cupy.__version__}))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,41 +1,96 @@
 """A GPU as fastps uses it: one or two calls of the CUDA runtime per method, through CuPy.
 
-Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names a whole allocation. Events are created for
-sharing between processes. Import this module only where a GPU is wanted; without one the error is a single sentence.
+Memory comes from cudaMalloc, never from a pool, because a CUDA IPC handle names a whole allocation; sizes are multiples of
+2 MiB, because CUDA shares the whole block of a smaller one. Events are created for sharing between processes. Import this
+module only where a GPU is wanted; without one the error is a single sentence.
 
-Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). docs/how-to/gpu.md lists the parts that have run on a GPU.
+Written against CuPy 13 and 14 (the same names in cupy.cuda.runtime). All calls go through a `Cuda`, which can be one that
+simulates CUDA in host memory. docs/how-to/gpu.md lists the parts that have run on a GPU.
 """
 
 import ctypes
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
+from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import runtime as cuda
 
 # Flags of the CUDA runtime, by their documented values; not every version of CuPy names all of them.
-_EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required for a shared event
-_EVENT_INTERPROCESS = 4  # cudaEventInterprocess
-_IPC_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: opening a handle enables peer access
-_STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
-_COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
-_HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
+EVENT_DISABLE_TIMING = 2  # cudaEventDisableTiming: required for a shared event
+EVENT_INTERPROCESS = 4  # cudaEventInterprocess
+IPC_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: opening a handle enables peer access
+STREAM_NON_BLOCKING = 1  # cudaStreamNonBlocking
+COPY_DEFAULT = 4  # cudaMemcpyDefault: the addresses determine the direction
+HOST_ALLOC_PORTABLE = 1  # cudaHostAllocPortable
+HOST_REGISTER_SHARED = 3  # cudaHostRegisterPortable and cudaHostRegisterMapped: kernels read and write it, too
+SHARED_BYTES = 1 << 21  # the runtime's advice for memory that is shared between processes
+
+
+class Cuda(Protocol):
+    """What a CudaDevice calls.
+
+    Attributes:
+        runtime: the functions of the CUDA runtime, named and called as in cupy.cuda.runtime.
+    """
+
+    @property
+    def runtime(self) -> Any:
+        """See above."""
+        ...
+
+    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
+        """Launch the fold's kernel on a stream of the device, which is the calling thread's."""
+        ...
+
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
+        """An array over memory that it does not own."""
+        ...
+
+    def compute_stream(self, device: int) -> int:
+        """The stream on which the caller computes."""
+        ...
+
+
+class CupyCuda:
+    """CUDA through CuPy, and torch's streams. Raises DeviceError without CuPy or a GPU."""
+
+    def __init__(self) -> None:
+        try:
+            self._cupy = cuda.load_cupy()
+        except cuda.CudaUnavailableError as error:
+            raise DeviceError(str(error)) from error
+        self.runtime = self._cupy.cuda.runtime
+
+    def launch_fold(self, device: int, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
+        """See Cuda."""
+        cuda.fold_kernel(device, rule, dtype)(self._cupy.cuda.ExternalStream(stream, device), order, tiles, blocks)
+
+    def array(self, device: int, address: int, length: int, dtype: str, owner: object) -> Any:
+        """See Cuda. Returns a CuPy array."""
+        cupy = self._cupy
+        with cupy.cuda.Device(device):
+            memory = cupy.cuda.UnownedMemory(address, length * np.dtype(dtype).itemsize, owner, device)
+            return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def compute_stream(self, device: int) -> int:
+        """See Cuda. Returns torch's current stream on this GPU."""
+        import torch
+
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 class CudaDevice:
     """See fastps.device.interface.Device. `index` counts the GPUs that CUDA_VISIBLE_DEVICES shows to this process.
 
-    Raises DeviceError if there is no such GPU, or no CuPy.
+    `api`: what to call; by default CUDA through CuPy. Raises DeviceError if there is no such GPU, or no CuPy.
     """
 
-    def __init__(self, index: int = 0) -> None:
-        try:
-            self._cupy = cuda.load_cupy()
-        except cuda.CudaUnavailableError as error:
-            raise DeviceError(str(error)) from error
-        self._runtime = self._cupy.cuda.runtime
+    def __init__(self, index: int = 0, api: Cuda | None = None) -> None:
+        self._cuda = CupyCuda() if api is None else api
+        self._runtime = self._cuda.runtime
         self.index = index
         if not 0 <= index < self._runtime.getDeviceCount():
             raise DeviceError(
@@ -44,6 +99,8 @@ class CudaDevice:
         self._runtime.setDevice(index)
         self.identity = str(self._runtime.deviceGetPCIBusId(index))
         self._owned: dict[int, int] = {}  # address to size
+        self._shared: dict[int, Region] = {}  # host memory that processes share
+        self._streams: list[int] = []
         self._opened: set[int] = set()
         self._pinned: list[int] = []
 
@@ -52,11 +109,27 @@ class CudaDevice:
         self._runtime.setDevice(self.index)
         return self._runtime
 
+    @property
+    def reaches_all(self) -> bool:
+        """See Device."""
+        runtime = self._use()
+        others = [index for index in range(runtime.getDeviceCount()) if index != self.index]
+        return all(runtime.deviceCanAccessPeer(self.index, other) for other in others)
+
+    def can_reach(self, identity: str) -> bool:
+        """See Device. A GPU that this process does not see is not reached."""
+        runtime = self._use()
+        for index in range(runtime.getDeviceCount()):
+            if str(runtime.deviceGetPCIBusId(index)) == identity:
+                return index == self.index or bool(runtime.deviceCanAccessPeer(self.index, index))
+        return False
+
     # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
         """See Device."""
         runtime = self._use()
+        size = -(-size // SHARED_BYTES) * SHARED_BYTES
         try:
             address = int(runtime.malloc(size))
         except self._runtime.CUDARuntimeError as error:
@@ -77,7 +150,7 @@ class CudaDevice:
     def open(self, handle: bytes) -> int:
         """See Device. CUDA fails in the process that exported the handle, and between GPUs without peer access."""
         try:
-            address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], _IPC_LAZY_PEER_ACCESS))
+            address = int(self._use().ipcOpenMemHandle(handle[:HANDLE_BYTES], IPC_LAZY_PEER_ACCESS))
         except self._runtime.CUDARuntimeError as error:
             raise DeviceLostError(
                 f"expected another process's memory to open on GPU {self.index}, found that CUDA refuses ({error}): it"
@@ -86,18 +159,47 @@ class CudaDevice:
         self._opened.add(address)
         return address
 
+    def allocate_host(self, size: int) -> int:
+        """See Device."""
+        return self._share(make_region(size, "host memory"))
+
+    def export_host(self, address: int) -> bytes:
+        """See Device."""
+        return handle_of(self._shared[address])
+
+    def open_host(self, handle: bytes) -> int:
+        """See Device."""
+        return self._share(open_region(handle))
+
+    def _share(self, region: Region) -> int:
+        """Page-lock shared host memory. Kernels use the host's address: CUDA's addresses are unified on every 64-bit Linux."""
+        try:
+            self._use().hostRegister(region.address, region.size, HOST_REGISTER_SHARED)
+        except self._runtime.CUDARuntimeError as error:
+            release(region)
+            raise DeviceError(
+                f"expected to page-lock {region.size:,} bytes of host memory, found that CUDA refuses ({error}): raise"
+                " RLIMIT_MEMLOCK, or use FASTPS_PLACEMENT=host"
+            ) from error
+        self._shared[region.address] = region
+        return region.address
+
     def close(self, address: int) -> None:
         """See Device."""
-        if address in self._opened:
+        runtime = self._use()
+        if address in self._shared:
+            runtime.hostUnregister(address)
+            release(self._shared.pop(address))
+        elif address in self._opened:
             self._opened.discard(address)
-            self._use().ipcCloseMemHandle(address)
+            runtime.ipcCloseMemHandle(address)
         else:
             del self._owned[address]
-            self._use().free(address)
+            runtime.free(address)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """See Device. The memory is page-locked, so that asynchronous copies really are asynchronous."""
-        address = int(self._use().hostAlloc(size, _HOST_ALLOC_PORTABLE))
+        address = int(self._use().hostAlloc(max(size, 1), HOST_ALLOC_PORTABLE))
         self._pinned.append(address)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         memory[:] = 0
@@ -105,27 +207,22 @@ class CudaDevice:
 
     def view(self, address: int, length: int, dtype: str = "float32") -> Any:
         """See Device. Returns a CuPy array over memory that the array does not own."""
-        cupy = self._cupy
-        with cupy.cuda.Device(self.index):
-            memory = cupy.cuda.UnownedMemory(address, length * np.dtype(dtype).itemsize, self, self.index)
-            return cupy.ndarray((length,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+        return self._cuda.array(self.index, address, length, dtype, self)
 
     # -- streams and events ------------------------------------------------------------------------
 
     def compute_stream(self) -> int:
         """See Device. Returns torch's current stream on this GPU."""
-        import torch
+        return self._cuda.compute_stream(self.index)
 
-        return int(torch.cuda.current_stream(self.index).cuda_stream)
-
-    def make_stream(self) -> Any:
-        """See Device. Returns a CuPy stream that does not wait for the default stream."""
-        with self._cupy.cuda.Device(self.index):
-            return self._cupy.cuda.Stream(non_blocking=True)
+    def make_stream(self) -> int:
+        """See Device. Returns a stream that does not wait for the default stream."""
+        self._streams.append(int(self._use().streamCreateWithFlags(STREAM_NON_BLOCKING)))
+        return self._streams[-1]
 
     def make_event(self) -> int:
         """See Device."""
-        event = int(self._use().eventCreateWithFlags(_EVENT_DISABLE_TIMING | _EVENT_INTERPROCESS))
+        event = int(self._use().eventCreateWithFlags(EVENT_DISABLE_TIMING | EVENT_INTERPROCESS))
         return event
 
     def export_event(self, event: int) -> bytes:
@@ -144,18 +241,18 @@ class CudaDevice:
         """See Device."""
         self._use().eventDestroy(event)
 
-    def record(self, event: int, stream: Any) -> None:
+    def record(self, event: int, stream: int) -> None:
         """See Device."""
-        self._use().eventRecord(event, _pointer(stream))
+        self._use().eventRecord(event, stream)
 
-    def wait(self, event: int, stream: Any) -> None:
+    def wait(self, event: int, stream: int) -> None:
         """See Device."""
-        self._use().streamWaitEvent(_pointer(stream), event)
+        self._use().streamWaitEvent(stream, event)
 
-    def synchronize(self, stream: Any) -> None:
+    def synchronize(self, stream: int) -> None:
         """See Device."""
         try:
-            self._use().streamSynchronize(_pointer(stream))
+            self._use().streamSynchronize(stream)
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"work on GPU {self.index} failed: {error}") from error
 
@@ -169,28 +266,26 @@ class CudaDevice:
 
     # -- work --------------------------------------------------------------------------------------
 
-    def copy(self, to: int, source: int, size: int, stream: Any) -> None:
+    def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """See Device."""
-        self._use().memcpyAsync(to, source, size, _COPY_DEFAULT, _pointer(stream))
+        self._use().memcpyAsync(to, source, size, COPY_DEFAULT, stream)
 
-    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: Any) -> None:
+    def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: int) -> None:
         """See Device."""
         self._use()
         if blocks:
-            cuda.fold_kernel(self.index, rule, dtype)(stream, order, tiles, blocks)
+            self._cuda.launch_fold(self.index, rule, dtype, order, tiles, blocks, stream)
 
     def shut(self) -> None:
         """See Device. Other processes must have closed this process's memory before."""
         runtime = self._use()
         runtime.deviceSynchronize()
         # The process's end destroys the events: another process may be about to wait for one, which CUDA leaves undefined.
-        for address in [*self._opened, *self._owned]:
+        for address in [*self._opened, *self._owned, *self._shared]:
             self.close(address)
+        for stream in self._streams:
+            runtime.streamDestroy(stream)
+        self._streams.clear()
         for address in self._pinned:
             runtime.freeHost(address)
         self._pinned.clear()
-
-
-def _pointer(stream: Any) -> int:
-    """The cudaStream_t of a stream: of torch's, which is a number already, or of CuPy's."""
-    return stream if isinstance(stream, int) else int(stream.ptr)

@@ -1,52 +1,59 @@
 """A device in host memory: the interface of a GPU, between real processes, on any machine.
 
-Memory and events are memfds. Other processes open them by a handle that holds a process id, a descriptor, a size and a secret.
-Each stream is a thread that runs its work in order, so work that no event orders really runs in any order. The kernels are
-those of fold.cu, compiled by the host's compiler. This device tests the protocol; it is not built for speed.
+Memory and events are memfds. Each stream is a thread that runs its work in order, so work that no event orders really runs in
+any order. The kernels are those of fold.cu, compiled by the host compiler. This device tests the protocol, and is harsher than
+CUDA: work may begin late, completed events may be seen late, freed memory is poisoned and an access to it is an error, devices
+may not reach each other, and a process can die between any two operations.
 """
 
 import ctypes
-import mmap
+import itertools
 import os
 import queue
-import secrets
-import struct
+import random
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
+from fastps.device.interface import DeviceError, DeviceLostError
+from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import host_fold, launch_args
-from fastps.membership.rendezvous import pidfd_alive
 
-_HANDLE = struct.Struct("<qqq16s")  # process, descriptor, size, secret
-_SECRET_BYTES = 16
 _POLL_S = 20e-6
 _LOOK_EVERY = 200  # polls between two checks that the other process is alive
+_HOST = "host memory"  # the device whose memory every device reaches
 
 
-@dataclass
-class _Region:
-    """A mapped memfd: `size` bytes, then the secret. `pidfd` is the creating process's, or -1 for this process's own."""
+@dataclass(frozen=True)
+class Teeth:
+    """What a device does that a GPU only may do.
 
-    descriptor: int
-    memory: mmap.mmap
-    size: int
-    secret: bytes
-    address: int
-    pidfd: int = -1
+    Attributes:
+        seed: of the draws.
+        delay_s: the longest delay before a piece of work.
+        late_s: the longest time until a completed event is seen.
+        unreachable: the devices to which there is no peer access.
+        dies_at: the process is killed before this operation of the device, counted from 1; 0: never.
+    """
+
+    seed: int = 0
+    delay_s: float = 0.0
+    late_s: float = 0.0
+    unreachable: frozenset[str] = frozenset()
+    dies_at: int = 0
 
 
 @dataclass
 class HostEvent:
     """An event: its memory, which knows the recording process, and two counters in it, of records made and records done."""
 
-    region: _Region
+    region: Region
     words: npt.NDArray[np.int64]
 
 
@@ -79,7 +86,7 @@ class HostDevice:
     """See fastps.device.interface.Device. `delay_s` delays the start of each piece of work on a stream that has a thread.
 
     With `computes_at_once` the compute stream runs work when it is called, as torch does on the CPU; else it queues work, as a
-    GPU does.
+    GPU does. `teeth`: what goes wrong.
 
     >>> device = HostDevice("host")
     >>> address = device.allocate(64)
@@ -88,92 +95,113 @@ class HostDevice:
     >>> device.shut()
     """
 
-    def __init__(self, identity: str, delay_s: float = 0.0, *, computes_at_once: bool = True) -> None:
+    def __init__(
+        self,
+        identity: str,
+        delay_s: float = 0.0,
+        *,
+        computes_at_once: bool = True,
+        teeth: Teeth = Teeth(),
+    ) -> None:
         self.identity = identity
         self._delay_s = delay_s
-        self._regions: dict[int, _Region] = {}
+        self._teeth = teeth
+        self._random = random.Random(teeth.seed)  # used under the interpreter's lock alone, one call at a time
+        self._operations = itertools.count(1)
+        self._regions: dict[int, Region] = {}
         self._events: list[HostEvent] = []
         self._streams: list[HostStream] = []
         self._pinned: list[npt.NDArray[np.uint8]] = []
         self._computing = HostStream() if computes_at_once else self.make_stream()
 
+    def _operate(self) -> None:
+        """Count an operation of the host or a stream; die before it if it is the one."""
+        if next(self._operations) == self._teeth.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def reaches_all(self) -> bool:
+        """See Device."""
+        return not self._teeth.unreachable
+
+    def can_reach(self, identity: str) -> bool:
+        """See Device."""
+        return identity not in self._teeth.unreachable
 
     def allocate(self, size: int) -> int:
         """See Device."""
-        region = self._make_region(size)
-        self._regions[region.address] = region
-        return region.address
+        self._operate()
+        return self._keep(make_region(size, self.identity))
+
+    def allocate_host(self, size: int) -> int:
+        """See Device."""
+        self._operate()
+        return self._keep(make_region(size, _HOST))
 
     def export(self, address: int) -> bytes:
         """See Device."""
-        return self._handle(self._regions[address])
+        self._operate()
+        return handle_of(self._regions[address])
+
+    export_host = export
 
     def open(self, handle: bytes) -> int:
-        """See Device."""
-        region = self._open_region(handle)
+        """See Device. Raises DeviceLostError for a device that this one does not reach, as CUDA does."""
+        self._operate()
+        region = open_region(handle)
+        if not self.can_reach(region.identity):
+            release(region)
+            raise DeviceLostError(
+                f"expected peer access from {self.identity} to {region.identity}, found none: FASTPS_PLACEMENT=host needs none"
+            )
+        return self._keep(region)
+
+    open_host = open
+
+    def _keep(self, region: Region) -> int:
         self._regions[region.address] = region
         return region.address
 
     def close(self, address: int) -> None:
-        """See Device. Views that still live keep the memory mapped."""
-        _let_go(self._regions.pop(address))
+        """See Device. Views that still live see poison."""
+        self._operate()
+        if address not in self._regions:
+            raise DeviceError(f"expected memory of this device to close, found {address:#x}, which is not open")
+        release(self._regions.pop(address))
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
         """See Device."""
         self._pinned.append(np.zeros(size, np.uint8))
         return self._pinned[-1]
 
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Let work use host memory of another's, until `unpin`."""
+        self._pinned.append(memory)
+
+    def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
+        """End that."""
+        self._pinned = [each for each in self._pinned if each is not memory]
+
     def view(self, address: int, length: int, dtype: str = "float32") -> npt.NDArray[Any]:
         """See Device."""
         size = length * np.dtype(dtype).itemsize
-        for region in self._regions.values():
-            if region.address <= address and address + size <= region.address + region.size:
+        for region in list(self._regions.values()):
+            if region.holds(address, size):
                 return np.frombuffer(region.memory, dtype, length, address - region.address)
         raise DeviceError(f"expected memory of this device, found {size} bytes at {address:#x}")
 
-    def _make_region(self, size: int) -> _Region:
-        descriptor = os.memfd_create("fastps-device", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(descriptor, 0, size + _SECRET_BYTES)
-        except OSError as error:
-            os.close(descriptor)
-            raise DeviceError(
-                f"expected {size:,} bytes of memory for a device of the host, found too little: {error}"
-            ) from error
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        region = _mapped(descriptor, size, secret, -1)
-        region.memory[size:] = secret
-        return region
-
-    def _handle(self, region: _Region) -> bytes:
-        return _HANDLE.pack(os.getpid(), region.descriptor, region.size, region.secret).ljust(HANDLE_BYTES, b"\0")
-
-    def _open_region(self, handle: bytes) -> _Region:
-        """Map the memory that a handle names. The secret exposes a process id or descriptor number that has been reused.
-
-        Raises DeviceLostError if the memory is gone.
-        """
-        process_id, number, size, secret = _HANDLE.unpack_from(handle)
-        stale = DeviceLostError(f"expected memory of process {process_id}, found none: it has ended, or has freed that memory")
-        try:
-            pidfd = os.pidfd_open(process_id)
-        except OSError as error:
-            raise stale from error
-        try:
-            descriptor = os.open(f"/proc/{process_id}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            os.close(pidfd)
-            raise stale from error
-        if os.fstat(descriptor).st_size == size + _SECRET_BYTES:
-            region = _mapped(descriptor, size, secret, pidfd)
-            if region.memory[size:] == secret:
-                return region
-            _let_go(region)
-            raise stale
-        os.close(descriptor)
-        os.close(pidfd)
-        raise stale
+    def _check(self, spans: Iterable[launch_args.Span]) -> None:
+        """Raise DeviceError for an access to what is not open here. Called when the work runs."""
+        for address, size in spans:
+            if not size or any(region.holds(address, size) for region in list(self._regions.values())):
+                continue
+            if not any(0 <= address - memory.ctypes.data <= memory.nbytes - size for memory in list(self._pinned)):
+                raise DeviceError(
+                    f"expected work on memory that is open on {self.identity}, found {size} bytes at {address:#x}: they were"
+                    " freed, unmapped, or never opened"
+                )
 
     # -- streams and events ------------------------------------------------------------------------
 
@@ -189,30 +217,45 @@ class HostDevice:
         self._streams.append(stream)
         return stream
 
+    def end_stream(self, stream: HostStream) -> None:
+        """Wait for a stream's work, and end the stream."""
+        self.synchronize(stream)
+        self._streams.remove(stream)
+        stream.work.put(None)
+        if stream.thread is not None:
+            stream.thread.join()
+
     def make_event(self) -> HostEvent:
         """See Device."""
-        return self._event_of(self._make_region(16))
+        self._operate()
+        return self._event_of(make_region(16, _HOST))
 
     def export_event(self, event: HostEvent) -> bytes:
         """See Device."""
-        return self._handle(event.region)
+        self._operate()
+        return handle_of(event.region)
 
     def open_event(self, handle: bytes) -> HostEvent:
         """See Device."""
-        return self._event_of(self._open_region(handle))
+        self._operate()
+        return self._event_of(open_region(handle))
 
     def close_event(self, event: HostEvent) -> None:
         """See Device."""
+        self._operate()
         self._events.remove(event)
-        _let_go(event.region)
+        release(event.region)
 
-    def _event_of(self, region: _Region) -> HostEvent:
+    def _event_of(self, region: Region) -> HostEvent:
         event = HostEvent(region, np.frombuffer(region.memory, np.int64, 2))
         self._events.append(event)
         return event
 
     def record(self, event: HostEvent, stream: HostStream) -> None:
         """See Device."""
+        self._operate()
+        if event.region.pidfd >= 0:
+            raise DeviceError("expected an event of this process to record, found another process's")
         event.words[0] += 1
         number = int(event.words[0])
 
@@ -223,8 +266,9 @@ class HostDevice:
 
     def wait(self, event: HostEvent, stream: HostStream) -> None:
         """See Device."""
+        self._operate()
         number = int(event.words[0])
-        stream.do(lambda: _await(event, number))
+        stream.do(lambda: self._await(event, number))
 
     def synchronize(self, stream: HostStream) -> None:
         """See Device."""
@@ -244,25 +288,55 @@ class HostDevice:
 
     def synchronize_event(self, event: HostEvent) -> None:
         """See Device."""
-        _await(event, int(event.words[0]))
+        self._operate()
+        self._await(event, int(event.words[0]))
+
+    def _await(self, event: HostEvent, number: int) -> None:
+        """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
+        polls = 0
+        while int(event.words[1]) < number:
+            polls += 1
+            if polls % _LOOK_EVERY == 0 and not event.region.owner_lives():
+                raise DeviceLostError(
+                    "expected a process to finish its work on a device, found that it has ended: restart the job"
+                )
+            time.sleep(_POLL_S)
+        if self._teeth.late_s:
+            time.sleep(self._random.uniform(0, self._teeth.late_s))
 
     # -- work --------------------------------------------------------------------------------------
 
     def copy(self, to: int, source: int, size: int, stream: HostStream) -> None:
         """See Device."""
-        self._queue(stream, lambda: ctypes.memmove(to, source, size))
+        self._operate()
+
+        def work() -> None:
+            self._check([(to, size), (source, size)])
+            ctypes.memmove(to, source, size)
+
+        self._queue(stream, work)
 
     def launch_fold(self, rule: int, dtype: str, order: int, tiles: int, blocks: int, stream: HostStream) -> None:
         """See Device."""
+        self._operate()
         number = launch_args.DTYPES[dtype]
-        self._queue(stream, lambda: host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS))
+
+        def work() -> None:
+            self._check([(order, 1), (tiles, blocks * host_fold.TILE_BYTES)])
+            for spans in launch_args.accessed(order, dtype):
+                self._check(spans)
+            host_fold.launch(rule, number, order, tiles, blocks, launch_args.THREADS)
+
+        self._queue(stream, work)
 
     def _queue(self, stream: HostStream, work: Callable[[], object]) -> None:
         delay_s = self._delay_s if stream.thread is not None else 0.0
 
         def piece() -> None:
-            if delay_s:
-                time.sleep(delay_s)
+            self._operate()
+            drawn_s = self._random.uniform(0, self._teeth.delay_s) if self._teeth.delay_s else 0.0
+            if delay_s + drawn_s:
+                time.sleep(delay_s + drawn_s)
             work()
 
         stream.do(piece)
@@ -275,30 +349,8 @@ class HostDevice:
             if stream.thread is not None:
                 stream.thread.join()
         self._streams.clear()
-        for event in list(self._events):
-            self.close_event(event)
+        for event in self._events:
+            release(event.region, poisons=False)  # another process may be about to wait for it
+        self._events.clear()
         for address in list(self._regions):
             self.close(address)
-
-
-def _mapped(descriptor: int, size: int, secret: bytes, pidfd: int) -> _Region:
-    memory = mmap.mmap(descriptor, size + _SECRET_BYTES)
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    return _Region(descriptor, memory, size, secret, address, pidfd)
-
-
-def _let_go(region: _Region) -> None:
-    os.close(region.descriptor)
-    if region.pidfd >= 0:
-        os.close(region.pidfd)
-        region.pidfd = -1
-
-
-def _await(event: HostEvent, number: int) -> None:
-    """Wait until the record of that number is done. Raises DeviceLostError if its process ends before."""
-    polls = 0
-    while int(event.words[1]) < number:
-        polls += 1
-        if polls % _LOOK_EVERY == 0 and event.region.pidfd >= 0 and not pidfd_alive(event.region.pidfd):
-            raise DeviceLostError("expected a process to finish its work on a device, found that it has ended: restart the job")
-        time.sleep(_POLL_S)

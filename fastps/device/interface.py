@@ -41,6 +41,15 @@ class Device(Protocol):
 
     identity: str
 
+    @property
+    def reaches_all(self) -> bool:
+        """Whether this device has peer access to every other device that this process sees."""
+        ...
+
+    def can_reach(self, identity: str) -> bool:
+        """Whether this device has peer access to that one. A device reaches itself."""
+        ...
+
     # -- memory ----------------------------------------------------------------------------------------------------------
 
     def allocate(self, size: int) -> int:
@@ -53,6 +62,18 @@ class Device(Protocol):
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; returns its address in this process. Raises DeviceLostError for a stale handle."""
+        ...
+
+    def allocate_host(self, size: int) -> int:
+        """Allocate zeroed, pinned host memory that other processes can open, and that copies and folds of every device use."""
+        ...
+
+    def export_host(self, address: int) -> bytes:
+        """The handle of an allocation from allocate_host, HANDLE_BYTES long."""
+        ...
+
+    def open_host(self, handle: bytes) -> int:
+        """Map another process's memory from allocate_host. Raises DeviceLostError for a stale handle."""
         ...
 
     def close(self, address: int) -> None:

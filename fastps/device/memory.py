@@ -105,6 +105,8 @@ class DeviceArena:
         self._bases: list[int] = [0] * len(self._regions)
         self._computed, self._folded = device.make_event(), device.make_event()
         self._stream: Stream = device.make_stream()
+        device.record(self._computed, device.compute_stream())  # nobody waits for an event that was never recorded
+        device.record(self._folded, self._stream)
         self._peers: dict[int, tuple[Event, Event]] = {}
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
@@ -330,7 +332,8 @@ class OrderRing:
             self._grow(order.nbytes)
         index = self._next % self._entries
         self._next += 1
-        self._device.synchronize_event(self._events[index])  # waits only if the host is a whole ring ahead of the device
+        if self._next > self._entries:
+            self._device.synchronize_event(self._events[index])  # waits only if the host is a whole ring ahead of the device
         staging = self._staging[index]
         staging[: order.nbytes] = order
         address = self._address + index * self._capacity

@@ -74,7 +74,7 @@ typedef struct {
     int has_average; /* 0: none; FPS_DEVICE_MOVES; or 2: it is copied because nothing was pushed */
     int average_is_small;
     float average_fraction;
-    int reserved;
+    int pushes; /* addresses in `gradients`; for checks on the host, no kernel reads it */
 } fps_launch_args;
 
 typedef struct {

@@ -6,6 +6,7 @@ pushes, as many steps) form one class; a model's usual fold has one class a para
 memory and streams belong to the device.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Hypers = Sequence[tuple[float, ...]]
 """For each param_group: learning rate, momentum, dampening, weight decay, beta1, beta2, epsilon, learning rate decay, flags."""
+
+Span = tuple[int, int]
+"""Memory on a device: its address, and its size in bytes."""
 
 TILE_FLOATS = 4096  # four vectors of four floats for each of a block's 256 threads
 THREADS = 256
@@ -61,9 +65,10 @@ _ARGS = np.dtype(
         *((name, "<i8") for name in ("state_stride", "class_of_segment", "classes", "entries", "coefficients", "gradients")),
         *((name, "<i4") for name in ("mode", "rule_planes", "has_average", "average_is_small")),
         ("average_fraction", "<f4"),
-        ("reserved", "<i4"),
+        ("pushes", "<i4"),
     ]
 )
+HEAD_BYTES = _ARGS.itemsize
 for _found, _expected in (
     (_TILE, host_fold.TILE_BYTES),
     (_COEFFICIENTS, host_fold.COEFFICIENTS_BYTES),
@@ -221,6 +226,7 @@ def make_launch_args(
     args["weights_in"], args["weights_out"] = buffers.weights_in, buffers.weights_out
     args["state_in"], args["state_out"], args["state_stride"] = buffers.state_in, buffers.state_out, buffers.stride
     args["nonfinite"], args["mode"], args["rule_planes"] = nonfinite, mode, shape.rule_planes
+    args["pushes"] = len(pushes)
     _set_average(args, shape, bool(pushes))
     parts: dict[str, npt.NDArray[Any]] = {
         "class_of_segment": class_of_segment.reshape(-1).astype(np.int32),
@@ -230,6 +236,24 @@ def make_launch_args(
         "gradients": np.array([push.gradient for push in pushes], np.uint64),
     }
     return _joined(args, parts), steps_out
+
+
+def accessed(args: int, dtype: str) -> tuple[list[Span], list[Span]]:
+    """Return what a fold reads and what it writes, from its launch arguments at an address that this process can read.
+
+    For devices that check accesses. Whole buffers count, with the padding between parameters.
+    """
+    head = np.frombuffer((ctypes.c_uint8 * _ARGS.itemsize).from_address(args), _ARGS, 1)[0]
+    floats, pushes = int(head["state_stride"]), int(head["pushes"])
+    planes = int(head["rule_planes"]) + (head["has_average"] > 0)
+    table = (ctypes.c_uint64 * pushes).from_address(args + int(head["gradients"])) if pushes else ()
+    sizes = 4 * floats, 4 * floats * planes
+    reads = [(int(head["weights_in"]), sizes[0]), (int(head["state_in"]), sizes[1])]
+    reads += [(int(address), DTYPE_BYTES[dtype] * floats) for address in table]
+    writes = [(int(head["weights_out"]), sizes[0]), (int(head["state_out"]), sizes[1])]
+    if head["nonfinite"]:
+        writes.append((int(head["nonfinite"]), 4 * pushes))
+    return [span for span in reads if span[1]], [span for span in writes if span[1]]
 
 
 def _set_average(args: npt.NDArray[Any], shape: Shape, moves: bool) -> None:

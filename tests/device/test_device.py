@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.device.host import HostDevice
-from fastps.device.interface import HANDLE_BYTES, DeviceLostError
+from fastps.device.host import HostDevice, Teeth
+from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
 from fastps.device.memory import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
@@ -150,6 +150,99 @@ def test_who_waits_for_a_process_that_dies_is_told(device: HostDevice, pipes: li
     processes.finish([child], 20)
     with pytest.raises(DeviceLostError, match="restart the job"):
         device.synchronize(stream)
+
+
+# -- teeth -----------------------------------------------------------------------------------------------------------------
+
+
+def opened_elsewhere(device: HostDevice, pipes: list[Pipe], work: Callable[[HostDevice, int, Pipe], Any], teeth: Teeth) -> Any:
+    """Let another process open 64 bytes of this device and work on them; returns what it found, or its error's text."""
+    there, back = pipes
+
+    def other() -> Any:
+        mine = HostDevice("other", teeth=teeth)
+        try:
+            return work(mine, mine.open(there.receive()), back)
+        except DeviceError as error:
+            return str(error)
+        finally:
+            mine.shut()
+
+    address = device.allocate(64)
+    child = processes.start(other)
+    there.send(device.export(address))
+    if work is free_meanwhile:
+        back.receive(1)
+        device.close(address)
+        there.send(b"f")
+    processes.finish([child], 20)
+    return child.outcome
+
+
+def free_meanwhile(device: HostDevice, address: int, back: Pipe) -> Any:
+    """See freed memory through a view that was there before."""
+    view = device.view(address, 16)
+    before = view.tolist()
+    back.send(b"o")
+    while not np.isnan(view).any():
+        time.sleep(0.001)
+    return before, bool(np.isnan(view).all())
+
+
+def test_memory_that_its_owner_frees_is_poisoned_for_all(device: HostDevice, pipes: list[Pipe]) -> None:
+    assert opened_elsewhere(device, pipes, free_meanwhile, Teeth()) == ([0.0] * 16, True)
+
+
+def test_a_device_without_peer_access_opens_no_memory(device: HostDevice, pipes: list[Pipe]) -> None:
+    found = opened_elsewhere(device, pipes, lambda *_: "opened", Teeth(unreachable=frozenset({"host"})))
+    assert "expected peer access from other to host, found none" in found
+
+
+def test_memory_that_is_closed_twice_and_events_of_others_are_refused(device: HostDevice, pipes: list[Pipe]) -> None:
+    there, _ = pipes
+
+    def other() -> list[str]:
+        mine, found = HostDevice("other"), []
+        event = mine.open_event(there.receive())
+        address = mine.allocate(64)
+        mine.close(address)
+        for call in (lambda: mine.close(address), lambda: mine.record(event, mine.compute_stream())):
+            with pytest.raises(DeviceError) as caught:
+                call()
+            found.append(str(caught.value))
+        mine.shut()
+        return found
+
+    child = processes.start(other)
+    there.send(device.export_event(device.make_event()))
+    processes.finish([child], 20)
+    assert "which is not open" in child.outcome[0] and "another process's" in child.outcome[1]
+
+
+def test_memory_does_not_open_where_it_was_made(device: HostDevice) -> None:
+    with pytest.raises(DeviceError, match="that this process has exported"):
+        device.open(device.export(device.allocate(64)))
+
+
+def test_work_on_memory_that_is_unmapped_when_it_runs_is_an_error(device: HostDevice) -> None:
+    address, stream = device.allocate(64), device.make_stream()
+    view = device.view(address, 16)
+    device.copy(device.host_memory(64).ctypes.data, address, 64, stream)
+    device.close(address)
+    assert np.isnan(view).all()
+    with pytest.raises(DeviceError, match="they were freed, unmapped, or never opened"):
+        device.synchronize(stream)
+
+
+def test_completed_events_are_seen_late() -> None:
+    device = HostDevice("host", teeth=Teeth(late_s=0.2, seed=3))
+    event, stream = device.make_event(), device.make_stream()
+    device.record(event, stream)
+    device.synchronize(stream)
+    began = time.monotonic()
+    device.synchronize_event(event)
+    assert time.monotonic() - began > 0.01, "the draw of this seed is greater"
+    device.shut()
 
 
 # -- whole jobs ------------------------------------------------------------------------------------------------------------
@@ -321,6 +414,30 @@ def test_a_killed_worker_is_named_within_two_seconds_and_the_others_end(victim: 
         while store.version < 5:
             time.sleep(0.002)
         processes.kill_one(children, victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [40, 57, 83, 120, 151, 204])
+def test_a_worker_that_dies_between_two_operations_of_its_device_is_named(operation: int) -> None:
+    store = make_store(fastps.SGD(lr=0.01), "bsp", 3, (0,))
+
+    def work(rank: int) -> str:
+        store.use(HostDevice("one", DELAY_S, teeth=Teeth(dies_at=operation * (rank == 1))))
+        try:
+            with store.attach(rank) as worker:
+                for step in range(1_000_000):
+                    worker.step(gradient(rank, step))
+        except fastps.WorkerDiedError as error:
+            return str(error)
+        finally:
+            store.close()
+        return "never"
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(3)]
+        processes.finish(children, 60)
+    assert children[1].exit_code == -signal.SIGKILL
+    assert all("worker 1" in children[rank].outcome for rank in (0, 2)), [child.outcome for child in children]
 
 
 def test_what_a_device_cannot_do_is_refused_by_name() -> None:
