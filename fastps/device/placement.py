@@ -1,4 +1,4 @@
-"""Where a job's shards are: in host memory, which every worker reaches, or on the one GPU that all workers share.
+"""Where a job's shards are: in host memory, which every worker reaches, or on the workers' GPUs.
 
 All workers must choose alike, so the choice depends only on variables that the launcher sets alike in every worker. This module
 imports neither torch nor CuPy, and touches no GPU.
@@ -71,7 +71,7 @@ def gpu_variables(rank: int, base: Mapping[str, str]) -> dict[str, str]:
 def placement() -> Placement:
     """The placement that FASTPS_PLACEMENT chooses: "host", "device", or "auto" (the default).
 
-    "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host".
+    "auto" means "device" if all workers are on one GPU and CuPy is installed, else "host": several GPUs have never been tried.
     Raises UsageError, and UnsupportedError for an allocator that cannot share memory between processes.
     """
     wanted = os.environ.get("FASTPS_PLACEMENT", "auto")
@@ -81,10 +81,10 @@ def placement() -> Placement:
         wanted = "device" if is_one and importlib.util.find_spec("cupy") is not None else "host"
     elif wanted not in ("host", "device"):
         raise UsageError(f"FASTPS_PLACEMENT: expected host, device or auto, found {wanted!r}")
-    elif wanted == "device" and not is_one:
+    elif wanted == "device" and not is_one and not gpus:
         raise UsageError(
-            f"FASTPS_PLACEMENT=device: expected all workers on one GPU, found {', '.join(gpus) or 'no word of the GPUs'}: start"
-            " them with `fastps run --gpus 0 -n N`, or use FASTPS_PLACEMENT=host"
+            "FASTPS_PLACEMENT=device: expected to know each worker's GPU, found no word of the GPUs: start the workers with"
+            " `fastps run --gpus 0,1 -n N`, or use FASTPS_PLACEMENT=host"
         )
     if wanted == "device":
         check_allocator()

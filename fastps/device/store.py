@@ -53,22 +53,30 @@ class DeviceWorker(Worker):
         """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
         self._with_locks(arena.show)
+        self._await_devices(arena, arena.is_shown)
+        self._with_locks(arena.open)
+        if self.rank == 0:
+            assert isinstance(self.store, DeviceStore)
+            first = self.store.take_first_weights()
+            self._with_locks(lambda: arena.fill(first))
+        self._await_devices(arena, arena.is_filled)
+        self._with_locks(arena.take_first)
+        self._await_devices(arena, arena.is_ready)
+        arena.show_pulled(self.buffers)
+        own = arena.own_shards()
+        self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
+        self.lane.fold_with(arena.fold, own)
+
+    def _await_devices(self, arena: DeviceArena, is_reached: Callable[[], bool]) -> None:
+        """Wait until others have come as far in their setup as `is_reached` says."""
         self.wait_until(
-            lambda: self._with_locks(arena.is_ready),
+            lambda: self._with_locks(is_reached),
             _PAUSE_NS,
             lambda: (
                 f"worker {self.rank} waited {self._timeout_ns / 1e9:g} s for the devices of workers"
                 f" {sorted(set(arena.owner_lanes))} and the first weights: start all workers, or raise FASTPS_TIMEOUT"
             ),
         )
-        self._with_locks(arena.open)
-        if self.rank == 0:
-            assert isinstance(self.store, DeviceStore)
-            first = self.store.take_first_weights()
-            self._with_locks(lambda: arena.fill(first))
-        own = arena.own_shards()
-        self._needs_others = len(own) < len(self.buffers) and not self.store.layout.has_server
-        self.lane.fold_with(arena.fold, own)
 
     def unlock_shards(self, publish: bool) -> None:
         """See Worker.unlock_shards. Orders reads and writes made under the locks before the next folds and reads."""
@@ -103,7 +111,7 @@ class DeviceWorker(Worker):
         samples: int = 0,
     ) -> None:
         """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written."""
-        self.devices.mark_computed()
+        self.devices.mark_computed(None if null else self.slot)
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
@@ -115,7 +123,7 @@ class DeviceWorker(Worker):
         with self._deaths_first():
             self._devices.mark_computed()
             buffers = super().pull()
-            self._devices.await_folds()
+            self._devices.show_pulled(buffers)
         return buffers
 
     def try_combine(self) -> None:
@@ -140,7 +148,7 @@ class DeviceWorker(Worker):
     @property
     def weights(self) -> Mapping[str, Any]:
         """The pulled weights by name, as arrays of the device's type. They must not be written to."""
-        return self._named(self.store.weight_views(tuple(self.buffers)))
+        return self._named(self.store.pulled_views(tuple(self.buffers)))
 
     def close(self, failure: str | None = None, *, stays: bool = False) -> None:
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
@@ -159,7 +167,7 @@ class DeviceWorker(Worker):
             self._devices = None
         arena.unmap()
         super().close()
-        if self.rank in arena.owner_lanes:
+        if arena.owns_memory:
             self._wait_until_closed()
 
     def _wait_until_closed(self) -> None:
@@ -256,6 +264,11 @@ class DeviceStore(Store):
         """See Store. Arrays of the device's type."""
         arena = self.arena_on_devices()
         return [arena.view(arena.weights_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
+
+    def pulled_views(self, buffers: int | Sequence[int]) -> Views:
+        """See Store. Arrays on this process's own device: of the home's weights, or of the replica that a pull has copied."""
+        arena = self.arena_on_devices()
+        return [arena.view(arena.shown_address(buffer, index), index) for index, buffer in self._buffers_of(buffers)]
 
     def gradient_views(self, lane: int, slot: int) -> list[Any]:
         """See Store. Arrays of the device's type, uint16 for either 16-bit type."""

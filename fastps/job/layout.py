@@ -187,6 +187,11 @@ class Layout:
         """The range of floats of each shard in a buffer in the arena: empty ranges if the weights are on devices."""
         return [(0, 0) for _ in self.shards] if self.owner_lanes else self.shards
 
+    def with_shards(self, shards: int) -> "Layout":
+        """This layout with its parameters in at most that many shards, and a discipline that versions them separately."""
+        parameters = tuple(_sharded(list(self.parameters), min(shards, len(self.parameters)), self.buffer_floats))
+        return replace(self, parameters=parameters, policy=replace(self.policy, shards=shards))
+
     def text(self) -> str:
         """The description as JSON. It is hashed, and sent to a peer whose hash differs."""
         description = {

@@ -51,6 +51,10 @@ class WeightsMemory:
             for index, parameter in enumerate(self.parameters)
         ]
 
+    def pulled_views(self, buffers: int | Sequence[int]) -> Views:
+        """The views that a model shows of buffers that its worker has pulled; `buffers` as in weight_views."""
+        return self.weight_views(buffers)
+
     def half_views(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.uint16]]:
         """A flat view of each parameter in the half precision of the job's parameters, as bits; `buffers` as in weight_views.
 
@@ -125,9 +129,10 @@ class JobMemory(WeightsMemory):
         return listener
 
     def stop_answering(self, listener: rendezvous.Listener) -> None:
-        """Close a listener."""
-        listener.close()
-        self._listeners.remove(listener)
+        """Close a listener, unless that is done: a worker that cannot begin closes its own."""
+        if listener in self._listeners:
+            listener.close()
+            self._listeners.remove(listener)
 
     def foreign_layout(self) -> str | None:
         """The layout text of a joiner that a listener of this process refused, or None."""

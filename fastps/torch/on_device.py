@@ -1,6 +1,7 @@
-"""Placement of a model on the one GPU that all workers share: shards lie in GPU memory, and kernels fold.
+"""Placement of models on the GPUs of one node: shards lie in GPU memory, and kernels fold.
 
-p.data and p.grad point into that memory. close() waits for the other workers, because they read the memory of worker 0.
+p.grad points into the worker's slots on its own GPU. p.data points at the published weights where they are on that GPU, and
+else at a replica, which a pull copies. close() waits for the other workers, because they read this one's memory.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch
 import torch.utils.dlpack
 
 from fastps.device.interface import Device
-from fastps.device.memory import handle_table_bytes
+from fastps.device.placement import gpus_of_workers
+from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.store import DeviceStore
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
@@ -24,7 +26,7 @@ from fastps.torch.placements import HostPlacement
 
 
 class DevicePlacement(HostPlacement):
-    """Weights, optimizer state and gradients in the memory of the GPU that all workers share."""
+    """Weights, optimizer state and gradients in the memory of the workers' GPUs."""
 
     name = "device"
     state_follows = True  # the memory on the device is allocated only when all workers have attached
@@ -42,22 +44,36 @@ class DevicePlacement(HostPlacement):
         return partial(CudaDevice, self._tensors[0].device.index or 0)
 
     def layout(self, layout: Layout) -> Layout:
-        """Make worker 0, or the server, the owner of all shards, and give each lane room for its handles.
+        """Give each shard an owner, and each lane room for its handles: the server, or the first worker on each GPU.
 
-        Raises UnsupportedError for parameters in half precision.
+        With several GPUs and one shard there are as many shards as GPUs, unless the discipline needs one. Raises
+        UnsupportedError for parameters in half precision, and for a server beside several GPUs.
         """
         if layout.shown_type != "float32":
             raise UnsupportedError(
                 f"expected float32 parameters where shards are on a GPU, found {layout.shown_type}: use FASTPS_PLACEMENT=host"
             )
-        shards = len(layout.shards)
-        owner = layout.lanes if layout.has_server else 0
-        return replace(layout, owner_lanes=(owner,) * shards, extra_bytes=layout.extra_bytes + handle_table_bytes(shards))
+        gpus = self.gpus_of_workers()
+        first = [gpus.index(gpu) for gpu in dict.fromkeys(gpus)] or [0]
+        if layout.has_server and len(first) > 1:
+            raise UnsupportedError(
+                f"expected all workers on the server's GPU, found {', '.join(gpus)}: use FASTPS_PLACEMENT=host, or no server"
+            )
+        if len(first) > 1 and len(layout.shards) == 1 and layout.policy.grant != "round-robin":
+            layout = layout.with_shards(len(first))
+        begins_ends = layout.shards
+        owners = homes([4 * (end - begin) for begin, end in begins_ends], [layout.lanes] if layout.has_server else first)
+        extra_bytes = layout.extra_bytes + handle_table_bytes(len(begins_ends))
+        return replace(layout, owner_lanes=owners, extra_bytes=extra_bytes)
+
+    def gpus_of_workers(self) -> list[str]:
+        """The GPU of each worker; [] if the launcher gave none, and all use one."""
+        return gpus_of_workers()
 
     def join(self, layout: Layout, hypers: list[Hyper], to: Joining, write_state: Callable[[JobMemory], None] | None) -> Worker:
         """See HostPlacement.join. Ignores `write_state`: earlier state is published after joining.
 
-        Raises UnsupportedError for a job to resume, and if this worker is on another GPU than worker 0.
+        Raises UnsupportedError for a job to resume, and if a worker's GPU is not the one that the launcher gave it.
         """
         if to.resumed is not None:
             raise UnsupportedError("a job whose shards are on a GPU cannot be resumed yet: use FASTPS_PLACEMENT=host")
@@ -75,11 +91,11 @@ class DevicePlacement(HostPlacement):
         assert isinstance(store, DeviceStore)
         try:
             worker = store.use(device).attach(rank)
-            if store.arena_on_devices().near_shards() == []:
+            if not self.gpus_of_workers() and store.arena_on_devices().near_shards() == []:
                 worker.close(f"worker {rank} is on {device.identity}, and the shards are on another GPU")
                 raise UnsupportedError(
-                    f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: use"
-                    " FASTPS_PLACEMENT=host"
+                    f"expected all workers on the GPU of worker 0, found worker {rank} on {device.identity}: start them with"
+                    " `fastps run --gpus`, or use FASTPS_PLACEMENT=host"
                 )
             return worker
         except BaseException:

@@ -77,7 +77,7 @@ class Weights:
         return found
 
     def _views(self, buffer: int) -> list[Any]:
-        floats: list[Any] = list(self._store.weight_views(buffer))
+        floats: list[Any] = list(self._store.pulled_views(buffer))
         if not any(self._are_halves):
             return floats
         halves = self._store.half_views(buffer)

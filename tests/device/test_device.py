@@ -16,7 +16,7 @@ import pytest
 import fastps
 from fastps.device.host import HostDevice, Teeth
 from fastps.device.interface import HANDLE_BYTES, DeviceError, DeviceLostError
-from fastps.device.memory import handle_table_bytes
+from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy

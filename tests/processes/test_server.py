@@ -15,7 +15,7 @@ import pytest
 
 import fastps
 from fastps.device.host import HostDevice
-from fastps.device.memory import handle_table_bytes
+from fastps.device.plan import handle_table_bytes
 from fastps.device.store import DeviceStore
 from fastps.job.layout import Layout, place
 from fastps.job.specs import parse_policy

@@ -15,7 +15,7 @@ import fastps
 from fastps.device.cuda import CudaDevice
 from fastps.device.host import HostDevice
 from fastps.device.interface import Device, DeviceError
-from fastps.device.placement import placement
+from fastps.device.placement import gpus_of_workers, placement
 from fastps.kernels.cuda import runtime as cuda
 from fastps.torch.on_device import DevicePlacement
 from fastps.torch.placements import HostPlacement
@@ -28,6 +28,20 @@ class HostDevicePlacement(DevicePlacement):
 
     def make_device(self) -> Device:
         return HostDevice("host", 0.001)
+
+
+class SeveralDevicesPlacement(DevicePlacement):
+    """A DevicePlacement on a device of host memory for each GPU that FASTPS_GPUS names."""
+
+    def make_device(self) -> Device:
+        return HostDevice(f"gpu {gpus_of_workers()[int(os.environ['RANK'])]}", 0.001)
+
+
+class SeveralDevicesOptimizer(fastps.DistributedOptimizer):
+    """On several devices."""
+
+    def _place(self, push_dtype: torch.dtype) -> HostPlacement:
+        return SeveralDevicesPlacement(self._tensors, push_dtype)
 
 
 class StagedOptimizer(fastps.DistributedOptimizer):
@@ -234,6 +248,17 @@ def test_workers_of_a_job_end_with_the_bits_of_workers_on_the_cpu(
     assert found == [expected[0]] * 2
 
 
+@pytest.mark.parametrize("sync", ["bsp", "r2sp:0.8"])
+def test_workers_on_several_gpus_end_with_the_bits_of_workers_on_the_cpu(sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 workers on 2 GPUs. Under r2sp the one shard is on one GPU, and worker 1 sees a replica."""
+    monkeypatch.setenv("FASTPS_GPUS", "0,1")
+    expected = run_ranks([fastps.DistributedOptimizer] * 3, sync, monkeypatch, f"one-{sync[:3]}")
+    found = run_ranks([SeveralDevicesOptimizer] * 3, sync, monkeypatch, f"several-{sync[:3]}")
+    assert found[0] == found[1] == found[2]
+    if sync == "bsp":
+        assert found[0] == expected[0]
+
+
 def test_staged_and_plain_workers_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixed group: some workers on a GPU, some on the CPU."""
     expected = run_ranks([fastps.DistributedOptimizer] * 3, "bsp", monkeypatch, "plain")
@@ -269,8 +294,10 @@ def test_placement_follows_the_launchers_word_and_the_users(monkeypatch: pytest.
     with pytest.raises(fastps.UsageError, match="found no word of the GPUs"):
         placement()
     monkeypatch.setenv("FASTPS_GPUS", "0,1")
-    with pytest.raises(fastps.UsageError, match="all workers on one GPU, found 0, 1"):
-        placement()
+    assert placement() == "device", "the user asked for it"
+    monkeypatch.delenv("FASTPS_PLACEMENT")
+    assert placement() == "host", "nobody has tried several GPUs"
+    monkeypatch.setenv("FASTPS_PLACEMENT", "device")
     monkeypatch.setenv("FASTPS_GPUS", "1")
     assert placement() == "device"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -1,0 +1,118 @@
+"""What lies where on the devices of a job, as data: each shard's home, the layout of an allocation, and the handle tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastps.device.interface import HANDLE_BYTES
+from fastps.kernels.cuda import launch_args
+from fastps.kernels.shm.arena import STATE_BUFFERS
+
+if TYPE_CHECKING:
+    from fastps.job.layout import Layout
+
+SHOWN, FILLED = 1, 2  # a handle table's `ready`: the handles are written; this lane's part of the first weights is, too
+LEAST_BYTES = 256  # of an allocation, because an empty one is not possible
+
+
+def handle_table_dtype(shards: int) -> np.dtype[Any]:
+    """The dtype of a lane's handle table, at the end of its room for model buffers. Read and write it under the shard locks.
+
+    `slots` and `slot_copies` name the slots that the lane owns, on its device and in host memory; `memory` and `mirrors` the
+    shards that it owns, on its device and their weights in host memory. A handle of zeros names nothing.
+    """
+    handle = f"V{HANDLE_BYTES}"
+    return np.dtype(
+        [
+            *(("ready", "<i8"), ("identity", "S56")),
+            *((name, handle) for name in ("computed", "folded", "slots", "slot_copies")),
+            *((name, handle, (shards,)) for name in ("memory", "mirrors")),
+        ]
+    )
+
+
+def handle_table_bytes(shards: int) -> int:
+    """Size of a handle table in bytes.
+
+    >>> handle_table_bytes(1)
+    448
+    """
+    return handle_table_dtype(shards).itemsize
+
+
+def homes(shard_bytes: Sequence[int], lanes: Sequence[int]) -> tuple[int, ...]:
+    """The owner lane of each shard, one of `lanes` (one a device), so that each device gets about equally many bytes.
+
+    The largest shards are placed first, each where the fewest bytes are.
+
+    >>> homes([4, 1, 3, 2], [0, 2])
+    (0, 0, 2, 2)
+    """
+    placed, given = dict.fromkeys(lanes, 0), [0] * len(shard_bytes)
+    for shard in sorted(range(len(shard_bytes)), key=lambda each: -shard_bytes[each]):
+        given[shard] = min(lanes, key=lambda lane: placed[lane])
+        placed[given[shard]] += shard_bytes[shard]
+    return tuple(given)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The layout of a shard's one allocation. The shard has `floats` floats, from float `first` of a buffer on.
+
+    The methods return offsets in bytes.
+    """
+
+    first: int
+    floats: int
+    buffers: int
+    planes: int
+
+    def weights(self, buffer: int) -> int:
+        """The offset of a weights buffer."""
+        return 4 * self.floats * buffer
+
+    def state(self, buffer: int) -> int:
+        """The offset of a state buffer: its optimizer-state tensors, one after the other."""
+        return 4 * self.floats * (self.buffers + self.planes * buffer)
+
+    @property
+    def mirror_size(self) -> int:
+        """Size in bytes of the weights buffers alone."""
+        return max(LEAST_BYTES, self.state(0))
+
+    @property
+    def size(self) -> int:
+        """Total size in bytes."""
+        return max(LEAST_BYTES, self.state(STATE_BUFFERS))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The layout of one allocation of slots: of one lane, or, with a server, of all lanes one after the other."""
+
+    floats: int
+    slots: int
+    lanes: int
+    bytes: int  # of one gradient value
+
+    def offset(self, lane: int, slot: int, first: int) -> int:
+        """The offset in bytes of float `first` of a slot."""
+        return self.bytes * (self.floats * ((lane if self.lanes > 1 else 0) * self.slots + slot) + first)
+
+    @property
+    def size(self) -> int:
+        """Total size in bytes."""
+        return max(LEAST_BYTES, self.bytes * self.floats * self.slots * self.lanes)
+
+
+def regions_of(layout: "Layout") -> list[Region]:
+    """The region of each shard."""
+    return [Region(first, last - first, layout.buffers, layout.planes) for first, last in layout.shards]
+
+
+def slots_of(layout: "Layout") -> Slots:
+    """The slots that one lane owns: its own, or those of all lanes if a server owns the memory."""
+    lanes = layout.lanes if layout.has_server else 1
+    return Slots(layout.buffer_floats, layout.slots, lanes, launch_args.DTYPE_BYTES[layout.gradient_type])

@@ -1,0 +1,250 @@
+"""Jobs whose shards lie on several devices: a worker a device, slots at their workers, folds that read the others' slots.
+
+Streams are late here, by seeds: whatever is not ordered by an event comes too early.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.device.cuda import CudaDevice
+from fastps.device.cuda_calls import RecordedCuda, merged
+from fastps.device.cuda_on_host import HostCuda
+from fastps.device.cuda_rules import check_record
+from fastps.device.host import HostDevice, Teeth
+from fastps.device.plan import handle_table_bytes, homes
+from fastps.device.store import DeviceStore
+from fastps.job.layout import Layout, place
+from fastps.job.specs import parse_policy
+from fastps.job.update_rules import Update
+from tests.device import test_device as jobs
+from tests.support import processes
+
+GPUS = ("gpu 0", "gpu 1", "gpu 2", "gpu 3")
+ALL = {gpu: frozenset() for gpu in GPUS}
+NONE = {gpu: frozenset(GPUS) - {gpu} for gpu in GPUS}
+# Two pairs of two, as on machines with two PCIe roots.
+PAIRS = {gpu: frozenset(GPUS[2:] if number < 2 else GPUS[:2]) for number, gpu in enumerate(GPUS)}
+REACHES = {"all reach each other": ALL, "none reaches another": NONE, "two pairs": PAIRS}
+
+
+def make_store(update: Update, sync: str, gpus: tuple[str, ...], *, shards: int = 4, dtype: Any = "float32") -> DeviceStore:
+    """A job with a worker on each of `gpus`. Its weights are those of the jobs on one device."""
+    policy, weights = parse_policy(sync), jobs.first_weights()
+    rows = [(name, shape, jobs.contiguous(shape), 0) for name, shape in jobs.SHAPES.items()]
+    layout = Layout(place(rows, policy.shards), 1, update.rule, policy, len(gpus), gradient_type=dtype)
+    if policy.shards == 1 and policy.grant != "round-robin":
+        layout = layout.with_shards(shards)
+    owners = homes([4 * (end - begin) for begin, end in layout.shards], [gpus.index(gpu) for gpu in dict.fromkeys(gpus)])
+    layout = replace(layout, owner_lanes=owners, extra_bytes=handle_table_bytes(len(owners)))
+
+    def write(views: list[Any]) -> None:
+        for view, values in zip(views, weights.values(), strict=True):
+            view[:] = values.reshape(-1)
+
+    store = DeviceStore.create_for(layout, write, [update.hyper])
+    assert isinstance(store, DeviceStore)
+    return store
+
+
+def run(
+    store: DeviceStore,
+    gpus: tuple[str, ...],
+    steps: int,
+    reaches: dict[str, Any],
+    make: Callable[[int, int], dict[str, Any]] = jobs.gradient,
+) -> list[Any]:
+    def work(rank: int) -> Any:
+        teeth = Teeth(seed=rank, delay_s=0.001, late_s=0.0005, unreachable=reaches[gpus[rank]])
+        store.use(HostDevice(gpus[rank], teeth=teeth))
+        try:
+            return steps_of(store, rank, steps, make)
+        finally:
+            store.close()
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(len(gpus))]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * len(gpus), [child.outcome for child in children]
+    return [child.outcome for child in children]
+
+
+def steps_of(store: fastps.Store, rank: int, steps: int, make: Callable[[int, int], dict[str, Any]]) -> tuple[Any, int]:
+    """Take steps of 8 samples; returns the final weights, and how many folds this worker queued."""
+    with store.attach(rank) as worker:
+        for step in range(steps):
+            for name, values in make(rank, step).items():
+                worker.gradients[name][...] = values
+            worker.push(store.hypers, samples=8)
+            worker.advance()
+            worker.pull()
+        worker.wait_for_others()
+        weights = {name: np.array(values) for name, values in worker.weights.items()}
+        devices = store.devices if isinstance(store, DeviceStore) else None
+        return weights, devices.folds if devices is not None else 0
+
+
+def on_cpu(update: Update, sync: str, workers: int, steps: int) -> dict[str, Any]:
+    with fastps.Store.create(jobs.first_weights(), update, sync=sync, workers=workers) as store:
+        children = [processes.start(lambda rank=rank: steps_of(store, rank, steps, jobs.gradient)) for rank in range(workers)]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * workers, [child.outcome for child in children]
+    found: dict[str, Any] = children[0].outcome[0]
+    return found
+
+
+def assert_equal(found: list[Any], expected: dict[str, Any]) -> None:
+    for weights, _ in found:
+        for name, values in weights.items():
+            assert np.array_equal(values, expected[name]), name
+
+
+@pytest.mark.parametrize("reaches", REACHES.values(), ids=REACHES.keys())
+def test_four_devices_have_the_bits_of_the_cpu_whoever_reaches_whom(reaches: dict[str, Any]) -> None:
+    update = fastps.Adam(lr=0.01, weight_decay=0.1)
+    found = run(make_store(update, "bsp,ema=0.9", GPUS), GPUS, 8, reaches)
+    assert_equal(found, on_cpu(update, "bsp,ema=0.9", 4, 8))
+    assert [folds for _, folds in found] == [8] * 4, "each device folds its own shard"
+
+
+RULES: dict[str, Update] = {
+    "nesterov": fastps.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": fastps.RMSProp(momentum=0.9, centered=True),
+    "adagrad": fastps.Adagrad(lr_decay=0.1),
+    "amsgrad": fastps.Adam(lr=0.01, amsgrad=True),
+    "nadam": fastps.NAdam(lr=0.01, weight_decay=0.1, decoupled=True),
+    "radam": fastps.RAdam(lr=0.01, betas=(0.9, 0.8)),
+    "adamax": fastps.Adamax(lr=0.01),
+    "adadelta": fastps.Adadelta(lr=0.5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reaches", [ALL, PAIRS], ids=["all", "pairs"])
+@pytest.mark.parametrize("name", list(RULES))
+def test_every_rule_has_the_bits_of_the_cpu_on_four_devices(name: str, reaches: dict[str, Any]) -> None:
+    found = run(make_store(RULES[name], "bsp", GPUS), GPUS, 8, reaches)
+    assert_equal(found, on_cpu(RULES[name], "bsp", 4, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sync", ["bsp,clip=0.5", "hardsync:64", "policy:fold=all,grant=next-version,scale=mean", "psp:4,1,shards=4"]
+)
+def test_disciplines_that_wait_for_all_have_the_bits_of_the_cpu(sync: str) -> None:
+    update = fastps.SGD(lr=0.1, momentum=0.9)
+    assert_equal(run(make_store(update, sync, GPUS), GPUS, 8, ALL), on_cpu(update, sync, 4, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "asp",
+        "ssp:2",
+        "dssp:1,4",
+        "r2sp:0.8",
+        "softsync:2",
+        "adv:2",
+        "backup:1",
+        "psp:2,0.5,shards=4",
+        "ssp:3,pull=0.75,shards=4",
+    ],
+)
+@pytest.mark.parametrize("reaches", [ALL, NONE], ids=["all", "none"])
+def test_every_push_is_folded_or_dropped_once_and_all_see_the_same_weights(sync: str, reaches: dict[str, Any]) -> None:
+    amount = np.float32(1 / 1024)
+
+    def constant(rank: int, step: int) -> dict[str, Any]:
+        return {name: np.full(shape, amount) for name, shape in jobs.SHAPES.items()}
+
+    found = run(make_store(fastps.SGD(lr=1.0), sync, GPUS), GPUS, 15, reaches, constant)
+    first = jobs.first_weights()
+    for weights, _ in found:
+        for name, values in weights.items():
+            moved = np.round((first[name] - values) * 1024, 2)
+            assert np.unique(moved).size == 1 and 0 < moved.flat[0] <= 60, name
+            assert np.array_equal(values, found[0][0][name]), name
+            if sync in ("asp", "ssp:2", "dssp:1,4"):
+                assert moved.flat[0] == 60, name
+
+
+def test_two_workers_on_each_of_two_devices_share_the_folds() -> None:
+    gpus = ("gpu 0", "gpu 1", "gpu 0", "gpu 1")
+    update = fastps.SGD(lr=0.1, momentum=0.9)
+    found = run(make_store(update, "bsp", gpus, shards=2), gpus, 8, ALL)
+    assert_equal(found, on_cpu(update, "bsp", 4, 8))
+    folds = [count for _, count in found]
+    assert folds[0] + folds[2] == folds[1] + folds[3] == 8
+
+
+@pytest.mark.parametrize("reaches", [ALL, PAIRS], ids=["all", "pairs"])
+def test_four_gpus_of_the_simulated_runtime_keep_the_rules_of_cuda(reaches: dict[str, Any]) -> None:
+    update = fastps.Adam(lr=0.01)
+    store = make_store(update, "bsp", GPUS)
+
+    def work(rank: int) -> Any:
+        seen = [GPUS[rank], *(gpu for gpu in GPUS if gpu != GPUS[rank])]
+        api = RecordedCuda(HostCuda(seen, Teeth(seed=rank, delay_s=0.001, unreachable=reaches[GPUS[rank]])))
+        store.use(CudaDevice(0, api))
+        try:
+            weights, folds = jobs.steps_of(store, rank, 6, jobs.gradient)
+        finally:
+            store.close()
+        return (weights, folds), api.calls
+
+    with store:
+        children = [processes.start(lambda rank=rank: work(rank)) for rank in range(4)]
+        processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0] * 4, [child.outcome for child in children]
+    assert_equal([child.outcome[0] for child in children], on_cpu(update, "bsp", 4, 6))
+    whole = merged(*(child.outcome[1] for child in children))
+    peers = [frozenset((one, other)) for one in GPUS for other in GPUS if one != other and other not in reaches[one]]
+    assert check_record(whole, peers, {call.process for call in whole}) == len(whole)
+    synchronized = [call for call in whole if call.name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize")]
+    assert len(synchronized) < len(whole) / 5, "the host waits at the beginning and the end"
+
+
+def test_a_replica_is_shown_where_the_home_is_elsewhere_and_whole_versions_need_peer_access() -> None:
+    def look(rank: int) -> Any:
+        store.use(HostDevice(GPUS[rank], teeth=Teeth(unreachable=NONE[GPUS[rank]])))
+        try:
+            with store.attach(rank) as worker:
+                shown = {name: np.array(values) for name, values in worker.weights.items()}
+                with pytest.raises(fastps.UnsupportedError, match="does not reach: expected peer access"):
+                    store.weight_views(worker.buffers)
+                worker.wait_for_others()
+                return shown
+        finally:
+            store.close()
+
+    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2) as store:
+        children = [processes.start(lambda rank=rank: look(rank)) for rank in range(2)]
+        processes.finish(children, 40)
+    for child in children:
+        assert child.exit_code == 0, child.outcome
+        assert all(np.array_equal(child.outcome[name], values) for name, values in jobs.first_weights().items())
+
+
+def test_peer_access_in_one_direction_alone_is_refused_by_name() -> None:
+    reaches = {"gpu 0": frozenset(), "gpu 1": frozenset({"gpu 0"})}
+
+    def join(rank: int) -> str:
+        store.use(HostDevice(GPUS[rank], teeth=Teeth(unreachable=reaches[GPUS[rank]])))
+        try:
+            with store.attach(rank) as worker:
+                worker.wait_for_others()
+        except fastps.Error as error:
+            return str(error)
+        finally:
+            store.close()
+        return "joined"
+
+    with make_store(fastps.SGD(lr=0.1), "asp", GPUS[:2], shards=2).with_timeout(5) as store:
+        children = [processes.start(lambda rank=rank: join(rank)) for rank in range(2)]
+        processes.finish(children, 40)
+    assert "in both directions or in neither, found it in one" in children[1].outcome
