@@ -25,14 +25,14 @@ import numpy.typing as npt
 
 from fastps.device.interface import HANDLE_BYTES, Device, Event, Stream
 from fastps.device.plan import FILLED, LEAST_BYTES, SHOWN, Region, handle_table_dtype, regions_of, slots_of
-from fastps.device.work_items import WorkItems
+from fastps.device.work_items import MOST_ITEMS, WorkItems
 from fastps.errors import UnsupportedError
 from fastps.kernels.cuda import host_fold, launch_args
 from fastps.kernels.protocol.fold_call import FoldCall
 from fastps.kernels.shm.arena import LANE_LEAVING, LANE_LIVE, LANE_SERVING
 
 if TYPE_CHECKING:
-    from fastps.store.store import Store
+    from fastps.membership.job_memory import JobMemory
 
 PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_SERVING)
 _NOTHING = bytes(HANDLE_BYTES)
@@ -41,7 +41,8 @@ _NOTHING = bytes(HANDLE_BYTES)
 class DeviceArena:
     """One lane's side of the arena on devices. Its worker makes it on attaching, and is its only user."""
 
-    def __init__(self, store: "Store", rank: int, device: Device) -> None:
+    def __init__(self, store: "JobMemory", rank: int, device: Device, *, items: int = MOST_ITEMS) -> None:
+        """`items`: how many work items may be in flight."""
         self._store = store
         self._layout = store.layout
         self._rank = rank
@@ -68,7 +69,7 @@ class DeviceArena:
         self._identities: dict[int, bytes] = {}
         self._shapes = [self._shape_of(shard) for shard in range(len(self._regions))]
         self._tiles: dict[int, tuple[int, int]] = {}  # by shard: address and number of tiles
-        self._items = WorkItems(device)
+        self._items = WorkItems(device, items)
         self.folds = 0
 
     def _shape_of(self, shard: int) -> launch_args.Shape:
@@ -79,6 +80,12 @@ class DeviceArena:
             return launch_args.Shape(self._layout.rule.number, self._layout.planes, self._layout.policy.ema, segments)
         except ValueError as error:
             raise UnsupportedError(f"this optimizer cannot fold on a device: {error}") from error
+
+    def parts(self) -> dict[str, Event | Stream]:
+        """This lane's events and streams by name, for checks that leave one out."""
+        named: dict[str, Event | Stream] = {"computed": self._computed, "folded": self._folded, "copied": self._copied}
+        named |= {f"item {index}": event for index, event in enumerate(self._items.events)}
+        return named | {"compute": self._device.compute_stream(), "fold": self._stream, "copies": self._copies}
 
     # -- setup: memory and handle tables -------------------------------------------------------------
 

@@ -10,6 +10,7 @@ was freed, is an error, and so are two accesses that no event orders (hazards).
 import ctypes
 import random
 import struct
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class SteppedNode:
         self.streams: list[SteppedStream] = []
         self.devices: list[SteppedDevice] = []
         self.blocks: dict[int, Block] = {}
+        self._addresses: list[int] = []  # of the blocks, in order
         self.handles: dict[bytes, Any] = {}
         self.clocks: dict[int, Clock] = {}  # what the host of each process knows to be done
         self.dead: set[int] = set()
@@ -111,7 +113,6 @@ class SteppedNode:
 
     def device(self, process: int, identity: str) -> "SteppedDevice":
         """A device as a process uses it."""
-        self.clocks.setdefault(process, {})
         made = SteppedDevice(self, process, identity)
         self.devices.append(made)
         return made
@@ -167,18 +168,23 @@ class SteppedNode:
 
     def find(self, address: int, size: int, process: int, device: "SteppedDevice", what: str) -> Block:
         """The allocation that holds the bytes, if the process may use it on this device. Raises DeviceError."""
-        for block in self.blocks.values():
-            if not block.address <= address <= address + size <= block.address + block.size:
-                continue
-            if process not in block.mapped:
-                raise DeviceError(
-                    f"{what}: expected memory that process {process} has open, found {block.accesses.name}, which"
-                    f" {'is freed' if not block.mapped else 'it has not opened'}"
-                )
-            if block.identity is not None and not device.can_reach(block.identity):
-                raise DeviceError(f"{what}: expected peer access from {device.identity} to {block.identity}, found none")
-            return block
-        raise DeviceError(f"{what}: expected memory of the node, found {size} bytes at {address:#x}")
+        place = bisect_right(self._addresses, address) - 1
+        block = self.blocks[self._addresses[place]] if place >= 0 else None
+        if block is None or address + size > block.address + block.size:
+            raise DeviceError(f"{what}: expected memory of the node, found {size} bytes at {address:#x}")
+        if process not in block.mapped:
+            raise DeviceError(
+                f"{what}: expected memory that process {process} has open, found {block.accesses.name}, which"
+                f" {'is freed' if not block.mapped else 'it has not opened'}"
+            )
+        if block.identity is not None and not device.can_reach(block.identity):
+            raise DeviceError(f"{what}: expected peer access from {device.identity} to {block.identity}, found none")
+        return block
+
+    def add(self, block: Block) -> None:
+        """Take up an allocation."""
+        self.blocks[block.address] = block
+        insort(self._addresses, block.address)
 
 
 class SteppedDevice:
@@ -188,6 +194,7 @@ class SteppedDevice:
         self.identity = identity
         self.node = node
         self.process = process
+        node.clocks.setdefault(process, {})
         self._computing = self.make_stream("compute stream")
 
     @property
@@ -214,7 +221,7 @@ class SteppedDevice:
         begin = -array.ctypes.data % _ALIGNMENT
         array = array[begin : begin + size]
         block = Block(array.ctypes.data, size, array, self.process, identity, {self.process}, Accesses(name))
-        self.node.blocks[block.address] = block
+        self.node.add(block)
         return block
 
     def export(self, address: int) -> bytes:

@@ -5,20 +5,24 @@ import numpy.typing as npt
 
 from fastps.device.interface import Device, Stream
 
-_ENTRIES = 8  # work items that may be in flight to the device at a time
+MOST_ITEMS = 8  # work items that may be in flight to the device at a time
 _LEAST_BYTES = 1 << 16
 
 
 class WorkItems:
-    """Work items in flight to the device. Pinned memory that holds one is not reused before its copy is done."""
+    """Work items in flight to the device. Pinned memory that holds one is not reused before its copy is done.
 
-    def __init__(self, device: Device, entries: int = _ENTRIES, least_bytes: int = _LEAST_BYTES) -> None:
+    Attributes:
+        events: for each entry, the event behind its last copy.
+    """
+
+    def __init__(self, device: Device, entries: int = MOST_ITEMS, least_bytes: int = _LEAST_BYTES) -> None:
         self._device = device
         self._entries = entries
         self._least_bytes = least_bytes
         self._next = 0
         self._capacity = 0
-        self._events = [device.make_event() for _ in range(entries)]
+        self.events = [device.make_event() for _ in range(entries)]
 
     def upload(self, item: npt.NDArray[np.uint8], stream: Stream) -> int:
         """Queue a copy of a work item; returns its address on the device, valid for the work queued next on `stream`.
@@ -30,12 +34,12 @@ class WorkItems:
         index = self._next % self._entries
         self._next += 1
         if self._next > self._entries:
-            self._device.synchronize_event(self._events[index])  # waits only if the host is a whole ring ahead of the device
+            self._device.synchronize_event(self.events[index])  # waits only if the host is a whole ring ahead of the device
         staging = self._staging[index]
         staging[: item.nbytes] = item
         address = self._address + index * self._capacity
         self._device.copy(address, staging.ctypes.data, item.nbytes, stream)
-        self._device.record(self._events[index], stream)
+        self._device.record(self.events[index], stream)
         return address
 
     def _grow(self, size: int) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -66,11 +67,18 @@ def run(
     if nodes < 2:
         raise UsageError(f"--nodes: expected 2 or more nodes, found {nodes}")
     with switched_on(mutant):  # an unknown name ends here
-        total = Findings()
+        return in_processes(partial(simulate, nodes, mutant=mutant), seeds, first, watch)
+
+
+def in_processes(
+    play: Callable[[int, int], Findings], seeds: int, first: int, watch: Callable[[Findings], None] | None
+) -> Findings:
+    """Add up what `play(first, count)` finds in batches of seeds, in one process a core. `play` must pickle."""
+    total = Findings()
     batches = [(begin, min(_BATCH, first + seeds - begin)) for begin in range(first, first + seeds, _BATCH)]
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(min(cores, len(batches)), get_context("spawn")) as pool:
-        under_way = [pool.submit(simulate, nodes, begin, count, mutant) for begin, count in batches]
+        under_way = [pool.submit(play, begin, count) for begin, count in batches]
         try:
             for ended in as_completed(under_way):
                 total.add(ended.result())

@@ -15,7 +15,7 @@ ORDER = 60
 @commands.command(
     rich_help_panel=MACHINE,
     epilog="Examples:  fastps chaos --seeds 1000   |   fastps chaos --seed 4711 --seeds 1   |   fastps chaos --seeds 300"
-    " --mutant forget-pins   |   fastps chaos --nodes 3 --seeds 10000",
+    " --mutant forget-pins   |   fastps chaos --nodes 3 --seeds 10000   |   fastps chaos --devices 4 --seeds 20000",
 )
 def chaos(
     seeds: Annotated[int, typer.Option(help="How many seeds to play.")] = 1000,
@@ -26,12 +26,15 @@ def chaos(
     nodes: Annotated[
         int, typer.Option(help="Play the messages between this many nodes, under lost edges, cuts, crashes and restarts.")
     ] = 1,
+    devices: Annotated[
+        int, typer.Option(help="Play jobs on up to this many simulated GPUs, and check the order of their work; 0: none.")
+    ] = 0,
     json_file: Json = None,
 ) -> None:
     """Play the real protocol under crashes, stalls and skewed clocks, step by step, and check every step.
 
-    Needs the failpoint build (`make hooks`), except with --nodes. Exit code 1 if any seed violates what is promised; its number
-    replays it.
+    Needs the failpoint build (`make hooks`), except with --nodes and --devices. Exit code 1 if any seed violates what is
+    promised; its number replays it.
     """
     from dataclasses import asdict
 
@@ -40,8 +43,10 @@ def chaos(
 
     if seeds < 1 or seed < 0:
         raise UsageError(f"expected at least 1 seed, from 0 on; found --seeds {seeds} --seed {seed}")
-    if nodes != 1:
-        _play_nodes(nodes, seeds, seed, mutant, json_file)
+    if nodes != 1 and devices:
+        raise UsageError(f"expected --nodes or --devices, found both: --nodes {nodes} --devices {devices}")
+    if nodes != 1 or devices:
+        _play_in_python(nodes, devices, seeds, seed, mutant, json_file)
         return
     console = console_of(json_file)
     with console.status(f"{seeds:,} seeds from {seed}") as status:
@@ -62,24 +67,25 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _play_nodes(nodes: int, seeds: int, seed: int, mutant: str | None, json_file: Json) -> None:
-    """Play the messages between nodes."""
+def _play_in_python(nodes: int, devices: int, seeds: int, seed: int, mutant: str | None, json_file: Json) -> None:
+    """Play the messages between nodes, or the work on devices."""
     from dataclasses import asdict
+    from functools import partial
 
-    from fastps.diagnostics import node_chaos
+    from fastps.diagnostics import device_chaos, node_chaos
     from fastps.system.json_report import write_json
 
     console = console_of(json_file)
     with console.status(f"{seeds:,} seeds from {seed}") as status:
-        findings = node_chaos.run(
-            nodes, seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds")
-        )
+        run = partial(device_chaos.run, devices) if devices else partial(node_chaos.run, nodes)
+        findings = run(seeds, seed, mutant=mutant, watch=lambda so_far: status.update(f"{so_far.seeds:,} of {seeds:,} seeds"))
     faults = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in findings.faults.items())
     console.print(f"{findings.seeds:,} seeds, {findings.steps:,} steps; {faults}; {len(findings.violations)} violations")
     for found in findings.violations[:10]:
         console.print(f"seed {found['seed']}: {found['violation']}")
     if json_file is not None:
         row = {**asdict(findings), "violations": len(findings.violations), "failing": findings.violations[:100]}
-        write_json("chaos", [{"nodes": nodes, **row}], json_file)
+        what = {"devices": devices} if devices else {"nodes": nodes}
+        write_json("chaos", [{**what, **row}], json_file)
     if findings.violations:
         raise typer.Exit(1)

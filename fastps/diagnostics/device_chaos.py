@@ -1,0 +1,65 @@
+"""Seeded simulation of jobs on several devices, and the mutants that leave one call out."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastps.device.hazards import HazardError
+from fastps.diagnostics.device_worlds import POST_FIRST, RELEASE_FIRST, ViolationError, World
+from fastps.diagnostics.node_chaos import Findings, in_processes
+from fastps.errors import UsageError
+
+CALLS = (
+    "record computed at the push",
+    "record computed at the pull",
+    "record folded",
+    "record copied",
+    "record item",
+    "fold stream waits for own computed",
+    "fold stream waits for others computed",
+    "fold stream waits for others folded",
+    "compute stream waits for own folded",
+    "compute stream waits for others folded",
+    "compute stream waits for own copied",
+    "copies stream waits for own computed",
+    "copies stream waits for others folded",
+    "host waits for item",
+)
+"""Every record of an event, and every wait for one, of a job in its steady state."""
+
+MUTANTS = {key.replace(" ", "-"): key for key in (*CALLS, POST_FIRST, RELEASE_FIRST)}
+"""By the name on the command line: what is left out, or which two steps are swapped."""
+
+
+def simulate(devices: int, first: int, count: int, *, mutant: str | None = None, stop: bool = False) -> Findings:
+    """Simulate `count` seeds from `first` on in this process; with `stop`, end at the first violation.
+
+    >>> simulate(4, 0, 2).violations
+    []
+    """
+    findings = Findings()
+    for seed in range(first, first + count):
+        world = World(seed, devices, MUTANTS[mutant] if mutant is not None else None)
+        found: list[dict[str, Any]] = []
+        try:
+            world.run()
+        except (ViolationError, HazardError) as error:
+            found.append({"seed": seed, "spec": world.spec, "violation": str(error)})
+        findings.add(Findings(1, world.turns, dict(world.faults), found))
+        if stop and found:
+            break
+    return findings
+
+
+def run(
+    devices: int, seeds: int, first: int = 0, *, mutant: str | None = None, watch: Callable[[Findings], None] | None = None
+) -> Findings:
+    """Simulate `seeds` seeds from `first` on, in one process a core; `watch` is called with the totals so far.
+
+    Raises UsageError for fewer than one device or an unknown mutant.
+    """
+    if devices < 1:
+        raise UsageError(f"--devices: expected 1 or more devices, found {devices}")
+    if mutant is not None and mutant not in MUTANTS:
+        raise UsageError(f"--mutant: expected one of {', '.join(MUTANTS)}, found {mutant!r}")
+    return in_processes(partial(simulate, devices, mutant=mutant), seeds, first, watch)
