@@ -1,0 +1,85 @@
+"""What a CUDA compiler makes of the fold, without a GPU: registers, spilled bytes, and the instructions of its PTX.
+
+    python -m fastps.kernels.cuda.machine_code sm_80 sm_90 sm_100
+
+prints a table of registers. It needs nvcc. The figures hold for that compiler's version, and say nothing about speed.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastps.kernels.cuda.runtime import OPTIONS, CudaUnavailableError, source
+
+_RESOURCES = re.compile(
+    r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.DOTALL,
+)
+_ENTRY = re.compile(r"\.entry (\w+)\(.*?^\}", re.DOTALL | re.MULTILINE)
+_INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread of a kernel needs: registers, and bytes of stack and of spilled registers, both in slow memory."""
+
+    registers: int
+    stack_bytes: int
+    spilled_bytes: int
+
+
+def resources(architecture: str) -> dict[str, Resources]:
+    """Compile all kernels for an architecture such as "sm_90"; returns what each needs, by its name.
+
+    Raises CudaUnavailableError without nvcc, and RuntimeError with its log if it rejects the source.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = _compile(Path(folder), f"-arch={architecture}", "-cubin", "-Xptxas", "-v")
+    return {
+        name: Resources(int(registers), int(stack), int(stored) + int(loaded))
+        for name, stack, stored, loaded, registers in _RESOURCES.findall(log)
+    }
+
+
+def instructions(architecture: str) -> dict[str, list[str]]:
+    """Compile all kernels to PTX for an architecture such as "compute_90"; returns the instructions of each, in their order.
+
+    Raises as `resources`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(Path(folder), f"-arch={architecture}", "-ptx")
+        text = (Path(folder) / "fold.out").read_text()
+    return {found[1]: _INSTRUCTION.findall(found[0]) for found in _ENTRY.finditer(text)}
+
+
+def _compile(folder: Path, *options: str) -> str:
+    """Compile the joined source to fold.out in the folder; returns the compiler's log."""
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        raise CudaUnavailableError("expected nvcc on the PATH, found none: install the CUDA toolkit")
+    (folder / "fold.cu").write_text(source())
+    command = [compiler, *OPTIONS, *options, "-o", "fold.out", "fold.cu"]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"nvcc refused fold.cu: {done.stdout}")
+    return done.stdout
+
+
+def table(architectures: list[str]) -> str:
+    """The registers of each kernel for each architecture, as a table in Markdown; spilled bytes behind a plus sign."""
+    found = [resources(architecture) for architecture in architectures]
+    lines = ["| kernel | " + " | ".join(architectures) + " |", "|---" * (len(architectures) + 1) + "|"]
+    for name in found[0]:
+        needs = [each[name] for each in found]
+        cells = [f"{each.registers}{f' + {each.spilled_bytes}' if each.spilled_bytes else ''}" for each in needs]
+        lines.append("| " + " | ".join([name.removeprefix("fps_fold_"), *cells]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(sys.argv[1:] or ["sm_80", "sm_90", "sm_100"]) + "\n")

@@ -1,0 +1,56 @@
+"""What the CUDA compiler makes of every kernel: no spilled register, 16-byte loads, no atomic and no barrier. Needs nvcc."""
+
+import shutil
+
+import pytest
+
+from fastps.kernels.cuda import machine_code
+from fastps.kernels.cuda.runtime import CudaUnavailableError, kernel_names
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+THREE_BLOCKS = 65536 // (3 * 256) // 8 * 8  # registers a thread if three blocks of 256 threads share a multiprocessor's
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_no_kernel_spills_and_three_blocks_share_a_multiprocessor(architecture: str) -> None:
+    found = machine_code.resources(architecture)
+    assert sorted(found) == sorted(kernel_names())
+    assert {name: each for name, each in found.items() if each.stack_bytes or each.spilled_bytes} == {}
+    assert max(each.registers for each in found.values()) <= THREE_BLOCKS
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100"])
+def test_every_kernel_moves_16_bytes_at_a_time_and_uses_no_atomic(architecture: str) -> None:
+    found = machine_code.instructions(architecture)
+    assert sorted(found) == sorted(kernel_names())
+    for name, made in found.items():
+        assert sum(each.startswith("ld.") and ".v4.f32" in each for each in made) >= 2, name
+        assert any(each.startswith("st.") and ".v4.f32" in each for each in made), name
+        if not name.endswith("float32"):
+            assert any(each.startswith("ld.") and ".v4.u16" in each for each in made), f"{name}: 8 bytes of halves"
+        forbidden = ("atom", "red.", "bar.", "barrier", "ld.shared", "st.shared", "ld.local", "st.local")
+        assert [each for each in made if each.startswith(forbidden)] == [], name
+
+
+@NEEDS_NVCC
+def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = machine_code.source().replace("__launch_bounds__(256, 3)", "__launch_bounds__(256, 8)")
+    assert narrow != machine_code.source()
+    monkeypatch.setattr(machine_code, "source", lambda: narrow)
+    assert any(each.spilled_bytes for each in machine_code.resources("sm_90").values())
+
+
+def test_without_a_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(CudaUnavailableError, match="expected nvcc"):
+        machine_code.resources("sm_90")
+
+
+@NEEDS_NVCC
+def test_what_the_compiler_refuses_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "source", lambda: "no such thing")
+    with pytest.raises(RuntimeError, match="nvcc refused"):
+        machine_code.resources("sm_90")
