@@ -8,6 +8,7 @@ may not reach each other, and a process can die between any two operations.
 
 import ctypes
 import itertools
+import logging
 import os
 import queue
 import random
@@ -24,6 +25,8 @@ import numpy.typing as npt
 from fastps.device.interface import DeviceError, DeviceLostError
 from fastps.device.regions import Region, handle_of, make_region, open_region, release
 from fastps.kernels.cuda import host_fold, launch_args
+
+logger = logging.getLogger("fastps.device")
 
 _POLL_S = 20e-6
 _LOOK_EVERY = 200  # polls between two checks that the other process is alive
@@ -80,6 +83,7 @@ class HostStream:
                     piece()
                 except Exception as error:
                     self.failure = error
+                    logger.warning("work on a stream of process %d failed, and no more runs: %s", os.getpid(), error)
 
 
 class HostDevice:

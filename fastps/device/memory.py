@@ -15,6 +15,10 @@ lanes on its device; a pull waits for every lane's `folded`. The host does not w
 the streams will reach, and only work that has waited for the events reads that state.
 
 Memory does not survive its owner: the job then ends with an error that names the worker, and must be restarted.
+
+A job that goes on without lost workers has a server, which owns all memory. Its workers wait, on the host, for their own work
+before they post a push or release weights: so a push counts only when its gradients are there, and no fold waits for the event
+of a process that may die. A fold then waits for nothing but the folds of the server itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -103,8 +107,11 @@ class DeviceArena:
         """The lane that owns a lane's slots."""
         return self._layout.lanes if self._layout.has_server else lane
 
-    def show(self) -> None:
-        """Allocate the shards and slots that this lane owns, and write its handle table. The caller holds the shard locks."""
+    def show(self, *, is_first: bool = True) -> None:
+        """Allocate the shards and slots that this lane owns, and write its handle table. The caller holds the shard locks.
+
+        `is_first`: whether this is the lane's first owner; a later one finds the first weights written.
+        """
         table, device = np.zeros((), handle_table_dtype(len(self._regions))), self._device
         is_apart = not device.reaches_all and not self._layout.has_server
         for shard, region in enumerate(self._regions):
@@ -125,7 +132,7 @@ class DeviceArena:
         table["folded"] = np.void(device.export_event(self._folded))
         shown = self.handle_table(self._rank)
         shown[...] = table
-        shown["ready"] = SHOWN  # last, for a pull reads it without the locks
+        shown["ready"] = SHOWN if is_first else FILLED  # last, for a pull reads it without the locks
 
     def _allocated(self, size: int, *, on_host: bool = False) -> int:
         address = self._device.allocate_host(size) if on_host else self._device.allocate(size)
@@ -331,6 +338,8 @@ class DeviceArena:
                     offset = self._slots.offset(self._rank, slot, region.first)
                     self._device.copy(copies + offset, slots + offset, self._slots.bytes * region.floats, stream)
         self._device.record(self._computed, stream)
+        if self._layout.faults.continues:
+            self._device.synchronize_event(self._computed)
 
     def await_folds(self) -> None:
         """Order all work computed from now on after all earlier folds."""
@@ -372,6 +381,8 @@ class DeviceArena:
         for lane, (_, state) in enumerate(self._store.arena.members()):
             if lane == self._rank or state not in PRESENT:
                 continue
+            if self._layout.faults.continues and lane < self._layout.lanes:
+                continue  # a worker, which does not fold, and whose events may never come
             if lane not in self._peers:
                 table = self.handle_table(lane)
                 if table["ready"] < SHOWN:

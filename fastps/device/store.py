@@ -52,10 +52,10 @@ class DeviceWorker(Worker):
     def _begin(self, arena: DeviceArena) -> None:
         """Publish this lane's handles, wait until the memory that it needs exists, and map it."""
         self.lane.fold_with(arena.fold, ())  # fold no shard until the memory exists
-        self._with_locks(arena.show)
+        self._with_locks(lambda: arena.show(is_first=self.generation == 0))
         self._await_devices(arena, arena.is_shown)
         self._with_locks(arena.open)
-        if self.rank == 0:
+        if self.rank == 0 and self.generation == 0:
             assert isinstance(self.store, DeviceStore)
             first = self.store.take_first_weights()
             self._with_locks(lambda: arena.fill(first))
@@ -228,10 +228,15 @@ class DeviceStore(Store):
     def attach(self, rank: int | None = None) -> Worker:
         """See Store. Waits until all workers whose devices hold shards have attached. Raises UnsupportedError."""
         policy, faults = self.layout.policy, self.layout.faults
-        if faults.continues or faults.max_workers:
+        if faults.continues and not self.layout.has_server:
             raise UnsupportedError(
-                "lost and late workers are not handled where shards lie on devices: expected on_worker_loss='stop' and no"
-                " max_workers, or FASTPS_PLACEMENT=host"
+                "a job whose shards lie on devices goes on without a lost worker only if a server owns the memory: expected"
+                " server='process', on_worker_loss='stop', or FASTPS_PLACEMENT=host"
+            )
+        if faults.max_workers > self.layout.workers:
+            raise UnsupportedError(
+                "workers that join late are not handled where shards lie on devices: expected no max_workers, or"
+                " FASTPS_PLACEMENT=host"
             )
         if rank == 0 and faults.nonfinite != "allow":
             logger.warning("non-finite gradients are folded unchanged when shards are on devices (docs/how-to/gpu.md)")
