@@ -363,7 +363,8 @@ class DeviceArena:
         self._device.wait(self._computed, self._copies)
         for _, _, folded in self._present_peers():
             self._device.wait(folded, self._copies)
-        for shard in changed:
+        # Each lane begins with another home: if all read one home at a time, its link would be the only one in use.
+        for shard in sorted(changed, key=lambda each: (self.owner_lanes[each] - self._rank) % self._layout.lanes):
             region = self._regions[shard]
             source = (self._bases[shard] or self._mirrors[shard]) + region.weights(buffers[shard])
             self._device.copy(self._replica + 4 * region.first, source, 4 * region.floats, self._copies)
