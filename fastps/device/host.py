@@ -83,7 +83,7 @@ class HostStream:
                     piece()
                 except Exception as error:
                     self.failure = error
-                    logger.warning("work on a stream of process %d failed, and no more runs: %s", os.getpid(), error)
+                    logger.info("work on a stream of process %d failed, and no more runs: %s", os.getpid(), error)
 
 
 class HostDevice:
