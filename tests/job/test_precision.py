@@ -26,7 +26,8 @@ def test_a_double_takes_two_floats_of_the_arena() -> None:
     assert [(each.offset, each.length, each.size) for each in double.parameters] == [(0, 30, 15), (32, 6, 3)]
     assert (single.shown_type, double.shown_type) == ("float32", "float32")
     assert single.digest() != double.digest()
-    assert plan(double)[1] > plan(single)[1]
+    twice = place([("w", (10, 3), (3, 1), 0), ("b", (6,), (1,), 0)], 1)
+    assert plan(double)[1] == plan(replace(single, parameters=twice))[1], "the arena of twice as many floats"
 
 
 @pytest.mark.parametrize("types", [["float64", "float32"], ["bfloat16", "float64"]])

@@ -106,7 +106,7 @@ def test_readers_see_doubles() -> None:
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e308])
 def test_a_push_whose_results_are_not_finite_is_rejected(bad: float) -> None:
     """Doubles beyond float32's largest are finite."""
-    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=10.0), "asp", nonfinite="reject") as store, store.attach(0) as worker:
+    with fastps.Store.create(WEIGHTS, fastps.SGD(lr=10.0), sync="asp", nonfinite="reject") as store, store.attach(0) as worker:
         worker.step({"w": np.full((5, 3), 1e200), "b": np.zeros(3)})
         assert float(worker.weights["w"].max()) == pytest.approx(-1e201)
         before = worker.weights["w"].copy()
