@@ -33,6 +33,7 @@ JOBS = len(os.sched_getaffinity(0))  # parallel compilers
 HOOKS_ONLY = ("chaos",)  # folders that only the failpoint build compiles
 NOT_HOOKED = ("baseline", "simulation", "tensors")  # folders without failpoints, which the test builds leave out
 SHARED = "fastps.kernels.cython_shared"
+BESIDE = {"update.fold": ["kernels/update/fold_double.c"]}  # a module's further sources
 LEVEL = "-O2"
 # Modules that -O3 makes faster. Times at LEVEL divided by times at -O3, measured alternately (gcc 12, x86-64): `fastps bench
 # kernels` 4.0 for the fold and 3.1 for its roofline; `fastps bench scheduler` with 16 and 1,000 workers 1.07, or 1.01 if only
@@ -115,7 +116,7 @@ def extensions() -> list[Extension]:
     return [
         Extension(
             f"fastps.kernels.{module}",
-            [source],
+            [source, *BESIDE.get(module, [])],
             include_dirs=["kernels"],
             depends=headers,
             define_macros=macros,

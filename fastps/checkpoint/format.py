@@ -145,7 +145,7 @@ def refused(folder: Path, what: str, expected: str, found: str) -> CheckpointErr
     return CheckpointError(f"checkpoint {folder}: {what}: expected {expected}, found {found}")
 
 
-def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[np.float32]:
+def shaped(view: Array, parameter: Parameter) -> Array:
     """A view with the parameter's shape and strides over a flat view of its memory.
 
     State with one value for each row of a table is a column.
@@ -155,14 +155,14 @@ def shaped(view: npt.NDArray[np.float32], parameter: Parameter) -> npt.NDArray[n
     return strided(view, parameter.shape, parameter.stride)
 
 
-def has_values(view: npt.NDArray[np.float32], parameter: Parameter) -> bool:
+def has_values(view: Array, parameter: Parameter) -> bool:
     """Whether a flat view belongs to the parameter: the rule of a table's rows may lack state that dense parameters have."""
     return view.size > 0 or not parameter.is_table
 
 
-def strided(view: npt.NDArray[np.float32], shape: Sequence[int], stride: Sequence[int]) -> npt.NDArray[np.float32]:
-    """A view with this shape and these strides, in floats, over a flat view."""
-    return np.lib.stride_tricks.as_strided(view, shape, [4 * step for step in stride])
+def strided(view: Array, shape: Sequence[int], stride: Sequence[int]) -> Array:
+    """A view with this shape and these strides, in values, over a flat view."""
+    return np.lib.stride_tricks.as_strided(view, shape, [view.itemsize * step for step in stride])
 
 
 def whole(directory: Path) -> list[Path]:
@@ -232,9 +232,12 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
             raise refused(folder, f"parameter {index}", "name, shape, group and steps", repr(parameter)[:80])
         if not (0 <= parameter["group"] < len(description["param_groups"]) and 0 <= parameter["steps"] < 1 << 40):
             raise refused(folder, f"parameter {index}", "a group that is there and 0 to 2^40 steps", repr(parameter)[:80])
+        kind = parameter.get("type", "float32")
+        if kind not in ("float32", "float64"):
+            raise refused(folder, f"parameter {index}", "the type float32 or float64", repr(kind)[:80])
         for name in [f"{prefix}{parameter['name']}" for prefix in ("weights/", *(f"state/{plane}/" for plane in planes))]:
             found = tensors.get(name)
-            expected = f"float32 of shape {parameter['shape']}"
+            expected = f"{kind} of shape {parameter['shape']}"
             shapes = [parameter["shape"]]
             if parameter.get("table") and name.startswith("state/"):
                 if found is None:
@@ -242,7 +245,7 @@ def _check_tensors(folder: Path, description: dict[str, Any], tensors: Mapping[s
                 shapes.append([*parameter["shape"][:1], 1])
             if found is None:
                 raise refused(folder, f"parameter {parameter['name']!r}: tensor {name!r}", expected, "no such tensor")
-            if found.dtype != np.float32 or list(found.shape) not in shapes:
+            if found.dtype != kind or list(found.shape) not in shapes:
                 raise refused(
                     folder,
                     f"parameter {parameter['name']!r}: tensor {name!r}",
@@ -265,13 +268,16 @@ def checksum_of(array: Array) -> int:
 
 def described(parameter: Parameter) -> dict[str, Any]:
     """A parameter's description in the JSON file, without its steps."""
-    kind = {"table": True} if parameter.is_table else {}
+    kind: dict[str, Any] = {"table": True} if parameter.is_table else {}
+    if parameter.stored != "float32":
+        kind["type"] = parameter.stored
     return {"name": parameter.name, "shape": list(parameter.shape), "group": parameter.group, **kind}
 
 
 def _identity_of(parameter: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal of a parameter's description."""
-    return {key: parameter.get(key) for key in ("name", "shape", "group")} | {"table": bool(parameter.get("table"))}
+    kinds = {"table": bool(parameter.get("table")), "type": parameter.get("type", "float32")}
+    return {key: parameter.get(key) for key in ("name", "shape", "group")} | kinds
 
 
 def described_rule(layout: Layout) -> dict[str, Any]:
@@ -284,4 +290,4 @@ def _shown(parameter: dict[str, Any] | None) -> str:
     if parameter is None:
         return "no such parameter"
     kind = ", a table" if parameter["table"] else ""
-    return f"{parameter['name']!r} of shape {parameter['shape']} in group {parameter['group']}{kind}"
+    return f"{parameter['name']!r} of {parameter['type']}, of shape {parameter['shape']} in group {parameter['group']}{kind}"

@@ -20,16 +20,22 @@ from fastps.job.update_rules import UPDATE_RULES, Rule
 from fastps.kernels.shm import arena
 from fastps.kernels.update import fold, rows
 
-GradientType = Literal["float32", "float16", "bfloat16"]
-GRADIENT_NUMBERS: dict[GradientType, int] = {"float32": fold.FLOAT32, "float16": fold.FLOAT16, "bfloat16": fold.BFLOAT16}
+GradientType = Literal["float32", "float16", "bfloat16", "float64"]
+GRADIENT_NUMBERS: dict[GradientType, int] = {
+    "float32": fold.FLOAT32,
+    "float16": fold.FLOAT16,
+    "bfloat16": fold.BFLOAT16,
+    "float64": fold.FLOAT64,
+}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: `length` float32 values at `offset` floats into a buffer, with the strides of the tensor, in floats.
+    """One parameter: `length` floats at `offset` floats into a buffer, with the strides of the tensor, in values.
 
     Shard number `shard` holds and versions it. A table has no floats in a buffer: its rows lie in the arena once. `type` is
-    that of the model's parameter: for a half the float32 values are master weights, which the fold writes once more in it.
+    that of the model's parameter: for a half the float32 values are master weights, which the fold writes once more in it. A
+    value of float64 takes two floats.
     """
 
     name: str
@@ -44,12 +50,17 @@ class Parameter:
     @property
     def length(self) -> int:
         """The number of floats in a weights buffer: 0 for a table."""
-        return 0 if self.is_table else self.size
+        return 0 if self.is_table else self.size * (2 if self.type == "float64" else 1)
 
     @property
     def size(self) -> int:
-        """The number of floats."""
+        """The number of values."""
         return math.prod(self.shape)
+
+    @property
+    def stored(self) -> GradientType:
+        """The type of its values in the weights buffers and in the optimizer's state: "float32" or "float64"."""
+        return "float64" if self.type == "float64" else "float32"
 
 
 LEAF = "leaf"
@@ -79,7 +90,8 @@ class Layout:
     """Everything that a job's workers share: parameters, rule, discipline, number of workers, room for model buffers, and more.
 
     Attributes:
-        gradient_type: the precision in which gradients are pushed. They are always summed and applied in single precision.
+        gradient_type: the precision in which gradients are pushed. They are summed and applied in single precision; "float64"
+            says that all numbers of the job are in double precision.
         owner_lanes: for each shard its owner lane, on whose device its floats lie; () if all floats lie in the arena.
         server: which processes combine: the waiting "workers", or a server "process".
         max_readers: the most readers at a time. The creator decides alone, so the layouts of others may differ in it.
@@ -174,8 +186,8 @@ class Layout:
 
     @property
     def shown_type(self) -> GradientType:
-        """The type of the parameters that are not float32; "float32" if all are. A model has at most one half type."""
-        return next((parameter.type for parameter in self.parameters if parameter.type != "float32"), "float32")
+        """The half precision of the parameters that have one; else "float32". A model has at most one half type."""
+        return next((parameter.type for parameter in self.parameters if parameter.type != parameter.stored), "float32")
 
     @property
     def host_floats(self) -> int:

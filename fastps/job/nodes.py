@@ -261,6 +261,11 @@ def home_layout(layout: Layout, nodes: Nodes) -> Layout:
     check_policy(layout.policy, nodes)
     if layout.owner_lanes:
         raise UnsupportedError("a job of several nodes keeps its arenas in host memory: set FASTPS_PLACEMENT=host")
+    if layout.gradient_type == "float64":
+        raise UnsupportedError(
+            "a job of several nodes: expected float32, bfloat16 or float16 parameters, found float64; use one node, or"
+            " model.float()"
+        )
     if layout.gradient_type != "float32":
         raise UnsupportedError(
             f"a job of several nodes sums float32 gradients: expected push_dtype=torch.float32, found {layout.gradient_type}"

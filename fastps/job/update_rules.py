@@ -221,17 +221,22 @@ def NAdam(  # noqa: N802
 
 
 def _nadam_hyper(options: Options) -> Hyper:
-    return _adam_hyper(options)._replace(learning_rate_decay=float(options["momentum_decay"]))
+    hyper = _adam_hyper(options)._replace(learning_rate_decay=float(options["momentum_decay"]))
+    return hyper._replace(flags=hyper.flags | fold.HYPER_DOUBLE_PRODUCT) if options.get(DOUBLE_PRODUCT) else hyper
+
+
+DOUBLE_PRODUCT = "double_product"
+"""An option of NAdam beside torch's: whether the product of momenta is in double precision, as torch's default type may be."""
 
 
 def _mu_product(options: Options, steps: int) -> dict[str, float]:
-    """NAdam's product of momenta after `steps` steps, by torch's products of floats in single precision.
+    """NAdam's product of momenta after `steps` steps, by torch's products of floats in single precision, or of doubles.
 
     >>> _mu_product({"betas": (0.5, 0.999), "momentum_decay": 0.0}, 2)
     {'mu_product': 0.0625}
     """
     beta1, decay = float(options["betas"][0]), float(options["momentum_decay"])
-    return {"mu_product": fold.mu_product(beta1, decay, steps)}
+    return {"mu_product": fold.mu_product(beta1, decay, steps, bool(options.get(DOUBLE_PRODUCT)))}
 
 
 def RAdam(  # noqa: N802

@@ -18,7 +18,8 @@ from fastps.kernels.update import fold, rows
 from fastps.membership import rendezvous
 from fastps.system.clock import Clock
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[Any]
+"""An array of float32, or of float64 in a job of that precision."""
 Views = list[Floats]
 
 
@@ -39,8 +40,9 @@ class WeightsMemory:
         self.tables = [index for index, parameter in enumerate(parameters) if parameter.is_table]
 
     def floats_at(self, byte_offset: int, parameter: Parameter) -> Floats:
-        """A flat view of one parameter's floats in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
-        return np.frombuffer(self.memory, np.float32, parameter.length, byte_offset + 4 * parameter.offset)
+        """A flat view of one parameter's values in the buffer, slot or optimizer-state tensor that begins at `byte_offset`."""
+        count = 0 if parameter.is_table else parameter.size
+        return np.frombuffer(self.memory, parameter.stored, count, byte_offset + 4 * parameter.offset)
 
     def weight_views(self, buffers: int | Sequence[int]) -> Views:
         """A flat view of each parameter in one weights buffer, or in one buffer per shard. A table is the same in each."""
@@ -58,7 +60,7 @@ class WeightsMemory:
     def half_views(self, buffers: int | Sequence[int]) -> list[npt.NDArray[np.uint16]]:
         """A flat view of each parameter in the half precision of the job's parameters, as bits; `buffers` as in weight_views.
 
-        A table has none. Raises ValueError for a job whose parameters are all float32.
+        A table has none. Raises ValueError for a job without parameters in half precision.
         """
         return [
             np.frombuffer(
@@ -73,7 +75,7 @@ class WeightsMemory:
     def write_halves(self, buffers: int | Sequence[int]) -> None:
         """Write the weights of these buffers once more in half precision, after something else than a fold has written them.
 
-        Does nothing for a job whose parameters are all float32.
+        Does nothing for a job without parameters in half precision.
         """
         if not self.arena.shown_type:
             return
@@ -145,8 +147,11 @@ class JobMemory(WeightsMemory):
 
         A table's is empty: a push has rows of it.
         """
-        dtype = np.dtype({"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.layout.gradient_type])
+        kind = self.layout.gradient_type
         offset = self.arena.gradient_offset(lane, slot)
+        if kind in ("float32", "float64"):
+            return [self.floats_at(offset, parameter) for parameter in self.layout.parameters]
+        dtype = np.dtype(np.float16 if kind == "float16" else np.uint16)
         return [
             np.frombuffer(self.memory, dtype, parameter.length, offset + dtype.itemsize * parameter.offset)
             for parameter in self.layout.parameters

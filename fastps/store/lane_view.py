@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from fastps.membership.job_memory import JobMemory
@@ -23,7 +22,7 @@ class LaneView(LaneWaiter):
         self.buffers = [0] * self._shards
         self.closed = False
         self._left = False
-        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[np.float32]]] = {}
+        self._named_weights: dict[tuple[int, ...], Mapping[str, npt.NDArray[Any]]] = {}
         self._named_gradients: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
 
     @property
@@ -81,7 +80,7 @@ class LaneView(LaneWaiter):
         return self.lane.done() >= self.lane.posted()
 
     @property
-    def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
+    def weights(self) -> Mapping[str, npt.NDArray[Any]]:
         """Name to read-only array of the pulled weights. The contents do not change before the next pull."""
         key = tuple(self.buffers)
         named = self._named_weights.get(key)

@@ -9,9 +9,8 @@ import errno
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
 from fastps.errors import ArenaError, AttachError, TimeoutExceededError, UnsupportedError, UsageError, damaged
@@ -105,7 +104,7 @@ class WeightsReader:
         return self._memory.arena.version
 
     @property
-    def weights(self) -> Mapping[str, npt.NDArray[np.float32]]:
+    def weights(self) -> Mapping[str, npt.NDArray[Any]]:
         """Name to read-only array of the weights that the last pull took, without a copy.
 
         The next pull gives the arrays' memory back to the job: copy what must stay.

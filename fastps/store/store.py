@@ -22,6 +22,7 @@ from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, chosen_readers, place
 from fastps.job.plan import plan
 from fastps.job.policy import Policy
+from fastps.job.precision import check_double
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import Hyper, Update, write_initial_state
 from fastps.kernels.shm import arena
@@ -82,12 +83,14 @@ class Store(JobMemory):
         max_readers: int | None = None,
         server: str | None = None,
         resume: StartState | None = None,
-        gradient_type: GradientType = "float32",
+        gradient_type: GradientType | None = None,
         job: str | None = None,
         timeout_s: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> "Store":
-        """Create a job's arena and write version 0 into it: `weights` (name to float32 array), or the state of `resume`.
+        """Create a job's arena and write version 0 into it: `weights` (name to array), or the state of `resume`.
+
+        The arrays are float32, or all float64; then gradients and the optimizer's state are float64, too.
 
         For `on_worker_loss`, `nonfinite` and `max_workers` see FaultPolicy. `server` selects the processes that combine: the
         waiting "workers" (the default, unless FASTPS_SERVER is set), or a server "process", which this call starts.
@@ -95,15 +98,14 @@ class Store(JobMemory):
         `tables` names matrices of which a push carries rows (`Worker.put_rows`): they lie in memory once and change in place.
 
         With `gradient_type` "float16" workers push half as many bytes; gradients are summed in single precision.
-        Raises PolicyError; UnsupportedError for a dtype other than float32, or a gradient type that NumPy lacks; ArenaError if
-        there is too little memory; ValueError for a number of workers out of range; CheckpointError; UsageError for no weights
-        or an unknown option; AttachError if the job's name is taken or the server process does not start.
+        Raises PolicyError; UnsupportedError for another dtype, or a gradient type that NumPy lacks or float64 excludes;
+        ArenaError if there is too little memory; ValueError for a number of workers out of range; CheckpointError; UsageError
+        for no weights or an unknown option; AttachError if the job's name is taken or the server process does not start.
         """
         arrays = {name: np.asarray(value) for name, value in weights.items()}
-        for name, array in arrays.items():
-            if array.dtype != np.float32:
-                raise UnsupportedError(f"parameter {name!r}: expected float32, found {array.dtype}; convert it first")
-        if gradient_type not in ("float32", "float16"):
+        types = [_type_of(name, array) for name, array in arrays.items()]
+        gradient_type = gradient_type or ("float64" if "float64" in types else "float32")
+        if gradient_type not in ("float32", "float16") and "float64" not in types:
             raise UnsupportedError(
                 f"gradient_type: expected 'float32' or 'float16' (NumPy has no other half), found {gradient_type!r}"
             )
@@ -115,11 +117,12 @@ class Store(JobMemory):
         rows = [(name, array.shape, _contiguous(array.shape), 0) for name, array in arrays.items()]
         numbers = check_tables(arrays, tables, update.rule, policy, update.hyper)
         faults = FaultPolicy.of(on_worker_loss, nonfinite, max_workers)
-        placed = place(rows, policy.shards, numbers)
+        placed = place(rows, policy.shards, numbers, types)
         layout = Layout(
             placed, 1, update.rule, policy, workers, faults=faults, gradient_type=gradient_type, server=chosen_server(server)
         )
         layout = replace(layout, max_readers=chosen_readers(max_readers))
+        check_double(layout)
 
         def write(views: Views) -> None:
             for view, array in zip(views, arrays.values(), strict=True):
@@ -309,6 +312,12 @@ class Store(JobMemory):
             f"no worker can join: expected a free lane of {self.layout.lanes}, found none; create the job with a larger"
             " max_workers"
         )
+
+
+def _type_of(name: str, array: npt.NDArray[Any]) -> GradientType:
+    if array.dtype not in (np.float32, np.float64):
+        raise UnsupportedError(f"parameter {name!r}: expected float32 or float64, found {array.dtype}; convert it first")
+    return "float64" if array.dtype == np.float64 else "float32"
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class Worker(LaneView):
             self.advance()  # a fold may still read the slot
         if gradients is not None:
             for name, view in self.gradients.items():
-                view[...] = np.asarray(gradients[name], np.float32).reshape(view.shape)
+                view[...] = np.asarray(gradients[name], view.dtype).reshape(view.shape)
         self.push(self.store.hypers)
         self.advance()
         self.pull()

@@ -240,7 +240,10 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
     >>> norm_of([torch.tensor([3.0]), torch.tensor([0.0, 4.0])])
     5.0
     """
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)))) if tensors else 0.0
+    if not tensors:
+        return 0.0
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, dtype=dtype))))
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -18,6 +18,7 @@ from fastps.job import environment, limits
 from fastps.job.environment import Identity
 from fastps.job.layout import GradientType, Layout
 from fastps.job.policy import Policy
+from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership import discovery
 from fastps.store import instances
@@ -34,16 +35,17 @@ Groups = Sequence[dict[str, Any]]
 _JOIN_S = 10.0  # how long a lost worker's replacement looks for the remaining workers
 
 
-def gradient_type(push_dtype: torch.dtype) -> GradientType:
-    """The layout's name for a push's dtype. Raises UsageError for a dtype that pushes cannot have."""
+def gradient_type(push_dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> GradientType:
+    """The layout's name for a push's dtype. Raises UsageError for a dtype that pushes of these parameters cannot have."""
     found = PARAMETER_TYPES.get(push_dtype)
-    if found is None:
+    if found is None or (found == "float64" and any(tensor.dtype != torch.float64 for tensor in tensors)):
         raise UsageError(f"push_dtype: expected torch.float32, torch.bfloat16 or torch.float16, found {push_dtype!r}")
     return found
 
 
-def check_apart(tensors: list[torch.Tensor], layout: Layout) -> None:
-    """Raise UnsupportedError for two parameters that share memory: the arena gives each its own memory."""
+def check_parameters(tensors: list[torch.Tensor], layout: Layout) -> None:
+    """Raise UnsupportedError for parameters that share memory (the arena gives each its own), and as check_double does."""
+    check_double(layout)
     first: dict[int, str] = {}
     for tensor, parameter in zip(tensors, layout.parameters, strict=True):
         if tensor.numel() and (other := first.setdefault(tensor.data_ptr(), parameter.name)) != parameter.name:
@@ -85,7 +87,8 @@ def writer_of(tensors: list[torch.Tensor]) -> Callable[[list[Any]], None]:
 
     def write(views: list[Any]) -> None:
         for view, tensor in zip(views, tensors, strict=True):
-            view[:] = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).float().cpu().numpy()
+            flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+            view[:] = flat.to("cpu", getattr(torch, view.dtype.name)).numpy()
 
     return write
 

@@ -71,7 +71,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
     Guarantees: a forward or backward reads weights of one version. Every push is folded exactly once, or counted as dropped.
     With "bsp" the result equals that of one process that trains on the batches of all workers together.
 
-    Limits: parameters are float32, or bfloat16 or float16 with float32 master weights. Weights change only in `step()`; the
+    Limits: parameters are float32 or all float64, or halves with float32 master weights. Weights change only in `step()`; the
     next `step()` rejects a write made elsewhere and names the parameter, except a write through `.data`, which torch does not
     count and all workers read. Evaluate other weights with `shown_weights`; load others with `replace_weights`. Under
     disciplines that do not wait for the fold (asp, ssp, dssp) `p.grad` is None after `step()`: other workers read its memory.
@@ -93,8 +93,8 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         resume: a checkpoint, or a directory of checkpoints, to resume from; default: FASTPS_RESUME.
         seeds: seeds to save with each checkpoint, for a resumed run to read.
         push_dtype: the type of pushed gradients; default: that of all parameters, else float32. torch.bfloat16 or float16
-            halves the bytes of a push; sums and updates stay float32. A gradient beyond float16's 65,504 becomes infinite
-            there. If it is not the parameters' type, `p.grad` stays set after `step()`.
+            halves the bytes of a push of float32; sums and updates stay float32. A gradient beyond float16's 65,504 becomes
+            infinite there. If it is not the parameters' type, `p.grad` stays set after `step()`.
         timeout_s: longest wait in seconds; default: FASTPS_TIMEOUT, else 300.
         job, rank, workers: the job's name, this worker's number (from 0), and the number of workers, for processes that no
             launcher has started (multiprocessing, Ray, a notebook); default: the environment. `fastps.spawn` sets them.
@@ -142,7 +142,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         self._identity = environment.identity(job, rank, workers, instance=instances.following() if job is None else 0)
         self._names_job, self._is_told = job is not None, workers is not None
         self._tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors))
+        pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         self._inner = optimizer
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else its lr schedulers warn that step() was not called
         self._rule = rule_of(optimizer)
@@ -177,7 +177,7 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         names = [parameter.name for parameter in layout.parameters]
         foreign.check_memory(self._tensors, names)
         foreign.check_not_averaged(self._tensors)
-        join.check_apart(self._tensors, layout)
+        join.check_parameters(self._tensors, layout)
 
     def _begin(self, worker: Worker, batch_size: int, checkpointing: tuple[Path, int] | None) -> None:
         """Take the job's weights and hook into backward."""

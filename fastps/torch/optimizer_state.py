@@ -136,7 +136,7 @@ class OptimizerState(torch.optim.Optimizer):
         """Give the state of parameters in half precision back the digits that torch rounds off when it loads."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, tensor in zip(saved, self._tensors, strict=True):
-            if tensor.dtype == torch.float32:
+            if tensor.dtype not in (torch.float16, torch.bfloat16):
                 continue
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == torch.float32:

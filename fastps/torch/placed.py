@@ -23,6 +23,11 @@ def placed(tensors: list[torch.Tensor], push_dtype: torch.dtype, *, is_told: boo
     devices = {tensor.device for tensor in tensors}
     if all(device.type != "cuda" for device in devices):
         return HostPlacement(tensors, push_dtype)
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        raise UnsupportedError(
+            "a model on a GPU: expected float32, bfloat16 or float16 parameters, found float64; keep the model on the CPU, or"
+            " use model.float()"
+        )
     if len(devices) > 1:
         names = ", ".join(sorted(str(device) for device in devices))
         raise UnsupportedError(f"expected all parameters of a worker on one device, found {names}: use a GPU a worker")

@@ -11,6 +11,7 @@ import torch
 from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.snapshot import Pinned, pinned_version
 from fastps.job.layout import Layout
+from fastps.job.precision import check_double
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.store.start import StartState
@@ -39,7 +40,8 @@ class HostPlacement:
         self._push_dtype = push_dtype
 
     def layout(self, layout: Layout) -> Layout:
-        """The job's layout with this placement's additions."""
+        """The job's layout with this placement's additions. Raises UnsupportedError for what float64 excludes."""
+        check_double(layout)
         return layout
 
     def stated_layout(self, layout: Layout) -> Layout:
@@ -83,7 +85,7 @@ class HostPlacement:
         return Gradients if all(tensor.dtype == self._push_dtype for tensor in self._tensors) else HalfGradients
 
     def tensor_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:
-        """Tensors over flat float32 views of the arena, one per parameter."""
+        """Tensors over flat views of the arena, one per parameter, of the views' type."""
         return shaped_tensors(store, views)
 
     def shown_views(self, store: JobMemory, views: list[Any]) -> list[torch.Tensor]:

@@ -60,8 +60,8 @@ class Reader(WeightsReader):
                     " build the job's model"
                 )
             check_parameter(name, tensor)
-            if tensor.dtype not in (torch.float32, getattr(torch, parameter.type)):
-                expected = " or ".join(sorted({parameter.type, "float32"}))
+            if tensor.dtype not in (getattr(torch, parameter.stored), getattr(torch, parameter.type)):
+                expected = " or ".join(sorted({parameter.type, parameter.stored}))
                 raise LayoutError(
                     f"parameter {name!r}: expected {expected}, found"
                     f" {str(tensor.dtype).removeprefix('torch.')}; convert the model as job {self.job} has it"

@@ -23,16 +23,17 @@ from fastps.torch.update_rules import hyper_of
 def tables_of(tensors: Sequence[torch.Tensor], rule: Rule) -> frozenset[int]:
     """The numbers of the parameters that are tables: of layers with sparse=True, or all if the rule updates nothing else.
 
-    Raises UnsupportedError for a table in half precision.
+    Raises UnsupportedError for a table that is not float32.
     """
     row = UPDATE_RULES.get(rule.name)
     only_rows = row is not None and row.only_rows
     found = frozenset(range(len(tensors)) if only_rows else foreign.sparse_parameters(tensors))
     for index in sorted(found):
         if tensors[index].dtype != torch.float32:
+            cure = "model.float(), or sparse=False" if tensors[index].dtype == torch.float64 else "layer.float()"
             raise UnsupportedError(
                 f"parameter number {index} belongs to a layer with sparse=True: expected float32, because a table is in the"
-                f" arena once, found {str(tensors[index].dtype).removeprefix('torch.')}; use layer.float()"
+                f" arena once, found {str(tensors[index].dtype).removeprefix('torch.')}; use {cure}"
             )
     return found
 

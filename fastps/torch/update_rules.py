@@ -14,7 +14,8 @@ import torch
 
 from fastps.errors import UnsupportedError, UsageError
 from fastps.job.layout import GradientType
-from fastps.job.update_rules import UPDATE_RULES, Hyper, Rule, rule_for
+from fastps.job.precision import check_types
+from fastps.job.update_rules import DOUBLE_PRODUCT, UPDATE_RULES, Hyper, Rule, rule_for
 from fastps.job.user_rules import UserRule
 from fastps.torch.row_wise_adagrad import RowWiseAdagradOptimizer
 from fastps.torch.rule_optimizer import RuleOptimizer
@@ -81,7 +82,16 @@ def hyper_of(group: dict[str, Any], rule: Rule) -> Hyper:
     for plane, option in row.only_with.items():
         if group.get(option) and plane not in rule.planes:
             raise UnsupportedError(f"{option} was off when the optimizer was wrapped and is not now: set it before wrapping")
-    return row.hyper(group)
+    return row.hyper(_with_precision(group, [tensor.dtype for tensor in group["params"]]))
+
+
+def _with_precision(group: Mapping[str, Any], dtypes: Sequence[torch.dtype]) -> Mapping[str, Any]:
+    """A param_group whose parameters have these types, with the precision in which torch multiplies NAdam's momenta.
+
+    It is that of torch's default type. A float32 job multiplies them in single precision whatever that is.
+    """
+    is_double = torch.get_default_dtype() == torch.float64 and torch.float64 in dtypes
+    return {**group, DOUBLE_PRODUCT: True} if is_double else group
 
 
 class Hypers:
@@ -165,10 +175,13 @@ def entry_of(group: Mapping[str, Any], rule: Rule, steps: int, plane: Callable[[
     if not steps or not names:
         return None
     entry: dict[str, Any] = {"step": torch.tensor(float(steps))} if has_steps else {}
+    planes = {name: plane(name) for name in names}
     if not isinstance(rule, UserRule):
-        scalars = UPDATE_RULES[rule.name].scalars(group, steps)
-        entry |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
-    return entry | {name: plane(name) for name in names}
+        precise = _with_precision(group, [tensor.dtype for tensor in planes.values()])
+        dtype = torch.float64 if DOUBLE_PRODUCT in precise else torch.float32
+        scalars = UPDATE_RULES[rule.name].scalars(precise, steps)
+        entry |= {name: torch.tensor(value, dtype=dtype) for name, value in scalars.items()}
+    return entry | planes
 
 
 def check_saved(rule: Rule, saved: Mapping[str, Any]) -> None:
@@ -201,26 +214,24 @@ PARAMETER_TYPES: dict[torch.dtype, GradientType] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
+    torch.float64: "float64",
 }
 """The types of parameters, and of pushed gradients, by the names that a layout has for them."""
 
 
 def types_of(tensors: Sequence[torch.Tensor]) -> list[GradientType]:
-    """The type of each parameter. Raises UnsupportedError for a model with both halves, because an arena shows one.
+    """The type of each parameter. Raises UnsupportedError for a model whose types no arena holds together.
 
     >>> types_of([torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)])
     ['float32', 'bfloat16']
     """
     found = [PARAMETER_TYPES[tensor.dtype] for tensor in tensors]
-    if {"float16", "bfloat16"} <= set(found):
-        raise UnsupportedError(
-            "expected parameters of one half precision beside float32, found bfloat16 and float16: convert the model to one"
-        )
+    check_types(found)
     return found
 
 
 def pushed_type(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The type in which gradients are pushed unless the script says: a half if all parameters have it, else float32.
+    """The type in which gradients are pushed unless the script says: that of the parameters if all have one, else float32.
 
     >>> pushed_type([torch.zeros(1, dtype=torch.bfloat16)])
     torch.bfloat16
@@ -258,8 +269,8 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.dtype not in PARAMETER_TYPES:
         raise UnsupportedError(
-            f"parameter {name!r}: expected float32, bfloat16 or float16, found {str(parameter.dtype).removeprefix('torch.')},"
-            " which the fold does not compute in; use model.float(), or model.bfloat16() for halves with float32 master weights"
+            f"parameter {name!r}: expected float32, float64, bfloat16 or float16, found"
+            f" {str(parameter.dtype).removeprefix('torch.')}, which the fold does not compute in; use model.float()"
         )
     if parameter.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(

@@ -18,14 +18,14 @@ from fastps.torch.tensor_loops import tensor_loops
 class Weights:
     """The parameters `tensors` of a store. `tensors_of` makes tensors with their strides from flat views, one per parameter.
 
-    A view is of the float32 weights, or of their halves where the parameter is of that type.
+    A view is of the weights, or of their halves where the parameter is of that type.
     """
 
     def __init__(
         self, tensors: list[torch.Tensor], store: WeightsMemory, tensors_of: Callable[[list[Any]], list[torch.Tensor]]
     ) -> None:
         self.tensors = tensors
-        self._are_halves = [tensor.dtype != torch.float32 for tensor in tensors]
+        self._are_halves = [tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors]
         self._store = store
         self._tensors_of = tensors_of
         self._made: dict[tuple[int, int], list[torch.Tensor]] = {}  # by shard and buffer
@@ -96,15 +96,17 @@ class Weights:
 
 
 def shaped_tensors(
-    store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtypes: str | Sequence[str] = "float32"
+    store: WeightsMemory, views: Sequence[npt.NDArray[Any]], dtypes: str | Sequence[str] | None = None
 ) -> list[torch.Tensor]:
     """Tensors over flat views of the store's memory, each with a storage of its exact size and the parameter's strides.
 
-    `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16. The memory stays mapped as long as one
-    of them lives. A table's view may be empty (its gradient), or have one value for each row (state of row-wise rules), and is
-    then a column.
+    `dtypes` names the tensors' types, or the type of all, because NumPy has no bfloat16; default: those of the views. The
+    memory stays mapped as long as one of them lives. A table's view may be empty (its gradient), or have one value for each row
+    (state of row-wise rules), and is then a column.
     """
     begin = np.frombuffer(store.memory, np.uint8).ctypes.data
+    if dtypes is None:
+        dtypes = [view.dtype.name for view in views]
     names = [dtypes] * len(views) if isinstance(dtypes, str) else dtypes
     made = []
     for view, parameter, dtype in zip(views, store.parameters, names, strict=True):

@@ -67,8 +67,12 @@ typedef struct {
 
 /* One table for all extension modules of the process, although each is loaded with its symbols kept local: the loader makes a
  * unique symbol one for the whole process. */
+#ifdef FPS_FAILPOINTS_ELSEWHERE /* in another file of this module */
+extern fps_failpoint_table fps_failpoints;
+#else
 __asm__(".type fps_failpoints, %gnu_unique_object");
 fps_failpoint_table fps_failpoints = {.mutant = -1, .shared_least = 64};
+#endif
 
 static inline void fps_failpoint_load(void) {
     fps_failpoints.accesses++;

@@ -28,6 +28,8 @@ FPS_DEVICE unsigned int fps_bits_of_float(float value) { return __float_as_uint(
 
 #include "update/rules.h"
 
+#define FPS_REAL float
+
 /* Numbers shared with the host; those of modes equal the CPU fold's, which the host build checks at import. */
 #define FPS_DEVICE_SUM 0
 #define FPS_DEVICE_EACH 1

@@ -173,7 +173,7 @@ cdef class Batch:
         """
         cdef uint32_t index, kept = 0, largest = 0
         cdef int32_t parameter
-        cdef float most = -1, size
+        cdef double most = -1, size
         cdef fps_folded_push push
         for index in range(self.n_pushes):
             size = self._largest(index, &parameter)
@@ -197,10 +197,10 @@ cdef class Batch:
         self.n_pushes = kept
         return True
 
-    cdef float _largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
+    cdef double _largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
         """The largest absolute value of a push, dense or in rows, and its parameter; infinite where a value is not finite."""
         cdef int32_t of_rows = -1
-        cdef float dense = self.fold.largest(index, parameter), rows = self.rows.largest(index, &of_rows)
+        cdef double dense = self.fold.largest(index, parameter), rows = self.rows.largest(index, &of_rows)
         if rows > dense:
             parameter[0] = of_rows
         return max(dense, rows)

@@ -40,7 +40,7 @@ cdef class SharedFold:
     cdef void share(self, uint32_t helpers, bytes cores)
     cdef void switch_to(self, uint32_t shard) noexcept nogil
     cdef void use(self, uint64_t workspace) noexcept nogil
-    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil
+    cdef double largest(self, uint32_t index, int32_t *parameter) noexcept nogil
     cdef int run(self) noexcept nogil
     cdef int finish(self) noexcept nogil
     cdef bint help(self) noexcept nogil

@@ -113,7 +113,7 @@ cdef class SharedFold:
 
     # -- the combiner --------------------------------------------------------------------------------
 
-    cdef float largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
+    cdef double largest(self, uint32_t index, int32_t *parameter) noexcept nogil:
         """The largest absolute value of the index-th push of the item that was read, and its parameter.
 
         Infinite where a value is not finite. This is a pass over one gradient, for the rare fold with non-finite results.

@@ -258,7 +258,7 @@ static inline int64_t fps_bucket_time(int bucket) {
     WORD(uint32_t, state_planes) /* buffers' worth of floats that the rule keeps, the weights' moving average too */     \
     WORD(uint32_t, n_shards)                                                                                             \
     WORD(uint32_t, checks_finite) /* whether a push that makes results infinite or NaN is rejected */                    \
-    WORD(uint32_t, gradient_type) /* FPS_FLOAT32 or a half of fold.h: what lies in the slots */                          \
+    WORD(uint32_t, gradient_type) /* of fold.h: what lies in the slots; FPS_FLOAT64: every number is a double */         \
     WORD(uint32_t, shown_type) /* FPS_FLOAT32, or the half in which each weights buffer has the weights once more */     \
     WORD(uint32_t, n_readers) /* the most processes that only read weights, each with a buffer more */                   \
     WORD(uint32_t, n_tables)                                                                                             \

@@ -30,7 +30,7 @@ cdef extern from "shm/mapping.h" nogil:
     int madvise(void *address, size_t bytes, int advice)
     int MADV_DONTDUMP
 
-DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLPack's code of a type, and its bits
+DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "float64": (2, 64)}  # DLPack's code, and bits
 
 
 cdef void _forget(object capsule) noexcept:
@@ -82,7 +82,7 @@ cdef class SharedMapping:
         madvise(self.mapping.address, self.mapping.bytes, MADV_DONTDUMP)
 
     def tensor(self, int64_t offset, shape, strides, str dtype not None):
-        """A DLPack capsule over the elements of `dtype` ("float32", "float16" or "bfloat16") from byte `offset` on.
+        """A DLPack capsule over the elements of `dtype` ("float32", "float64", "float16" or "bfloat16") from byte `offset` on.
 
         `shape` and `strides` are in elements. The memory stays mapped as long as the tensor that is made of it.
         Raises ValueError for elements that are not all within the mapping, KeyError for another dtype.

@@ -30,7 +30,15 @@ from fastps.kernels.shm.arena_h cimport (
     fps_statistics,
     fps_work,
 )
-from fastps.kernels.update.fold cimport FPS_BFLOAT16, FPS_FLOAT32, FPS_MAX_PUSHES, fps_hyper, fps_segment
+from fastps.kernels.update.fold cimport (
+    FPS_BFLOAT16,
+    FPS_FLOAT32,
+    FPS_FLOAT64,
+    FPS_IS_USERS,
+    FPS_MAX_PUSHES,
+    fps_hyper,
+    fps_segment,
+)
 from fastps.kernels.update.rows_h cimport (
     FPS_MAX_ROWS,
     FPS_MAX_TABLES,
@@ -64,10 +72,23 @@ cdef int _check_measures(uint32_t lanes, uint32_t slots, uint32_t ring_size, uin
         raise ValueError(f"expected 1 to {FPS_MAX_SHARDS} shards, found {shards}")
     if not 0 <= ema_decay < 1:
         raise ValueError(f"expected a decay of the weights' moving average of 0 (none) to less than 1, found {ema_decay}")
-    if gradient_type > FPS_BFLOAT16:
-        raise ValueError(f"expected a type of gradient of 0 to {FPS_BFLOAT16}, found {gradient_type}")
+    if gradient_type > FPS_FLOAT64:
+        raise ValueError(f"expected a type of gradient of 0 to {FPS_FLOAT64}, found {gradient_type}")
     if shown_type > FPS_BFLOAT16:
         raise ValueError(f"expected a type of shown weights of 0 to {FPS_BFLOAT16}, found {shown_type}")
+    return 0
+
+
+cdef uint64_t _gradient_bytes(uint32_t gradient_type) noexcept:
+    """The bytes of a slot for each float of a buffer, of which a double is two."""
+    return sizeof(float) if gradient_type in (FPS_FLOAT32, FPS_FLOAT64) else sizeof(uint16_t)
+
+
+cdef int _check_doubles(uint32_t gradient_type, uint32_t rule, uint32_t shown_type, uint32_t n_tables) except -1:
+    """Refuse what no loop in double precision is compiled for."""
+    if gradient_type == FPS_FLOAT64 and (FPS_IS_USERS(<int> rule) or shown_type != FPS_FLOAT32 or n_tables):
+        raise ValueError("expected doubles with a rule of fastps, without halves and without tables, found"
+                         f" rule {rule}, shown weights of type {shown_type} and {n_tables} tables")
     return 0
 
 
@@ -87,9 +108,9 @@ cdef int _plan(fps_header *header, uint32_t lanes, uint32_t slots, uint32_t ring
                uint32_t shards, double ema_decay, bint checks_finite, uint32_t gradient_type, uint32_t shown_type,
                uint32_t servers, uint32_t readers, const rows_measures_t *rows) except -1:
     """Give every part its place; parts that different processes write begin on a page of their own."""
-    cdef uint64_t offset
-    cdef uint64_t gradient_bytes = sizeof(float) if gradient_type == FPS_FLOAT32 else sizeof(uint16_t)
+    cdef uint64_t offset, gradient_bytes = _gradient_bytes(gradient_type)
     _check_measures(lanes, slots, ring_size, buffers, shards, ema_decay, gradient_type, shown_type, servers, readers)
+    _check_doubles(gradient_type, rule, shown_type, rows.n_tables)
     memset(header, 0, sizeof(fps_header))
     header.magic = FPS_MAGIC
     header.abi = FPS_ABI
@@ -208,6 +229,7 @@ def plan(*, int lanes, int slots, int ring_size, int groups, int parameters, int
     """The header of an arena of these measures, as bytes; its last word is the arena's size.
 
     `servers`: 1 for a lane more, behind the workers', for a server process. `readers`: the most processes that only read.
+    `gradient_type`: FLOAT64 if every number of the arena is a double, which takes two floats.
     `shown_type`: the half precision in which each weights buffer has the weights once more; FPS_FLOAT32: none.
     `tables`: (rows, width, parameter, group, shard) of each parameter of which pushes carry rows; `row_rule`: their rule.
 

@@ -23,7 +23,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_work,
 )
 from fastps.kernels.shm.plan cimport PAGE, check_header, place_tables, rows_measures_t
-from fastps.kernels.update.fold cimport FPS_FLOAT32, fps_segment
+from fastps.kernels.update.fold cimport FPS_FLOAT32, FPS_FLOAT64, fps_segment
 from fastps.kernels.update.rows_h cimport fps_rows_values_offset, fps_table, fps_undo_log
 
 cdef enum:
@@ -62,7 +62,7 @@ cdef class ArenaView:
         """Copy the places of parameters and shards, checked once, for every fold."""
         cdef fps_segment *segment
         cdef uint32_t index
-        cdef int64_t floats = self.header.buffer_floats
+        cdef int64_t floats = self.header.buffer_floats, width = 2 if self.header.gradient_type == FPS_FLOAT64 else 1
         self.segments = <fps_segment *> calloc(max(1, self.header.n_parameters), sizeof(fps_segment))
         if self.segments == NULL:
             raise MemoryError()
@@ -70,7 +70,7 @@ cdef class ArenaView:
         for index in range(self.header.n_parameters):
             segment = &self.segments[index]
             # Without floats here the parameters lie on devices, and no fold runs here.
-            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0
+            if (segment.offset < 0 or segment.offset % FLOATS_OF_LINE or segment.length < 0 or segment.length % width
                     or (floats > 0 and (segment.offset > floats or segment.length > floats - segment.offset))
                     or not 0 <= segment.group < <int64_t> self.header.n_groups or segment.parameter != <int64_t> index):
                 raise ValueError(f"expected parameter {index} within {floats} floats and {self.header.n_groups} groups, found "
@@ -301,6 +301,11 @@ cdef class ArenaView:
     def shown_type(self):
         """The half precision in which each buffer has the weights once more, a number of kernels.update.fold; 0: none."""
         return self.header.shown_type
+
+    @property
+    def is_double(self):
+        """Whether weights, gradients and state are doubles, each of which takes two floats."""
+        return self.header.gradient_type == FPS_FLOAT64
 
     @property
     def state_planes(self):

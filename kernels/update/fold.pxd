@@ -13,11 +13,13 @@ cdef extern from "update/fold.h" nogil:
         FPS_FLOAT32
         FPS_FLOAT16
         FPS_BFLOAT16
+        FPS_FLOAT64
         FPS_HYPER_NESTEROV
         FPS_HYPER_MAXIMIZE
         FPS_HYPER_DECOUPLED
         FPS_HYPER_CENTERED
         FPS_HYPER_AMSGRAD
+        FPS_HYPER_DOUBLE_PRODUCT
         FPS_MAX_PUSHES
         FPS_MAX_USER_PLANES
         FPS_MAX_SUMS
@@ -89,5 +91,5 @@ cdef class FoldScratch:
 
 
 cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil
-cdef float fps_largest(
+cdef double fps_largest(
     const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil

@@ -26,11 +26,13 @@ FOLD_EACH: int
 FLOAT32: int
 FLOAT16: int
 BFLOAT16: int
+FLOAT64: int
 HYPER_NESTEROV: int
 HYPER_MAXIMIZE: int
 HYPER_DECOUPLED: int
 HYPER_CENTERED: int
 HYPER_AMSGRAD: int
+HYPER_DOUBLE_PRODUCT: int
 MAX_PUSHES: int
 MAX_USER_PLANES: int
 MAX_SUMS: int
@@ -46,7 +48,7 @@ def planes_needed(rule: int, hyper: tuple[float, ...]) -> int: ...
 def coefficients_of(
     rule: int, hyper: tuple[float, ...], learning_rate: float, scale: float, steps: int
 ) -> dict[str, float]: ...
-def mu_product(beta1: float, decay: float, steps: int) -> float: ...
+def mu_product(beta1: float, decay: float, steps: int, is_double: bool = False) -> float: ...
 
 class Folding:
     def __init__(

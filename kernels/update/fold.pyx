@@ -13,6 +13,11 @@ import numpy as np
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
+cdef extern from "update/fold_double.h" nogil:
+    int fps_fold_doubles(int isa, const void *job, void *scratch, int64_t first, int64_t last)
+    double fps_largest_of_doubles(int isa, const void *job, const void *push, int64_t first, int64_t last, int32_t *parameter)
+    size_t fps_doubles_scratch_bytes()
+
 cdef extern from "update/fold_run.h" nogil:
     enum:
         FPS_ISA_BASELINE
@@ -50,7 +55,7 @@ cdef extern from "update/fold_run.h" nogil:
     const fps_rule_name fps_rule_names[]
     int fps_most_planes(int rule)
     int fps_planes_needed(int rule, const fps_hyper *hyper)
-    float fps_mu_product(double beta1, double decay, double steps)
+    double fps_mu_product(double beta1, double decay, double steps, int is_double)
     fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale, int64_t steps)
 
     ctypedef struct fps_tile_functions:
@@ -74,11 +79,13 @@ FOLD_EACH = FPS_FOLD_EACH
 FLOAT32 = FPS_FLOAT32
 FLOAT16 = FPS_FLOAT16
 BFLOAT16 = FPS_BFLOAT16
+FLOAT64 = FPS_FLOAT64
 HYPER_NESTEROV = FPS_HYPER_NESTEROV
 HYPER_MAXIMIZE = FPS_HYPER_MAXIMIZE
 HYPER_DECOUPLED = FPS_HYPER_DECOUPLED
 HYPER_CENTERED = FPS_HYPER_CENTERED
 HYPER_AMSGRAD = FPS_HYPER_AMSGRAD
+HYPER_DOUBLE_PRODUCT = FPS_HYPER_DOUBLE_PRODUCT
 MAX_PUSHES = FPS_MAX_PUSHES
 MAX_USER_PLANES = FPS_MAX_USER_PLANES
 MAX_SUMS = FPS_MAX_SUMS
@@ -104,14 +111,16 @@ def _isa_of(str name):
 # The number of the chosen instruction set, for the loops over rows of tables.
 CHOSEN_ISA = _isa_of(os.environ.get("FASTPS_ISA", "auto"))
 
-cdef const fps_tile_functions *_chosen = fps_isa_functions(CHOSEN_ISA)
+cdef int _isa = CHOSEN_ISA
+cdef const fps_tile_functions *_chosen = fps_isa_functions(_isa)
 
 
 cdef class FoldScratch:
     """Memory that a fold writes and forgets. Only one thread at a time may fold with it."""
 
     def __cinit__(self):
-        self.words = <fps_fold_scratch *> malloc(sizeof(fps_fold_scratch))  # what is never written takes no memory
+        # What is never written takes no memory. The coefficients of doubles are the longer ones.
+        self.words = <fps_fold_scratch *> malloc(fps_doubles_scratch_bytes())
         if not self.words:
             raise MemoryError()
 
@@ -120,11 +129,15 @@ cdef class FoldScratch:
 
 
 cdef int fps_fold(const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first, int64_t last) noexcept nogil:
+    if job.gradient_type == FPS_FLOAT64:
+        return fps_fold_doubles(_isa, job, scratch, first, last)
     return fps_fold_range(_chosen, job, scratch, first, last)
 
 
-cdef float fps_largest(
+cdef double fps_largest(
         const fps_fold_job *job, const fps_push *push, int64_t first, int64_t last, int32_t *parameter) noexcept nogil:
+    if job.gradient_type == FPS_FLOAT64:
+        return fps_largest_of_doubles(_isa, job, push, first, last, parameter)
     return fps_largest_in(_chosen, job, push, first, last, parameter)
 
 
@@ -144,29 +157,31 @@ cdef class Folding:
     """
 
     cdef fps_fold_job job
-    cdef const fps_tile_functions *tile
+    cdef int isa
+    cdef int width  # floats of a number
     cdef fps_segment *segments
     cdef fps_push *pushes
     cdef FoldScratch scratch
     cdef list keep
 
-    def __cinit__(self, int rule, int mode, list segments not None, list pushes not None,
-                  const float[::1] weights not None, const float[:, ::1] state not None, const int64_t[::1] steps not None,
-                  float[::1] weights_out not None, float[:, ::1] state_out not None, int64_t[::1] steps_out not None, *,
-                  double scale=1.0, double rate_scale=1.0, int ema_plane=-1, double ema_decay=0.0, size_t user_rule=0,
-                  int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32, uint16_t[::1] halves_out=None,
-                  bint streaming=False, str instruction_set="auto"):
-        cdef int64_t n = weights.shape[0]
+    def __cinit__(self, int rule, int mode, list segments not None, list pushes not None, weights not None, state not None,
+                  const int64_t[::1] steps not None, weights_out not None, state_out not None,
+                  int64_t[::1] steps_out not None, *, double scale=1.0, double rate_scale=1.0, int ema_plane=-1,
+                  double ema_decay=0.0, size_t user_rule=0, int gradient_type=FPS_FLOAT32, int shown_type=FPS_FLOAT32,
+                  uint16_t[::1] halves_out=None, bint streaming=False, str instruction_set="auto"):
+        cdef int64_t n = len(weights)
         if steps.shape[0] != len(segments) or state.shape[1] != n:
             raise ValueError(f"expected steps for {len(segments)} parameters and state of {n} floats, "
                              f"found {steps.shape[0]} and {state.shape[1]}")
-        if weights_out.shape[0] != n or state_out.shape[0] != state.shape[0] or state_out.shape[1] != n \
-                or steps_out.shape[0] != steps.shape[0]:
+        if len(weights_out) != n or state_out.shape != state.shape or steps_out.shape[0] != steps.shape[0]:
             raise ValueError(f"expected outputs of the inputs' shapes, {n} floats and {steps.shape[0]} parameters")
+        if not weights_out.flags.writeable or not state_out.flags.writeable:
+            raise ValueError("expected outputs that can be written, found a read-only array")
         if halves_out is not None and halves_out.shape[0] != n:
             raise ValueError(f"expected room for {n} halves, found {halves_out.shape[0]}")
-        self.tile = fps_isa_functions(_isa_of(instruction_set))
-        self.keep = [weights, state, steps, weights_out, state_out, steps_out, halves_out]
+        self.isa = _isa_of(instruction_set)
+        self.width = 2 if gradient_type == FPS_FLOAT64 else 1
+        self.keep = [steps, steps_out, halves_out]
         self.scratch = FoldScratch()
         memset(&self.job, 0, sizeof(self.job))
         self.segments = <fps_segment *> calloc(len(segments) + 1, sizeof(fps_segment))
@@ -183,20 +198,20 @@ cdef class Folding:
         self.job.state_planes = state.shape[0]
         self.job.ema_plane = ema_plane
         self.job.ema_decay = ema_decay
-        self.job.state_stride = n
+        self.job.state_stride = n * self.width
         self.job.n_segments = len(segments)
         self.job.segments = self.segments
         self.job.n_pushes = len(pushes)
         self.job.pushes = self.pushes
         self.job.scale = scale
         self.job.rate_scale = rate_scale
-        self.job.weights_in = &weights[0]
-        self.job.weights_out = &weights_out[0]
+        self.job.weights_in = self._numbers_of(weights)
+        self.job.weights_out = self._numbers_of(weights_out)
         self.job.shown_type = shown_type
         if halves_out is not None:
             self.job.halves_out = &halves_out[0]
-        self.job.state_in = &state[0, 0] if state.shape[0] else self.job.weights_in  # never read without planes
-        self.job.state_out = &state_out[0, 0] if state.shape[0] else self.job.weights_out
+        self.job.state_in = self._numbers_of(state) if state.shape[0] else self.job.weights_in  # never read without planes
+        self.job.state_out = self._numbers_of(state_out) if state.shape[0] else self.job.weights_out
         if steps.shape[0]:
             self.job.steps_in = &steps[0]
             self.job.steps_out = &steps_out[0]
@@ -205,13 +220,25 @@ cdef class Folding:
         free(self.segments)
         free(self.pushes)
 
+    cdef float *_numbers_of(self, array) except NULL:
+        """The address of a contiguous array of the job's type, which is kept."""
+        cdef const float[::1] floats
+        cdef const double[::1] doubles
+        flat = array.reshape(-1) if array.flags.c_contiguous else array
+        self.keep.append(flat)
+        if self.width == 2:
+            doubles = flat
+            return <float *> &doubles[0]
+        floats = flat
+        return <float *> &floats[0]
+
     cdef int _set_segments(self, list segments, int64_t n) except -1:
         cdef int index
         for index, (offset, length, group) in enumerate(segments):
             if offset < 0 or length < 0 or offset + length > n:
                 raise ValueError(f"expected segments within {n} floats, found {length} from {offset}")
-            self.segments[index].offset = offset
-            self.segments[index].length = length
+            self.segments[index].offset = offset * self.width
+            self.segments[index].length = length * self.width
             self.segments[index].group = group
             self.segments[index].parameter = index
         return 0
@@ -235,20 +262,27 @@ cdef class Folding:
             self.pushes[index].rate_scale = rate_scale[0] if rate_scale else 1.0
         return 0
 
+    cdef int _fold(self, int64_t first, int64_t last) noexcept nogil:
+        if self.job.gradient_type == FPS_FLOAT64:
+            return fps_fold_doubles(self.isa, &self.job, self.scratch.words, 2 * first, 2 * last)
+        return fps_fold_range(fps_isa_functions(self.isa), &self.job, self.scratch.words, first, last)
+
     def run(self, int64_t first, int64_t last, int64_t times=1):
-        """Fold the floats [first, last) `times` times. Releases the GIL. Raises ValueError for an invalid job."""
+        """Fold the numbers [first, last) `times` times. Releases the GIL. Raises ValueError for an invalid job."""
         cdef int outcome = 0
         cdef int64_t _time
         with nogil:
             for _time in range(times):
-                outcome = outcome or fps_fold_range(self.tile, &self.job, self.scratch.words, first, last)
+                outcome = outcome or self._fold(first, last)
         if outcome:
             raise ValueError(f"the fold refused its job: status {outcome} (see fold.h)")
 
 
-def fold(int rule, int mode, list segments not None, list pushes not None, const float[::1] weights not None,
-         const float[:, ::1] state not None, const int64_t[::1] steps not None, *, ranges=None, **options):
+def fold(int rule, int mode, list segments not None, list pushes not None, weights not None, state not None,
+         const int64_t[::1] steps not None, *, ranges=None, **options):
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
+
+    With gradients of FLOAT64 weights, state and results are float64, and every number below counts doubles.
 
     Args:
         segments: (offset, length, group) in floats, one a parameter.
@@ -259,7 +293,7 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
         ema_plane, ema_decay: the last plane of state if it holds a moving average of the weights, and its decay.
         user_rule: the address of a user's rule, for RULE_USER and RULE_SUMMING.
         rate_scale: multiplies the mean learning rate under FOLD_SUM.
-        gradient_type: FLOAT32, FLOAT16 (float16[n]) or BFLOAT16 (its bits, uint16[n]).
+        gradient_type: FLOAT32, FLOAT16 (float16[n]), BFLOAT16 (its bits, uint16[n]) or FLOAT64.
         shown_type, halves_out: as in Folding.
         streaming: whether results use non-temporal stores.
         instruction_set: one of `instruction_sets()`, or "auto" for the widest.
@@ -268,10 +302,10 @@ def fold(int rule, int mode, list segments not None, list pushes not None, const
 
     Returns (weights, state, steps) as new arrays. Raises ValueError for inconsistent sizes.
     """
-    outputs = (np.zeros(weights.shape[0], np.float32), np.zeros((state.shape[0], state.shape[1]), np.float32),
-               np.zeros(steps.shape[0], np.int64))
+    dtype = np.float64 if options.get("gradient_type") == FPS_FLOAT64 else np.float32
+    outputs = np.zeros(len(weights), dtype), np.zeros(state.shape, dtype), np.zeros(steps.shape[0], np.int64)
     folding = Folding(rule, mode, segments, pushes, weights, state, steps, *outputs, **options)
-    for first, last in ranges or [(0, weights.shape[0])]:
+    for first, last in ranges or [(0, len(weights))]:
         folding.run(first, last)
     return outputs
 
@@ -327,13 +361,13 @@ def coefficients_of(int rule, hyper, double learning_rate, double scale, int64_t
             "lerp_fraction": by.lerp.fraction, "flags": by.flags | (FPS_BY_SMALL_LERP if by.lerp.is_small else 0)}
 
 
-def mu_product(double beta1, double decay, int64_t steps):
-    """Return NAdam's product of momenta after so many steps, which torch's state has, in single precision.
+def mu_product(double beta1, double decay, int64_t steps, bint is_double=False):
+    """Return NAdam's product of momenta after so many steps, which torch's state has, in single or in double precision.
 
     >>> mu_product(0.5, 0.0, 3)
     0.015625
     """
-    return fps_mu_product(beta1, decay, <double> steps)
+    return fps_mu_product(beta1, decay, <double> steps, is_double)
 
 
 cdef fps_hyper _hyper_of(hyper) except *:
@@ -347,9 +381,8 @@ cdef fps_hyper _hyper_of(hyper) except *:
 
 def _words_of(values, int gradient_type):
     """Return a gradient as a contiguous array of the type."""
-    if gradient_type == FPS_FLOAT32:
-        return np.ascontiguousarray(values, np.float32)
-    return np.ascontiguousarray(values, np.float16 if gradient_type == FPS_FLOAT16 else np.uint16)
+    dtypes = {FPS_FLOAT32: np.float32, FPS_FLOAT16: np.float16, FPS_FLOAT64: np.float64}
+    return np.ascontiguousarray(values, dtypes.get(gradient_type, np.uint16))
 
 
 def _hyper_words(groups):

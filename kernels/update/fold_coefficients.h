@@ -8,7 +8,7 @@
 #include "update/fold.h"
 
 static inline fps_lerp fps_lerp_of(double fraction) {
-    fps_lerp by = {(float)fraction, fabsf((float)fraction) < 0.5f};
+    fps_lerp by = {(FPS_REAL)fraction, fabs((FPS_REAL)fraction) < 0.5};
     if (!by.is_small) by.fraction -= 1;
     return by;
 }
@@ -20,18 +20,18 @@ static inline void fps_correct_nothing(fps_coefficients *by, const fps_hyper *hy
 /* Adam's corrections for means that began at 0. */
 static void fps_correct_adam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
     by->lerp = fps_lerp_of(1 - hyper->beta1);
-    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
-    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, steps + 1));
-    by->inverse_root_correction2 = 1.0f / by->root_correction2;
+    by->minus_rate = (FPS_REAL)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
+    by->root_correction2 = (FPS_REAL)sqrt(1 - pow(hyper->beta2, steps + 1));
+    by->inverse_root_correction2 = 1 / by->root_correction2;
 }
 
 static void fps_correct_adagrad(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
-    by->minus_rate = (float)-(learning_rate / (1 + steps * hyper->learning_rate_decay));
+    by->minus_rate = (FPS_REAL)-(learning_rate / (1 + steps * hyper->learning_rate_decay));
 }
 
 static void fps_correct_adamax(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
     by->lerp = fps_lerp_of(1 - hyper->beta1);
-    by->minus_rate = (float)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
+    by->minus_rate = (FPS_REAL)-(learning_rate / (1 - pow(hyper->beta1, steps + 1)));
 }
 
 /* NAdam's momentum in step `step`, from 1. */
@@ -39,43 +39,47 @@ static inline double fps_momentum_of(double beta1, double decay, double step) {
     return beta1 * (1.0 - 0.5 * pow(0.96, step * decay));
 }
 
-/* NAdam's product of the momenta of the first `steps` steps, in single precision as torch multiplies it.
+/* NAdam's product of the momenta of the first `steps` steps. Torch multiplies it in the precision of its default type, not of
+ * the parameter's.
  *
  * It is computed and not stored: as state it would be one float for each parameter, beside planes of one for each weight. The
  * momenta are below 1 and never fall, so a product that one of them leaves as it is stays so: the loop ends after about
- * 100 / (1 - beta1) steps. A thread keeps its last products, so that the next step is one multiplication. */
-static float fps_mu_product(double beta1, double decay, double steps) {
+ * 100 / (1 - beta1) steps, or 750 / (1 - beta1) in double precision. A thread keeps its last products, so that the next step is
+ * one multiplication. */
+static double fps_mu_product(double beta1, double decay, double steps, int is_double) {
     enum { KEPT = 8 };
     static __thread struct {
-        double beta1, decay, steps;
-        float product;
+        double beta1, decay, steps, product;
+        int is_double;
     } kept[KEPT];
     static __thread unsigned next;
     int best = -1;
     for (int index = 0; index < KEPT; index++)
         if (kept[index].steps > 0 && kept[index].steps <= steps && kept[index].beta1 == beta1 && kept[index].decay == decay
-            && (best < 0 || kept[index].steps > kept[best].steps))
+            && kept[index].is_double == is_double && (best < 0 || kept[index].steps > kept[best].steps))
             best = index;
     double step = best < 0 ? 0 : kept[best].steps;
-    float product = best < 0 ? 1 : kept[best].product;
+    double product = best < 0 ? 1 : kept[best].product;
     while (step < steps) {
-        float longer = product * (float)fps_momentum_of(beta1, decay, ++step);
+        double momentum = fps_momentum_of(beta1, decay, ++step);
+        double longer = is_double ? product * momentum : (float)product * (float)momentum;
         if (!(longer < product)) step = steps;
         product = longer;
     }
     if (best < 0) best = (int)(next++ % KEPT);
     kept[best].beta1 = beta1, kept[best].decay = decay, kept[best].steps = steps, kept[best].product = product;
+    kept[best].is_double = is_double;
     return product;
 }
 
 static void fps_correct_nadam(fps_coefficients *by, const fps_hyper *hyper, double learning_rate, double steps) {
     double decay = hyper->learning_rate_decay, momentum = fps_momentum_of(hyper->beta1, decay, steps + 1);
     double following = fps_momentum_of(hyper->beta1, decay, steps + 2);
-    double product = fps_mu_product(hyper->beta1, decay, steps + 1);
+    double product = fps_mu_product(hyper->beta1, decay, steps + 1, (hyper->flags & FPS_HYPER_DOUBLE_PRODUCT) != 0);
     by->lerp = fps_lerp_of(1 - hyper->beta1);
-    by->correction = (float)(1 - pow(hyper->beta2, steps + 1));
-    by->gradient_rate = (float)(-learning_rate * (1 - momentum) / (1 - product));
-    by->minus_rate = (float)(-learning_rate * following / (1 - product * following));
+    by->correction = (FPS_REAL)(1 - pow(hyper->beta2, steps + 1));
+    by->gradient_rate = (FPS_REAL)(-learning_rate * (1 - momentum) / (1 - product));
+    by->minus_rate = (FPS_REAL)(-learning_rate * following / (1 - product * following));
 }
 
 /* The length of the approximated simple moving average after `steps` steps: rho_t of RAdam's paper. */
@@ -88,10 +92,10 @@ static void fps_correct_radam(fps_coefficients *by, const fps_hyper *hyper, doub
     double rho = fps_rho(hyper->beta2, steps + 1), most = 2 / (1 - hyper->beta2) - 1;
     (void)learning_rate;
     by->lerp = fps_lerp_of(1 - hyper->beta1);
-    by->correction = (float)(1 - pow(hyper->beta1, steps + 1));
-    by->root_correction2 = (float)sqrt(1 - pow(hyper->beta2, steps + 1));
+    by->correction = (FPS_REAL)(1 - pow(hyper->beta1, steps + 1));
+    by->root_correction2 = (FPS_REAL)sqrt(1 - pow(hyper->beta2, steps + 1));
     if (by->flags & FPS_BY_RECTIFIED)
-        by->rectification = (float)sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho));
+        by->rectification = (FPS_REAL)sqrt((rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho));
 }
 
 /* The rows' names. */
@@ -139,10 +143,10 @@ static inline int fps_writes(int rule, int flags) {
 
 /* Number of gradients that the rule's loop takes at once. */
 static inline int fps_taken_at_once(int rule) {
-#define FPS_AT_ONCE(number, NAME, name, planes, at_once, ...) \
-    case number: return at_once;
-    switch (rule) { FPS_UPDATE_RULES(FPS_AT_ONCE) }
-#undef FPS_AT_ONCE
+#define FPS_TAKEN(number, NAME, name, planes, at_once, ...) \
+    case number: return FPS_AT_ONCE(at_once);
+    switch (rule) { FPS_UPDATE_RULES(FPS_TAKEN) }
+#undef FPS_TAKEN
     return 1;
 }
 
@@ -170,21 +174,22 @@ static inline int fps_planes_needed(int rule, const fps_hyper *hyper) {
     return written ? 32 - __builtin_clz(written) : 0;
 }
 
-/* Hyper-parameters are doubles, as in Python; torch rounds each to float where its kernel begins, and so does this function. */
+/* Hyper-parameters are doubles, as in Python; torch rounds each to the parameter's type where its kernel begins, and so does
+ * this function. */
 static fps_coefficients fps_coefficients_of(int rule, const fps_hyper *hyper, double learning_rate, double scale,
                                             int64_t steps) {
     fps_coefficients by;
     memset(&by, 0, sizeof(by));
-    by.scale = (float)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
-    by.weight_decay = (float)hyper->weight_decay;
-    by.shrink = (float)(1 - learning_rate * hyper->weight_decay);
-    by.minus_rate = (float)-learning_rate;
-    by.momentum = (float)hyper->momentum;
-    by.undampened = (float)(1 - hyper->dampening);
-    by.beta2 = (float)hyper->beta2;
-    by.one_minus_beta2 = (float)(1 - hyper->beta2);
+    by.scale = (FPS_REAL)(hyper->flags & FPS_HYPER_MAXIMIZE ? -scale : scale);
+    by.weight_decay = (FPS_REAL)hyper->weight_decay;
+    by.shrink = (FPS_REAL)(1 - learning_rate * hyper->weight_decay);
+    by.minus_rate = (FPS_REAL)-learning_rate;
+    by.momentum = (FPS_REAL)hyper->momentum;
+    by.undampened = (FPS_REAL)(1 - hyper->dampening);
+    by.beta2 = (FPS_REAL)hyper->beta2;
+    by.one_minus_beta2 = (FPS_REAL)(1 - hyper->beta2);
     by.lerp = fps_lerp_of(1 - hyper->beta2);
-    by.epsilon = (float)hyper->epsilon;
+    by.epsilon = (FPS_REAL)hyper->epsilon;
     by.flags = fps_flags_of(rule, hyper, steps);
     by.hyper = *hyper;
     by.hyper.learning_rate = learning_rate;

@@ -12,20 +12,20 @@
 
 /* Apply `count` gradients to a tile: their sum, in order, with by[0], or with `each` one after the other, each with its own
  * coefficients, all of one variant. Returns whether the results are finite. */
-typedef int (*fps_rule_loop)(const fps_coefficients *by, int64_t length, const float *const *gradients, int count, int each,
+typedef int (*fps_rule_loop)(const fps_coefficients *by, int64_t length, const FPS_REAL *const *gradients, int count, int each,
                              const fps_place *place);
 
 typedef struct {
     fps_rule_loop rules[FPS_RULE_NUMBERS][2]; /* by number; the second uses non-temporal stores, NULL if at once is 1 */
-    void (*sum)(float *restrict, const fps_push *, int, int64_t, int64_t);
-    void (*add)(float *restrict, const float *restrict, float, int, int64_t);
-    void (*widen_float16)(float *restrict, const uint16_t *restrict, int64_t);
-    void (*widen_bfloat16)(float *restrict, const uint16_t *restrict, int64_t);
-    void (*narrow_float16)(uint16_t *restrict, const float *restrict, int64_t);
-    void (*narrow_bfloat16)(uint16_t *restrict, const float *restrict, int64_t);
-    void (*average)(fps_lerp, int64_t, const float *, const float *, float *);
-    void (*stream)(float *, const float *, int64_t);
-    int (*is_finite)(const float *, int64_t);
+    void (*sum)(FPS_REAL *restrict, const fps_push *, int, int64_t, int64_t);
+    void (*add)(FPS_REAL *restrict, const FPS_REAL *restrict, FPS_REAL, int, int64_t);
+    void (*widen_float16)(FPS_REAL *restrict, const uint16_t *restrict, int64_t);
+    void (*widen_bfloat16)(FPS_REAL *restrict, const uint16_t *restrict, int64_t);
+    void (*narrow_float16)(uint16_t *restrict, const FPS_REAL *restrict, int64_t);
+    void (*narrow_bfloat16)(uint16_t *restrict, const FPS_REAL *restrict, int64_t);
+    void (*average)(fps_lerp, int64_t, const FPS_REAL *, const FPS_REAL *, FPS_REAL *);
+    void (*stream)(FPS_REAL *, const FPS_REAL *, int64_t);
+    int (*is_finite)(const FPS_REAL *, int64_t);
 } fps_tile_functions;
 
 /* A loop takes at most this many gradients at once; more are summed in the cache first. */
@@ -34,7 +34,7 @@ typedef struct {
  * first, which is not read in their place; so are missing coefficients. */
 #define FPS_LOCAL_OF(from, k, count) from[(count) > (k) ? (k) : 0]
 #define FPS_LOCALS(by, pushed, count, each)                                                                              \
-    const float *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                       \
+    const FPS_REAL *const gradients[FPS_SUMMED_AT_ONCE] = {pushed[0], FPS_LOCAL_OF(pushed, 1, count),                    \
                                                         FPS_LOCAL_OF(pushed, 2, count), FPS_LOCAL_OF(pushed, 3, count)}; \
     const int applied = each ? count : 1;                                                                                \
     fps_coefficients own[FPS_SUMMED_AT_ONCE] = {by[0], FPS_LOCAL_OF(by, 1, applied), FPS_LOCAL_OF(by, 2, applied),       \
@@ -53,26 +53,24 @@ typedef struct {
     } while (0)
 /* The rules' bodies on the CPU. */
 #define FPS_RULE_BODY(name)                                                                                              \
-    static inline __attribute__((always_inline)) float FPS_ISA(name##_body)(                                             \
-        const fps_coefficients *by, float weight, float step, float *state, const int flags)
+    static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(name##_body)(                                          \
+        const fps_coefficients *by, FPS_REAL weight, FPS_REAL step, FPS_REAL *state, const int flags)
 #define FPS_MULTIPLY_ADD(a, b, c) FPS_ISA(fma)(a, b, c)
-#define FPS_SQUARE_ROOT(value) __builtin_sqrtf(value)
-#define FPS_MAGNITUDE(value) __builtin_fabsf(value)
+#define FPS_SQUARE_ROOT(value) FPS_REAL_FUNCTION(sqrt)(value)
+#define FPS_MAGNITUDE(value) FPS_REAL_FUNCTION(fabs)(value)
 #define FPS_QUOTIENT(number, divisor, inverse) FPS_ISA(quotient)(number, divisor, inverse)
 #define FPS_LERP(by, start, end) FPS_ISA(lerp)(start, end, (by)->lerp.fraction, (by)->lerp.is_small)
 
-/* The bits of an infinity: a magnitude is finite if its bits are below. */
-#define FPS_INFINITY_BITS 0x7f800000
-#define FPS_LINE_FLOATS 16 /* of a cache line */
+#define FPS_LINE_REALS (16 / (int)FPS_REAL_FLOATS) /* numbers of a cache line */
 #define FPS_ON_LINE __attribute__((aligned(64))) /* begins on one */
 
 #if defined(__x86_64__)
-#define FPS_STREAM_WORD __m128
-#define FPS_STREAM(address, from) _mm_stream_ps(address, _mm_load_ps(from))
+#define FPS_STREAM_WORD FPS_VECTOR(__m128)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm_stream_p)(address, FPS_OF_VECTOR(_mm_load_p)(from))
 #define FPS_DRAIN() _mm_sfence()
 #else
 /* C has no portable non-temporal store: plain stores, which are slightly slower because of write allocation. */
-#define FPS_STREAM_WORD float
+#define FPS_STREAM_WORD FPS_REAL
 #define FPS_STREAM(address, from) (*(address) = *(from))
 #define FPS_DRAIN() ((void)0)
 #endif
@@ -85,8 +83,8 @@ typedef struct {
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
-#define FPS_STREAM_WORD __m256
-#define FPS_STREAM(address, from) _mm256_stream_ps(address, _mm256_load_ps(from))
+#define FPS_STREAM_WORD FPS_VECTOR(__m256)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm256_stream_p)(address, FPS_OF_VECTOR(_mm256_load_p)(from))
 #define FPS_ISA(name) name##_avx2
 #include "update/fold_tile.h"
 #undef FPS_ISA
@@ -96,8 +94,8 @@ typedef struct {
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512vl,avx512dq,avx512bw,fma,prefer-vector-width=512")
-#define FPS_STREAM_WORD __m512
-#define FPS_STREAM(address, from) _mm512_stream_ps(address, _mm512_load_ps(from))
+#define FPS_STREAM_WORD FPS_VECTOR(__m512)
+#define FPS_STREAM(address, from) FPS_OF_VECTOR(_mm512_stream_p)(address, FPS_OF_VECTOR(_mm512_load_p)(from))
 #define FPS_ISA(name) name##_avx512
 #include "update/fold_tile.h"
 #undef FPS_ISA

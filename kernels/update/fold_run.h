@@ -1,4 +1,5 @@
-/* The fold's driver: one pass over memory, segment by segment and tile by tile. Exactly one module includes it. */
+/* The fold's driver: one pass over memory, segment by segment and tile by tile. One module includes it, once for each type of
+ * numbers. Lengths and places are in numbers here; only those of a segment are in floats. */
 #ifndef FPS_FOLD_RUN_H
 #define FPS_FOLD_RUN_H
 
@@ -38,13 +39,13 @@ static void fps_carry_planes(const fps_fold_job *job, const fps_coefficients *by
     int written = fps_writes(job->rule, by->flags);
     for (int plane = 0; plane < fps_rule_planes(job); plane++)
         if (place->state != place->state_out && !(written >> plane & 1))
-            memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+            memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(FPS_REAL));
 }
 
 /* Call a user's rule; `hyper` is a copy that it may write to. */
 static void fps_call_user(const fps_fold_job *job, const fps_coefficients *by, fps_hyper *hyper, int64_t length,
-                          const float *gradient, const fps_place *place) {
-    float scaled[FPS_TILE];
+                          const FPS_REAL *gradient, const fps_place *place) {
+    FPS_REAL scaled[FPS_TILE];
     if (by->scale != 1) {
         for (int64_t i = 0; i < length; i++) scaled[i] = gradient[i] * by->scale;
         gradient = scaled;
@@ -53,10 +54,10 @@ static void fps_call_user(const fps_fold_job *job, const fps_coefficients *by, f
                    place->state_out, place->stride);
 }
 
-/* A push's gradient on one tile in single precision: in place, or widened into `room`. */
-static inline const float *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
-                                        int64_t first, int64_t length, float *room) {
-    if (job->gradient_type == FPS_FLOAT32) return (const float *)push->gradient + first;
+/* A push's gradient on one tile in full precision: in place, or widened into `room`. */
+static inline const FPS_REAL *fps_gradient(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push,
+                                        int64_t first, int64_t length, FPS_REAL *room) {
+    if (job->gradient_type == FPS_REAL_TYPE) return (const FPS_REAL *)push->gradient + first;
     if (job->gradient_type == FPS_FLOAT16) tile->widen_float16(room, (const uint16_t *)push->gradient + first, length);
     else tile->widen_bfloat16(room, (const uint16_t *)push->gradient + first, length);
     return room;
@@ -65,7 +66,7 @@ static inline const float *fps_gradient(const fps_tile_functions *tile, const fp
 /* Whether a single pass of the rule's loop, which reads `at_once` gradients, takes all `count` of them: neither inputs nor
  * results are read again, so nothing has to stay in the cache. */
 static inline int fps_passes_once(const fps_fold_job *job, int count, int at_once) {
-    return count <= at_once && fps_taken_at_once(job->rule) > 1 && job->gradient_type == FPS_FLOAT32 && job->ema_plane < 0
+    return count <= at_once && fps_taken_at_once(job->rule) > 1 && job->gradient_type == FPS_REAL_TYPE && job->ema_plane < 0
            && !job->halves_out;
 }
 
@@ -86,7 +87,7 @@ static inline void fps_flag(const fps_fold_job *job, int finite) {
 /* Apply `count` pushes (at most fps_taken_at_once) to one tile: their sum, or with `each` one after the other. The next
  * application on the tile reads their results. */
 static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *by, int64_t length,
-                      const float *const *gradients, int count, int each, fps_place *place) {
+                      const FPS_REAL *const *gradients, int count, int each, fps_place *place) {
     int finite;
     FPS_FAILPOINT();
     if (FPS_IS_USERS(job->rule)) {
@@ -104,10 +105,10 @@ static void fps_apply(const fps_tile_functions *tile, const fps_fold_job *job, c
 
 /* Copy a parameter without a gradient, and move its average if anything was pushed. */
 static void fps_carry(const fps_tile_functions *tile, const fps_fold_job *job, int64_t length, fps_place *place) {
-    memcpy(place->weights_out, place->weights, length * sizeof(float));
+    memcpy(place->weights_out, place->weights, length * sizeof(FPS_REAL));
     int planes = job->n_pushes ? fps_rule_planes(job) : job->state_planes;
     for (int plane = 0; plane < planes && place->state != place->state_out; plane++)
-        memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(float));
+        memcpy(place->state_out + plane * place->stride, place->state + plane * place->stride, length * sizeof(FPS_REAL));
     if (job->n_pushes) fps_average(tile, job, length, place);
     place->weights = place->weights_out;
     place->state = place->state_out;
@@ -163,27 +164,27 @@ static inline int fps_sum_fits(const fps_sum *sum, const fps_fold_job *job, cons
 }
 
 /* Add up the pushes' gradients on one tile, in order. */
-static void fps_add_up(const fps_tile_functions *tile, const fps_fold_job *job, int same_scale, const fps_push *pushes, int count,
-                       int64_t first, int64_t length, float *total) {
-    float room[FPS_TILE] FPS_ON_LINE;
-    if (same_scale && job->gradient_type == FPS_FLOAT32) tile->sum(total, pushes, count, first, length);
+static void fps_add_up(const fps_tile_functions *tile, const fps_fold_job *job, int same_scale, const fps_push *pushes,
+                       int count, int64_t first, int64_t length, FPS_REAL *total) {
+    FPS_REAL room[FPS_TILE] FPS_ON_LINE;
+    if (same_scale && job->gradient_type == FPS_REAL_TYPE) tile->sum(total, pushes, count, first, length);
     else
         for (int push = 0; push < count; push++) {
-            const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
-            tile->add(total, gradient, same_scale ? 1 : (float)pushes[push].scale, push == 0, length);
+            const FPS_REAL *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
+            tile->add(total, gradient, same_scale ? 1 : (FPS_REAL)pushes[push].scale, push == 0, length);
         }
 }
 
 static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job, const fps_sum *sum, const fps_push *pushes,
                          int count, int64_t first, int64_t last) {
-    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
+    FPS_REAL room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE, total[FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     int in_loop = sum->same_scale && count <= fps_taken_at_once(job->rule);
     int streams = fps_streams_itself(job, &sum->by, first);
     int passes_once = in_loop && fps_passes_once(job, count, fps_taken_at_once(job->rule));
     for (int64_t length; first < last; first += length) {
         length = fps_tile_length(job, first, last, passes_once);
-        const float *gradients[FPS_SUMMED_AT_ONCE] = {total};
+        const FPS_REAL *gradients[FPS_SUMMED_AT_ONCE] = {total};
         fps_place place = fps_begin_tile(job, stage, first, length, streams);
         if (!in_loop) fps_add_up(tile, job, sum->same_scale, pushes, count, first, length, total);
         for (int push = 0; in_loop && push < count; push++)
@@ -197,7 +198,7 @@ static void fps_fold_sum(const fps_tile_functions *tile, const fps_fold_job *job
  * buffers, the others update the tile that it wrote. A push without a gradient for this parameter only moves the average. */
 static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fold_job *job, const fps_segment *segment,
                                    const fps_coefficients *by, int64_t first, int64_t last) {
-    float room[FPS_TILE] FPS_ON_LINE;
+    FPS_REAL room[FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     const fps_push *pushes = job->pushes;
     for (int64_t length; first < last; first += length) {
@@ -205,7 +206,7 @@ static void fps_fold_each_averaged(const fps_tile_functions *tile, const fps_fol
         fps_place place = fps_begin_tile(job, stage, first, length, 0);
         for (int push = 0, applied = 0; push < job->n_pushes; push++)
             if (fps_is_present(&pushes[push], segment->parameter)) {
-                const float *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
+                const FPS_REAL *gradient = fps_gradient(tile, job, &pushes[push], first, length, room);
                 fps_apply(tile, job, &by[applied++], length, &gradient, 1, 0, &place);
             } else if (place.weights != place.weights_out) fps_carry(tile, job, length, &place);
             else fps_average(tile, job, length, &place);
@@ -225,7 +226,7 @@ static int fps_applied_at_once(int rule, const fps_coefficients *by, int count) 
 /* Apply `count` pushes one after the other, all with a gradient for the parameter, without an average. */
 static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *pushes, int count,
                           const fps_coefficients *by, int64_t first, int64_t last) {
-    float room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
+    FPS_REAL room[FPS_SUMMED_AT_ONCE][FPS_TILE] FPS_ON_LINE;
     fps_stage stage;
     int passes_once = fps_passes_once(job, count, fps_applied_at_once(job->rule, by, count));
     for (int64_t length; first < last; first += length) {
@@ -233,7 +234,7 @@ static void fps_fold_each(const fps_tile_functions *tile, const fps_fold_job *jo
         int at_once = fps_applied_at_once(job->rule, by, count), streams = fps_streams_itself(job, &by[count - 1], first);
         fps_place place = fps_begin_tile(job, stage, first, length, streams && at_once == count);
         for (int push = 0; push < count; push += at_once) {
-            const float *gradients[FPS_SUMMED_AT_ONCE];
+            const FPS_REAL *gradients[FPS_SUMMED_AT_ONCE];
             at_once = fps_applied_at_once(job->rule, by + push, count - push);
             if (streams && push + at_once == count) fps_leave_stage(job, first, &place);
             for (int each = 0; each < at_once; each++)
@@ -256,7 +257,7 @@ static inline fps_place fps_place_of(const fps_fold_job *job, int64_t first, int
  * parameter into the same tiles, so the sums have the same bits in every process. `count` pushes are one sum. */
 static void fps_apply_whole(const fps_tile_functions *tile, const fps_fold_job *job, const fps_coefficients *given,
                             const fps_push *pushes, int count, int same_scale, int again, int64_t first, int64_t last) {
-    float room[FPS_TILE] FPS_ON_LINE;
+    FPS_REAL room[FPS_TILE] FPS_ON_LINE;
     fps_coefficients by = *given;
     int finite = 1;
     memset(by.hyper.sums, 0, sizeof(by.hyper.sums));
@@ -264,7 +265,7 @@ static void fps_apply_whole(const fps_tile_functions *tile, const fps_fold_job *
         for (int64_t from = first, length; from < last; from += length) {
             length = last - from < FPS_TILE ? last - from : FPS_TILE;
             fps_place place = fps_place_of(job, from, again);
-            const float *gradient = room;
+            const FPS_REAL *gradient = room;
             if (count == 1) gradient = fps_gradient(tile, job, pushes, from, length, room);
             else fps_add_up(tile, job, same_scale, pushes, count, from, length, room);
             if (writes) fps_apply(tile, job, &by, length, &gradient, 1, 0, &place);
@@ -304,17 +305,18 @@ static void fps_fold_each_whole(const fps_tile_functions *tile, const fps_fold_j
 
 /* The largest absolute value of a push's gradient within [first, last), and its parameter; infinite if a value is non-finite.
  * It costs a pass over one gradient, for the rare fold with non-finite results. */
-static float fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
+static FPS_REAL fps_largest_in(const fps_tile_functions *tile, const fps_fold_job *job, const fps_push *push, int64_t first,
                             int64_t last, int32_t *parameter) {
-    float room[FPS_TILE] FPS_ON_LINE, most = -1;
+    FPS_REAL room[FPS_TILE] FPS_ON_LINE, most = -1;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
-        if (segment->offset < first || segment->offset >= last || !fps_is_present(push, segment->parameter)) continue;
-        for (int64_t from = segment->offset, end = from + segment->length, length; from < end; from += length) {
+        int64_t from = fps_segment_first(segment), end = from + fps_segment_length(segment);
+        if (from < first || from >= last || !fps_is_present(push, segment->parameter)) continue;
+        for (int64_t length; from < end; from += length) {
             length = end - from < FPS_TILE ? end - from : FPS_TILE;
-            const float *gradient = fps_gradient(tile, job, push, from, length, room);
+            const FPS_REAL *gradient = fps_gradient(tile, job, push, from, length, room);
             for (int64_t i = 0; i < length; i++) {
-                float size = fabsf(gradient[i] * (float)push->scale);
+                FPS_REAL size = FPS_MAGNITUDE(gradient[i] * (FPS_REAL)push->scale);
                 if (!(size > most) && size <= most) continue;
                 *parameter = segment->parameter;
                 if (!(size < INFINITY)) return INFINITY;
@@ -334,14 +336,22 @@ static inline void fps_write_steps(const fps_fold_job *job, const fps_segment *s
 /* Whether the next segment is adjacent to this one, for which every push has a gradient, and gets the same coefficients. */
 static inline int fps_goes_on(const fps_fold_job *job, const fps_segment *segment) {
     const fps_segment *next = segment + 1;
-    if (job->rule == FPS_RULE_SUMMING || next == job->segments + job->n_segments || next->offset != segment->offset + segment->length) return 0;
+    if (job->rule == FPS_RULE_SUMMING || next == job->segments + job->n_segments) return 0;
+    if (next->offset != segment->offset + segment->length) return 0;
     if (next->group != segment->group || job->steps_in[next->parameter] != job->steps_in[segment->parameter]) return 0;
     for (int push = 0; push < job->n_pushes; push++)
         if (!fps_is_present(&job->pushes[push], next->parameter)) return 0;
     return 1;
 }
 
-/* Fold the floats [first, last) of the job: several processes may share one fold by ranges. The call whose range has a
+/* Whether the job has types that this file folds. A user's rule is compiled for floats. */
+static inline int fps_has_types(const fps_fold_job *job) {
+    if (FPS_REAL_TYPE == FPS_FLOAT64) return job->gradient_type == FPS_FLOAT64 && !job->halves_out && !FPS_IS_USERS(job->rule);
+    if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return 0;
+    return !job->halves_out || job->shown_type == FPS_FLOAT16 || job->shown_type == FPS_BFLOAT16;
+}
+
+/* Fold the numbers [first, last) of the job: several processes may share one fold by ranges. The call whose range has a
  * parameter's first float writes its steps. Adjacent segments with the same coefficients are folded as one, because starting a
  * segment costs more than folding a short one. Returns 0 or a negative FPS_FOLD_ status. */
 static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *job, fps_fold_scratch *scratch, int64_t first,
@@ -350,16 +360,15 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
     fps_coefficients *by = scratch->by;
     fps_sum sum = {.is_of_all = 0};
     if (job->n_pushes > FPS_MAX_PUSHES) return FPS_FOLD_TOO_MANY;
-    if (job->gradient_type < FPS_FLOAT32 || job->gradient_type > FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
-    if (job->halves_out && job->shown_type != FPS_FLOAT16 && job->shown_type != FPS_BFLOAT16) return FPS_FOLD_UNKNOWN_TYPE;
+    if (!fps_has_types(job)) return FPS_FOLD_UNKNOWN_TYPE;
     if (job->ema_plane != -1 && job->ema_plane != job->state_planes - 1) return FPS_FOLD_UNKNOWN_RULE;
     for (int64_t s = 0; s < job->n_segments; s++) {
         const fps_segment *segment = &job->segments[s];
-        int64_t from = segment->offset > first ? segment->offset : first;
-        int64_t to = segment->offset + segment->length < last ? segment->offset + segment->length : last;
-        int begins_here = segment->offset >= first && segment->offset < last, count = 0;
+        int64_t begin = fps_segment_first(segment), end = begin + fps_segment_length(segment);
+        int64_t from = begin > first ? begin : first, to = end < last ? end : last;
+        int begins_here = begin >= first && begin < last, count = 0;
         if (from >= to && !begins_here) continue;
-        if (job->rule == FPS_RULE_SUMMING && to - from != segment->length) return FPS_FOLD_PART;
+        if (job->rule == FPS_RULE_SUMMING && to - from != end - begin) return FPS_FOLD_PART;
         for (int push = 0; push < job->n_pushes; push++)
             if (fps_is_present(&job->pushes[push], segment->parameter)) {
                 if (!fps_is_possible(job, &job->pushes[push], segment->group)) return FPS_FOLD_UNKNOWN_RULE;
@@ -370,7 +379,8 @@ static int fps_fold_range(const fps_tile_functions *tile, const fps_fold_job *jo
         for (; count > 0 && count == job->n_pushes && to < last && fps_goes_on(job, &job->segments[s]); s++) {
             const fps_segment *next = &job->segments[s + 1];
             fps_write_steps(job, next, count);
-            to = next->offset + next->length < last ? next->offset + next->length : last;
+            end = fps_segment_first(next) + fps_segment_length(next);
+            to = end < last ? end : last;
         }
         if (job->mode == FPS_FOLD_EACH && (count || (job->ema_plane >= 0 && job->n_pushes))) {
             for (int push = 0; push < count; push++)

@@ -5,9 +5,9 @@
  * output may alias its input at the same element, never at a shifted one: hence ivdep. */
 
 /* a * b + c with one rounding. */
-static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b, float c) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
+static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(fma)(FPS_REAL a, FPS_REAL b, FPS_REAL c) {
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__) || defined(FPS_DOUBLE)
+    return FPS_REAL_FUNCTION(fma)(a, b, c); /* of doubles without the instruction, too: libm's, for there is no wider type */
 #else
     /* Without the instruction: the product is exact in double; the sum is rounded to odd, so that rounding it again to float
      * equals one rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
@@ -15,15 +15,15 @@ static inline __attribute__((always_inline)) float FPS_ISA(fma)(float a, float b
     double error = (product - (sum - back)) + (c - back);
     union { double value; int64_t bits; } odd = {sum};
     if ((error > 0 || error < 0) && !(odd.bits & 1)) odd.bits += (error > 0) == (sum > 0) ? 1 : -1;
-    return (float)odd.value;
+    return (FPS_REAL)odd.value;
 #endif
 }
 
-/* number / divisor to the bit, by cheaper products. Neither may be negative, no step may underflow, and `inverse` must be
- * 1 / divisor, rounded once. The first correction leaves an error below one unit in the last place; from there the second
+/* number / divisor to the bit, of floats by cheaper products. Neither may be negative, no step may underflow, and `inverse`
+ * must be 1 / divisor, rounded once. The first correction leaves an error below one unit in the last place; from there the second
  * rounds as a division does (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). */
-static inline __attribute__((always_inline)) float FPS_ISA(quotient)(float number, float divisor, float inverse) {
-#if defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(quotient)(FPS_REAL number, FPS_REAL divisor, FPS_REAL inverse) {
+#if (defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)) && !defined(FPS_DOUBLE)
     float ratio = number * inverse;
     ratio = __builtin_fmaf(__builtin_fmaf(-ratio, divisor, number), inverse, ratio);
     ratio = __builtin_fmaf(__builtin_fmaf(-ratio, divisor, number), inverse, ratio);
@@ -35,44 +35,47 @@ static inline __attribute__((always_inline)) float FPS_ISA(quotient)(float numbe
 }
 
 /* total = sum of the gradients at `first`, in order. */
-static void FPS_ISA(sum)(float *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
-    const float *a = (const float *)pushes[0].gradient + first, *b = (const float *)pushes[1].gradient + first;
+static void FPS_ISA(sum)(FPS_REAL *restrict total, const fps_push *pushes, int count, int64_t first, int64_t length) {
+    const FPS_REAL *a = (const FPS_REAL *)pushes[0].gradient + first, *b = (const FPS_REAL *)pushes[1].gradient + first;
     int next = 2;
     if (count >= 4) {
-        const float *c = (const float *)pushes[2].gradient + first, *d = (const float *)pushes[3].gradient + first;
+        const FPS_REAL *c = (const FPS_REAL *)pushes[2].gradient + first, *d = (const FPS_REAL *)pushes[3].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] = ((a[i] + b[i]) + c[i]) + d[i];
         next = 4;
     } else {
         for (int64_t i = 0; i < length; i++) total[i] = a[i] + b[i];
     }
     for (; next < count; next++) {
-        const float *more = (const float *)pushes[next].gradient + first;
+        const FPS_REAL *more = (const FPS_REAL *)pushes[next].gradient + first;
         for (int64_t i = 0; i < length; i++) total[i] += more[i];
     }
 }
 
 /* total += scale * gradient, or total = scale * gradient. */
-static void FPS_ISA(add)(float *restrict total, const float *restrict gradient, float scale, int is_first, int64_t length) {
+static void FPS_ISA(add)(FPS_REAL *restrict total, const FPS_REAL *restrict gradient, FPS_REAL scale, int is_first,
+                         int64_t length) {
     if (is_first)
         for (int64_t i = 0; i < length; i++) total[i] = gradient[i] * scale;
     else
         for (int64_t i = 0; i < length; i++) total[i] += gradient[i] * scale;
 }
 
+#ifndef FPS_DOUBLE
 #include "update/halves_tile.h"
+#endif
 
 /* The larger magnitude of two, as bits: those of an infinity or a NaN are larger than those of any number. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(larger)(int32_t most, float value) {
-    int32_t bits;
+static inline __attribute__((always_inline)) FPS_REAL_BITS FPS_ISA(larger)(FPS_REAL_BITS most, FPS_REAL value) {
+    FPS_REAL_BITS bits;
     memcpy(&bits, &value, sizeof(bits));
-    bits &= 0x7fffffff;
+    bits &= FPS_SIGNLESS;
     return bits > most ? bits : most;
 }
 
 /* Element i of the sum, in order, of `count` gradients; `count` is a constant at every call. */
-static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float *const *gradients, int64_t i, const int count)
-{
-    float total = gradients[0][i];
+static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(gradient)(const FPS_REAL *const *gradients, int64_t i,
+                                                                        const int count) {
+    FPS_REAL total = gradients[0][i];
     if (count > 1) total += gradients[1][i];
     if (count > 2) total += gradients[2][i];
     if (count > 3) total += gradients[3][i];
@@ -80,12 +83,14 @@ static inline __attribute__((always_inline)) float FPS_ISA(gradient)(const float
 }
 
 /* start + (end - start) * fraction, from the nearer end, as torch.lerp; fps_lerp_of made `fraction`. */
-static inline __attribute__((always_inline)) float FPS_ISA(lerp)(float start, float end, float fraction, int is_small) {
+static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(lerp)(FPS_REAL start, FPS_REAL end, FPS_REAL fraction,
+                                                                    int is_small) {
     return FPS_ISA(fma)(fraction, end - start, is_small ? start : end);
 }
 
 /* The moving average of the weights, by lerp, so that the average of constant weights equals them to the bit. */
-static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, const float *average_in, float *average_out) {
+static void FPS_ISA(average)(fps_lerp by, int64_t length, const FPS_REAL *weights, const FPS_REAL *average_in,
+                             FPS_REAL *average_out) {
     if (by.is_small) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < length; i++)
@@ -98,36 +103,37 @@ static void FPS_ISA(average)(fps_lerp by, int64_t length, const float *weights, 
 }
 
 /* Non-temporal stores of one cache line. */
-static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(float *to, const float *from) {
-    for (int i = 0; i < FPS_LINE_FLOATS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(float))) FPS_STREAM(to + i, from + i);
+static inline __attribute__((always_inline)) void FPS_ISA(stream_line)(FPS_REAL *to, const FPS_REAL *from) {
+    for (int i = 0; i < FPS_LINE_REALS; i += (int)(sizeof(FPS_STREAM_WORD) / sizeof(FPS_REAL))) FPS_STREAM(to + i, from + i);
 }
 
 #include "update/rule_bodies.h"
 
-typedef float (*FPS_ISA(rule_body))(const fps_coefficients *by, float weight, float step, float *state, const int flags);
+typedef FPS_REAL (*FPS_ISA(rule_body))(const fps_coefficients *by, FPS_REAL weight, FPS_REAL step, FPS_REAL *state,
+                                       const int flags);
 
 /* Load or store the element i of the planes whose bits are set. */
 static inline __attribute__((always_inline)) void FPS_ISA(load_planes)(
-    float *state, const float *from, int64_t stride, int64_t i, const int planes) {
+    FPS_REAL *state, const FPS_REAL *from, int64_t stride, int64_t i, const int planes) {
     if (planes & 1) state[0] = from[i];
     if (planes & 2) state[1] = from[stride + i];
     if (planes & 4) state[2] = from[2 * stride + i];
 }
 
 static inline __attribute__((always_inline)) void FPS_ISA(store_planes)(
-    float *to, const float *state, int64_t stride, int64_t i, const int planes) {
+    FPS_REAL *to, const FPS_REAL *state, int64_t stride, int64_t i, const int planes) {
     if (planes & 1) to[i] = state[0];
     if (planes & 2) to[stride + i] = state[1];
     if (planes & 4) to[2 * stride + i] = state[2];
 }
 
 /* One element's applications of a rule; returns the weight, and updates its state. */
-static inline __attribute__((always_inline)) float FPS_ISA(element)(
-    FPS_ISA(rule_body) body, const fps_coefficients *own, const float *const *gradients, int64_t i, float weight, float *state,
-    const int applied, const int count, const int each, const int flags) {
+static inline __attribute__((always_inline)) FPS_REAL FPS_ISA(element)(
+    FPS_ISA(rule_body) body, const fps_coefficients *own, const FPS_REAL *const *gradients, int64_t i, FPS_REAL weight,
+    FPS_REAL *state, const int applied, const int count, const int each, const int flags) {
 #pragma GCC unroll 4
     for (int k = 0; k < applied; k++) {
-        float step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
+        FPS_REAL step = (each ? gradients[k][i] : FPS_ISA(gradient)(gradients, i, count)) * own[k].scale;
         weight = body(&own[k], weight, step, state, flags);
     }
     return weight;
@@ -135,8 +141,8 @@ static inline __attribute__((always_inline)) float FPS_ISA(element)(
 
 /* The largest magnitude so far, with an element's weight and the checked planes, as bits. Non-finite results are thus found
  * without another pass. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(most_of)(int32_t most, float weight, const float *state,
-                                                                      const int checked) {
+static inline __attribute__((always_inline)) FPS_REAL_BITS FPS_ISA(most_of)(FPS_REAL_BITS most, FPS_REAL weight,
+                                                                            const FPS_REAL *state, const int checked) {
     most = FPS_ISA(larger)(most, weight);
     if (checked & 1) most = FPS_ISA(larger)(most, state[0]);
     if (checked & 2) most = FPS_ISA(larger)(most, state[1]);
@@ -147,43 +153,43 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(most_of)(int32_t mo
 /* The loop of a rule's variant. The body, the counts, the flags and the planes are constants at every call, so each call is a
  * loop without a branch. With `streaming` the loop takes one cache line at a time, whose results are in registers or the
  * nearest cache when they are stored. */
-static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
-    FPS_ISA(rule_body) body, const fps_coefficients *by, int64_t length, const float *const *pushed, const int count,
+static inline __attribute__((always_inline)) FPS_REAL_BITS FPS_ISA(rule_loop)(
+    FPS_ISA(rule_body) body, const fps_coefficients *by, int64_t length, const FPS_REAL *const *pushed, const int count,
     const int each, const fps_place *place, const int streaming, const int flags, const int writes, const int checked) {
     FPS_LOCALS(by, pushed, count, each);
-    const float *weights_in = place->weights, *state_in = place->state;
-    float *weights_out = place->weights_out, *state_out = place->state_out;
+    const FPS_REAL *weights_in = place->weights, *state_in = place->state;
+    FPS_REAL *weights_out = place->weights_out, *state_out = place->state_out;
     const int64_t stride = place->stride, out_stride = place->out_stride;
     const int reads = flags & FPS_BY_FIRST ? 0 : writes;
-    int32_t most = 0;
+    FPS_REAL_BITS most = 0;
     int64_t i = 0;
     if (streaming) {
-        int32_t mosts[FPS_LINE_FLOATS] FPS_ON_LINE = {0};
-        float weights[FPS_LINE_FLOATS] FPS_ON_LINE, states[FPS_RULE_PLANES * FPS_LINE_FLOATS] FPS_ON_LINE;
-        float *const kept = place->kept;
-        for (; i + FPS_LINE_FLOATS <= length; i += FPS_LINE_FLOATS) {
+        FPS_REAL_BITS mosts[FPS_LINE_REALS] FPS_ON_LINE = {0};
+        FPS_REAL weights[FPS_LINE_REALS] FPS_ON_LINE, states[FPS_RULE_PLANES * FPS_LINE_REALS] FPS_ON_LINE;
+        FPS_REAL *const kept = place->kept;
+        for (; i + FPS_LINE_REALS <= length; i += FPS_LINE_REALS) {
 #pragma GCC ivdep
-            for (int j = 0; j < FPS_LINE_FLOATS; j++) {
-                float state[FPS_RULE_PLANES] = {0};
+            for (int j = 0; j < FPS_LINE_REALS; j++) {
+                FPS_REAL state[FPS_RULE_PLANES] = {0};
                 FPS_ISA(load_planes)(state, state_in, stride, i + j, reads);
                 weights[j] = FPS_ISA(element)(body, own, gradients, i + j, weights_in[i + j], state, applied, count, each,
                                               flags);
-                FPS_ISA(store_planes)(states, state, FPS_LINE_FLOATS, j, writes);
+                FPS_ISA(store_planes)(states, state, FPS_LINE_REALS, j, writes);
                 mosts[j] = FPS_ISA(most_of)(mosts[j], weights[j], state, checked);
             }
             if (writes & 1) FPS_ISA(stream_line)(state_out + i, states);
-            if (writes & 2) FPS_ISA(stream_line)(state_out + out_stride + i, states + FPS_LINE_FLOATS);
-            if (writes & 4) FPS_ISA(stream_line)(state_out + 2 * out_stride + i, states + 2 * FPS_LINE_FLOATS);
+            if (writes & 2) FPS_ISA(stream_line)(state_out + out_stride + i, states + FPS_LINE_REALS);
+            if (writes & 4) FPS_ISA(stream_line)(state_out + 2 * out_stride + i, states + 2 * FPS_LINE_REALS);
             FPS_ISA(stream_line)(weights_out + i, weights);
             if (kept) memcpy(kept + i, weights, sizeof(weights));
         }
-        for (int j = 0; j < FPS_LINE_FLOATS; j++) most = mosts[j] > most ? mosts[j] : most;
+        for (int j = 0; j < FPS_LINE_REALS; j++) most = mosts[j] > most ? mosts[j] : most;
     }
 #pragma GCC ivdep
     for (; i < length; i++) {
-        float state[FPS_RULE_PLANES] = {0};
+        FPS_REAL state[FPS_RULE_PLANES] = {0};
         FPS_ISA(load_planes)(state, state_in, stride, i, reads);
-        float weight = FPS_ISA(element)(body, own, gradients, i, weights_in[i], state, applied, count, each, flags);
+        FPS_REAL weight = FPS_ISA(element)(body, own, gradients, i, weights_in[i], state, applied, count, each, flags);
         FPS_ISA(store_planes)(state_out, state, out_stride, i, writes);
         weights_out[i] = weight;
         most = FPS_ISA(most_of)(most, weight, state, checked);
@@ -194,7 +200,7 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
 /* Each rule's two functions: a loop for each variant and count. They are separate so that neither kind of store costs the other
  * registers. */
 #define FPS_LOOP_OF(count, each, rule, variant)                                                                          \
-    most = FPS_ISA(rule_loop)(body, by, length, pushed, count, each, place, streaming, variant, fps_writes(rule, variant), \
+    most = FPS_ISA(rule_loop)(body, by, length, pushed, count, each, place, streaming, variant, fps_writes(rule, variant),\
                               checked)
 #define FPS_VARIANT(rule, variant)                                                                                       \
     case variant:                                                                                                        \
@@ -202,13 +208,13 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
         else FPS_BY_COUNT(FPS_LOOP_OF, rule, variant);                                                                   \
         break;
 #define FPS_RULE_FUNCTIONS(number, NAME, name, planes, at_once_, writes, checked_, ...)                                  \
-    _Static_assert(number < FPS_RULE_NUMBERS && !FPS_IS_USERS(number) && planes <= FPS_RULE_PLANES, "row of " #name);  \
+    _Static_assert(number < FPS_RULE_NUMBERS && !FPS_IS_USERS(number) && planes <= FPS_RULE_PLANES, "row of " #name);    \
     static inline __attribute__((always_inline)) int FPS_ISA(name##_by_flags)(                                           \
-        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_coefficients *by, int64_t length, const FPS_REAL *const *pushed, int count, int each,                  \
         const fps_place *place, const int streaming) {                                                                   \
         const FPS_ISA(rule_body) body = FPS_ISA(name##_body);                                                            \
-        const int at_once = at_once_, checked = checked_;                                                                \
-        int32_t most = 0;                                                                                                \
+        const int at_once = FPS_AT_ONCE(at_once_), checked = checked_;                                                   \
+        FPS_REAL_BITS most = 0;                                                                                          \
         switch (by->flags) {                                                                                             \
             FPS_##NAME##_VARIANTS(FPS_VARIANT, number)                                                                   \
             default: __builtin_trap(); /* a combination of flags that is none of the rule's variants */                  \
@@ -216,12 +222,12 @@ static inline __attribute__((always_inline)) int32_t FPS_ISA(rule_loop)(
         return most < FPS_INFINITY_BITS;                                                                                 \
     }                                                                                                                    \
     static __attribute__((noinline)) int FPS_ISA(name##_plain)(                                                          \
-        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_coefficients *by, int64_t length, const FPS_REAL *const *pushed, int count, int each,                  \
         const fps_place *place) {                                                                                        \
         return FPS_ISA(name##_by_flags)(by, length, pushed, count, each, place, 0);                                      \
     }                                                                                                                    \
     static __attribute__((noinline)) int FPS_ISA(name##_streaming)(                                                      \
-        const fps_coefficients *by, int64_t length, const float *const *pushed, int count, int each,                     \
+        const fps_coefficients *by, int64_t length, const FPS_REAL *const *pushed, int count, int each,                  \
         const fps_place *place) {                                                                                        \
         return FPS_ISA(name##_by_flags)(by, length, pushed, count, each, place, 1);                                      \
     }
@@ -231,31 +237,33 @@ FPS_UPDATE_RULES(FPS_RULE_FUNCTIONS)
 #undef FPS_LOOP_OF
 
 /* Whether no value of a tile is infinite or NaN, for a user's rule. */
-static int FPS_ISA(is_finite)(const float *values, int64_t length) {
-    int32_t most = 0;
+static int FPS_ISA(is_finite)(const FPS_REAL *values, int64_t length) {
+    FPS_REAL_BITS most = 0;
     for (int64_t i = 0; i < length; i++) most = FPS_ISA(larger)(most, values[i]);
     return most < FPS_INFINITY_BITS;
 }
 
 /* Copy a staged tile with non-temporal stores: by its next use the caches would have evicted it anyway. */
-static void FPS_ISA(stream)(float *to, const float *from, int64_t length) {
-    const int64_t width = sizeof(FPS_STREAM_WORD) / sizeof(float);
+static void FPS_ISA(stream)(FPS_REAL *to, const FPS_REAL *from, int64_t length) {
+    const int64_t width = sizeof(FPS_STREAM_WORD) / sizeof(FPS_REAL);
     int64_t i = 0;
     if ((uintptr_t)to % sizeof(FPS_STREAM_WORD) == 0)
         for (; i + width <= length; i += width) FPS_STREAM(to + i, from + i);
-    memcpy(to + i, from + i, (length - i) * sizeof(float));
+    memcpy(to + i, from + i, (length - i) * sizeof(FPS_REAL));
 }
 
 #define FPS_RULE_ENTRY(number, NAME, name, planes, at_once, ...) \
-    [number] = {FPS_ISA(name##_plain), at_once > 1 ? FPS_ISA(name##_streaming) : NULL},
+    [number] = {FPS_ISA(name##_plain), FPS_AT_ONCE(at_once) > 1 ? FPS_ISA(name##_streaming) : NULL},
 static const fps_tile_functions FPS_ISA(tile_functions) = {
     .rules = {FPS_UPDATE_RULES(FPS_RULE_ENTRY)},
     .sum = FPS_ISA(sum),
     .add = FPS_ISA(add),
+#ifndef FPS_DOUBLE
     .widen_float16 = FPS_ISA(widen_float16),
     .widen_bfloat16 = FPS_ISA(widen_bfloat16),
     .narrow_float16 = FPS_ISA(narrow_float16),
     .narrow_bfloat16 = FPS_ISA(narrow_bfloat16),
+#endif
     .average = FPS_ISA(average),
     .stream = FPS_ISA(stream),
     .is_finite = FPS_ISA(is_finite),

@@ -1,7 +1,7 @@
 """The fold's oracle: the compiled fold's results, bit for bit, in plain NumPy that can be read beside torch.optim.
 
-It favors clarity over speed: one function a rule and one operation a line, in single precision. The only trick is the fused
-multiply-add, which NumPy lacks and which is emulated exactly.
+It favors clarity over speed: one function a rule and one operation a line, in the precision of the weights, single or double.
+The only trick is the fused multiply-add, which NumPy lacks and which is emulated exactly.
 """
 
 import math
@@ -14,10 +14,12 @@ import numpy.typing as npt
 from fastps.kernels.update.fold import (
     BFLOAT16,
     FLOAT32,
+    FLOAT64,
     FOLD_EACH,
     HYPER_AMSGRAD,
     HYPER_CENTERED,
     HYPER_DECOUPLED,
+    HYPER_DOUBLE_PRODUCT,
     HYPER_MAXIMIZE,
     HYPER_NESTEROV,
     MAX_PUSHES,
@@ -26,7 +28,8 @@ from fastps.kernels.update.fold import (
 )
 from fastps.kernels.update.fold import RULES as NUMBERS
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[Any]
+"""An array of float32 or of float64."""
 Apply = Callable[..., tuple[Floats, Sequence[Floats]]]
 
 
@@ -45,7 +48,7 @@ class Hyper(NamedTuple):
 
 
 class Push(NamedTuple):
-    """One push: `gradient` float32[n], a Hyper a group, a presence bit a parameter, and the scales of gradient and rates."""
+    """One push: `gradient` of n numbers, a Hyper a group, a presence bit a parameter, and the scales of gradient and rates."""
 
     gradient: Floats
     hypers: Sequence[Hyper]
@@ -58,21 +61,51 @@ class Push(NamedTuple):
         return self.hypers[group].learning_rate * self.rate_scale
 
 
-def fused_multiply_add(a: Floats | np.float32, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
-    """Return a * b + c in float32 with one rounding, elementwise.
+def fused_multiply_add(a: Any, b: Any, c: Any) -> Floats:
+    """Return a * b + c with one rounding, elementwise, in the precision of the array among them.
 
-    The product of two floats is exact in double. The sum is rounded to odd in double, so that rounding it again to float
-    equals one rounding (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Transactions on
-    Computers 57(4), 2008); the sum's error is exact by Knuth's TwoSum.
+    Of floats the product is exact in double. Of doubles it is a sum of two (Dekker's product), of which the addend takes the
+    small part first, and the error so far is the addend of the rest. Either way the last sum is made once, from terms that lose
+    nothing: its small term is rounded to odd, so that rounding again equals one rounding (Boldo and Melquiond, "Emulation of
+    FMA and correctly rounded sums", IEEE Transactions on Computers 57(4), 2008).
     """
-    product, addend = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
-    total = np.atleast_1d(product + addend)
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
+    if np.result_type(a, b, c) == np.float32:
+        product, addend = np.broadcast_arrays(np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64))
+        return _sum_to_odd(product, addend).astype(np.float32)
+    product, error = _two_product(*np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64)))
+    low, low_error = _two_sum(np.asarray(c, np.float64), error)
+    high, high_error = _two_sum(product, low)
+    return high + _sum_to_odd(low_error, high_error)
+
+
+def _two_sum(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """Return a + b and its rounding error (Knuth)."""
+    total = a + b
+    back = total - a
+    return total, (a - (total - back)) + (b - back)
+
+
+def _two_product(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """Return a * b and its rounding error, from halves of 26 bits (Dekker and Veltkamp)."""
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _halves(values: Floats) -> tuple[Floats, Floats]:
+    far = values * 134217729.0  # 2^27 + 1
+    high = far - (far - values)
+    return high, values - high
+
+
+def _sum_to_odd(a: Floats, b: Floats) -> Floats:
+    """Return the sum of two arrays of doubles, rounded to odd: an inexact sum has a last bit of 1."""
+    total, error = _two_sum(a, b)
+    total = np.atleast_1d(total)
     bits = total.view(np.int64)
     is_inexact_and_even = ((error > 0) | (error < 0)) & (bits & 1 == 0)
     bits += np.where(is_inexact_and_even, np.where((error > 0) == (total > 0), 1, -1), 0)
-    return total.astype(np.float32)
+    return total
 
 
 def sgd(
@@ -82,17 +115,18 @@ def sgd(
 
     Without momentum the state stays unchanged. At a parameter's first step the buffer is the gradient, undampened.
     """
+    real = weight.dtype.type
     step = gradient
     if hyper.weight_decay:
-        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
     state = list(state)
     if hyper.momentum:
         buffer = step
         if steps:
-            buffer = fused_multiply_add(step, np.float32(1 - hyper.dampening), state[0] * np.float32(hyper.momentum))
-        step = fused_multiply_add(buffer, np.float32(hyper.momentum), step) if hyper.flags & HYPER_NESTEROV else buffer
+            buffer = fused_multiply_add(step, real(1 - hyper.dampening), state[0] * real(hyper.momentum))
+        step = fused_multiply_add(buffer, real(hyper.momentum), step) if hyper.flags & HYPER_NESTEROV else buffer
         state[0] = buffer
-    return fused_multiply_add(step, np.float32(-learning_rate), weight), state
+    return fused_multiply_add(step, real(-learning_rate), weight), state
 
 
 def adam(
@@ -102,31 +136,34 @@ def adam(
 
     State: [mean, square], and the largest square so far for HYPER_AMSGRAD; without it that tensor stays unchanged.
     """
+    real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
     mean, square = means(state, step, hyper)
     state, power = [mean, square, *state[2:]], square
     if hyper.flags & HYPER_AMSGRAD:
         state[2] = power = maximum(state[2], square)
     step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
-    root_correction = np.float32(math.sqrt(1 - hyper.beta2 ** (steps + 1)))
-    denominator = np.divide(np.sqrt(power), root_correction) + np.float32(hyper.epsilon)
-    weight = weight + np.divide(mean * np.float32(-step_size), denominator)
+    root_correction = real(math.sqrt(1 - hyper.beta2 ** (steps + 1)))
+    denominator = np.divide(np.sqrt(power), root_correction) + real(hyper.epsilon)
+    weight = weight + np.divide(mean * real(-step_size), denominator)
     return weight, state
 
 
 def decayed(weight: Floats, gradient: Floats, hyper: Hyper, learning_rate: float) -> tuple[Floats, Floats]:
     """Return weight and gradient after weight decay: under HYPER_DECOUPLED of the weight, else added to the gradient."""
+    real = weight.dtype.type
     if hyper.weight_decay and hyper.flags & HYPER_DECOUPLED:
-        return weight * np.float32(1 - learning_rate * hyper.weight_decay), gradient
+        return weight * real(1 - learning_rate * hyper.weight_decay), gradient
     if hyper.weight_decay:
-        return weight, fused_multiply_add(weight, np.float32(hyper.weight_decay), gradient)
+        return weight, fused_multiply_add(weight, real(hyper.weight_decay), gradient)
     return weight, gradient
 
 
 def means(state: Sequence[Floats], step: Floats, hyper: Hyper) -> tuple[Floats, Floats]:
     """Return the means of gradients and of their squares, moved towards this step's."""
-    mean = lerp(state[0], step, np.float32(1 - hyper.beta1))
-    square = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[1] * np.float32(hyper.beta2))
+    real = step.dtype.type
+    mean = lerp(state[0], step, real(1 - hyper.beta1))
+    square = fused_multiply_add(real(1 - hyper.beta2) * step, step, state[1] * real(hyper.beta2))
     return mean, square
 
 
@@ -135,23 +172,25 @@ def maximum(a: Floats, b: Floats) -> Floats:
     return np.where((a > b) | np.isnan(a), a, b)
 
 
-def lerp(start: Floats, end: Floats, fraction: np.float32) -> Floats:
+def lerp(start: Floats, end: Floats, fraction: Any) -> Floats:
     """Interpolate from start to end as torch.lerp does: from the nearer end."""
-    if abs(fraction) < np.float32(0.5):
+    real = start.dtype.type
+    if abs(fraction) < real(0.5):
         return fused_multiply_add(fraction, end - start, start)
-    return fused_multiply_add(fraction - np.float32(1), end - start, end)
+    return fused_multiply_add(fraction - real(1), end - start, end)
 
 
 def adagrad(
     weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
 ) -> tuple[Floats, list[Floats]]:
     """Apply torch.optim.Adagrad once, as its single-tensor form does; state: [sum of squares]."""
+    real = weight.dtype.type
     step = gradient
     if hyper.weight_decay:
-        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
+        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
     total = fused_multiply_add(step, step, state[0])
     rate = learning_rate / (1 + steps * hyper.learning_rate_decay)
-    weight = weight + np.divide(step * np.float32(-rate), np.sqrt(total) + np.float32(hyper.epsilon))
+    weight = weight + np.divide(step * real(-rate), np.sqrt(total) + real(hyper.epsilon))
     return weight, [total]
 
 
@@ -163,27 +202,28 @@ def rmsprop(
     State: [square average], [.., momentum buffer] or [.., .., gradient average]; tensors that a group does not use stay
     unchanged.
     """
+    real = weight.dtype.type
     state = list(state)
     step = gradient
     if hyper.weight_decay:
-        step = fused_multiply_add(weight, np.float32(hyper.weight_decay), step)
-    state[0] = fused_multiply_add(np.float32(1 - hyper.beta2) * step, step, state[0] * np.float32(hyper.beta2))
+        step = fused_multiply_add(weight, real(hyper.weight_decay), step)
+    state[0] = fused_multiply_add(real(1 - hyper.beta2) * step, step, state[0] * real(hyper.beta2))
     variance = state[0]
     if hyper.flags & HYPER_CENTERED:
-        state[2] = lerp(state[2], step, np.float32(1 - hyper.beta2))
+        state[2] = lerp(state[2], step, real(1 - hyper.beta2))
         variance = fused_multiply_add(-state[2], state[2], variance)
-    root = np.sqrt(variance) + np.float32(hyper.epsilon)
+    root = np.sqrt(variance) + real(hyper.epsilon)
     if not hyper.momentum:
-        return weight + np.divide(step * np.float32(-learning_rate), root), state
-    state[1] = state[1] * np.float32(hyper.momentum) + np.divide(step, root)
-    return fused_multiply_add(state[1], np.float32(-learning_rate), weight), state
+        return weight + np.divide(step * real(-learning_rate), root), state
+    state[1] = state[1] * real(hyper.momentum) + np.divide(step, root)
+    return fused_multiply_add(state[1], real(-learning_rate), weight), state
 
 
-def mu_product(beta1: float, decay: float, steps: int) -> float:
-    """Return NAdam's product of the momenta of the first `steps` steps, each factor and product in single precision."""
-    product = np.float32(1)
+def mu_product(beta1: float, decay: float, steps: int, real: type[Any] = np.float32) -> float:
+    """Return NAdam's product of the momenta of the first `steps` steps, each factor and product of the type `real`."""
+    product = real(1)
     for step in range(1, steps + 1):
-        product = product * np.float32(momentum(beta1, decay, step))
+        product = product * real(momentum(beta1, decay, step))
     return float(product)
 
 
@@ -199,14 +239,16 @@ def nadam(
 
     State: [mean, square].
     """
+    real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
     mean, square = means(state, step, hyper)
     decay = hyper.learning_rate_decay
     now, following = (momentum(hyper.beta1, decay, steps + more) for more in (1, 2))
-    product = mu_product(hyper.beta1, decay, steps + 1)
-    root = np.sqrt(np.divide(square, np.float32(1 - hyper.beta2 ** (steps + 1)))) + np.float32(hyper.epsilon)
-    gradient_rate = np.float32(-learning_rate * (1 - now) / (1 - product))
-    mean_rate = np.float32(-learning_rate * following / (1 - product * following))
+    product_type = np.float64 if hyper.flags & HYPER_DOUBLE_PRODUCT else np.float32
+    product = mu_product(hyper.beta1, decay, steps + 1, product_type)
+    root = np.sqrt(np.divide(square, real(1 - hyper.beta2 ** (steps + 1)))) + real(hyper.epsilon)
+    gradient_rate = real(-learning_rate * (1 - now) / (1 - product))
+    mean_rate = real(-learning_rate * following / (1 - product * following))
     weight = weight + np.divide(step * gradient_rate, root)
     return weight + np.divide(mean * mean_rate, root), [mean, square]
 
@@ -215,17 +257,18 @@ def radam(
     weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
 ) -> tuple[Floats, list[Floats]]:
     """Apply torch.optim.RAdam once, as its single-tensor form does; state: [mean, square]."""
+    real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
     mean, square = means(state, step, hyper)
     power = hyper.beta2 ** (steps + 1)
     rho_inf = 2 / (1 - hyper.beta2) - 1
     rho = rho_inf - 2 * (steps + 1) * power / (1 - power)
-    update = np.divide(mean, np.float32(1 - hyper.beta1 ** (steps + 1))) * np.float32(learning_rate)
+    update = np.divide(mean, real(1 - hyper.beta1 ** (steps + 1))) * real(learning_rate)
     if rho > 5:
-        root = np.sqrt(square) + np.float32(hyper.epsilon)
+        root = np.sqrt(square) + real(hyper.epsilon)
         rectification = math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
-        adaptive = np.divide(np.float32(1), root) * np.float32(math.sqrt(1 - power))
-        update = update * adaptive * np.float32(rectification)
+        adaptive = np.divide(real(1), root) * real(math.sqrt(1 - power))
+        update = update * adaptive * real(rectification)
     return weight - update, [mean, square]
 
 
@@ -233,11 +276,12 @@ def adamax(
     weight: Floats, state: Sequence[Floats], gradient: Floats, hyper: Hyper, learning_rate: float, steps: int
 ) -> tuple[Floats, list[Floats]]:
     """Apply torch.optim.Adamax once, as its single-tensor form does; state: [mean, decayed maximum]."""
+    real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
-    mean = lerp(state[0], step, np.float32(1 - hyper.beta1))
-    most = maximum(state[1] * np.float32(hyper.beta2), abs(step) + np.float32(hyper.epsilon))
+    mean = lerp(state[0], step, real(1 - hyper.beta1))
+    most = maximum(state[1] * real(hyper.beta2), abs(step) + real(hyper.epsilon))
     step_size = learning_rate / (1 - hyper.beta1 ** (steps + 1))
-    return weight + np.divide(mean * np.float32(-step_size), most), [mean, most]
+    return weight + np.divide(mean * real(-step_size), most), [mean, most]
 
 
 def adadelta(
@@ -247,12 +291,13 @@ def adadelta(
 
     State: [mean of the gradients' squares, mean of the changes' squares].
     """
+    real = weight.dtype.type
     weight, step = decayed(weight, gradient, hyper, learning_rate)
-    kept, added, epsilon = np.float32(hyper.beta2), np.float32(1 - hyper.beta2), np.float32(hyper.epsilon)
+    kept, added, epsilon = real(hyper.beta2), real(1 - hyper.beta2), real(hyper.epsilon)
     square = fused_multiply_add(added * step, step, state[0] * kept)
     change = np.divide(np.sqrt(state[1] + epsilon), np.sqrt(square + epsilon)) * step
     changes = fused_multiply_add(added * change, change, state[1] * kept)
-    return fused_multiply_add(change, np.float32(-learning_rate), weight), [square, changes]
+    return fused_multiply_add(change, real(-learning_rate), weight), [square, changes]
 
 
 RULES: dict[int, Apply] = {
@@ -268,12 +313,16 @@ def mean_rate(rates: Sequence[float]) -> float:
 
 
 def scaled(gradient: Floats, scale: float, hyper: Hyper) -> Floats:
-    """Multiply a gradient by its scale in single precision, and negate it to maximize."""
-    return gradient * np.float32(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
+    """Multiply a gradient by its scale in its own precision, and negate it to maximize."""
+    real = gradient.dtype.type
+    product: Floats = gradient * real(-scale if hyper.flags & HYPER_MAXIMIZE else scale)
+    return product
 
 
 def widened(gradient: npt.ArrayLike, gradient_type: int) -> Floats:
-    """Return a gradient in single precision: float32[n], float16[n], or the bits of bfloat16 as uint16[n]."""
+    """Return a gradient in full precision: float64[n], float32[n], float16[n], or the bits of bfloat16 as uint16[n]."""
+    if gradient_type == FLOAT64:
+        return np.asarray(gradient, np.float64)
     if gradient_type == BFLOAT16:
         return (np.asarray(gradient, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.asarray(gradient).astype(np.float32)
@@ -285,7 +334,7 @@ def total_gradient(gradients: Sequence[Floats], scales: Sequence[float]) -> tupl
     A scale common to all pushes is applied once, to the sum; otherwise each gradient is scaled first.
     """
     is_common = len(set(scales)) == 1
-    terms = gradients if is_common else [each * np.float32(scale) for each, scale in zip(gradients, scales, strict=True)]
+    terms = gradients if is_common else [each * each.dtype.type(scale) for each, scale in zip(gradients, scales, strict=True)]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -309,7 +358,7 @@ class Parameter(NamedTuple):
         """Return it with its average, if it has one, moved towards its weights."""
         if self.average is None:
             return self
-        return self._replace(average=lerp(self.average, self.weight, np.float32(1 - decay)))
+        return self._replace(average=lerp(self.average, self.weight, self.weight.dtype.type(1 - decay)))
 
 
 class Place(NamedTuple):
@@ -368,9 +417,10 @@ def fold(
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Fold pushes into copies of weights (float32[n]), state (float32[planes, n]) and steps (int64[parameters]).
 
-    Arguments, result and errors are those of fastps.kernels.update.fold.fold; under FOLD_SUM the hyper-parameters are those of
-    the first push that has the parameter, with the pushes' mean learning rate. Floats outside all segments are 0 in the result.
-    `user_rule` is a function like the rules here.
+    With gradients of FLOAT64 weights and state are float64. Arguments, result and errors are those of
+    fastps.kernels.update.fold.fold; under FOLD_SUM the hyper-parameters are those of the first push that has the parameter,
+    with the pushes' mean learning rate. Floats outside all segments are 0 in the result. `user_rule` is a function like the
+    rules here.
     """
     _check(rule, segments, pushes, weights, state, steps, ema_plane)
     apply = RULES[rule] if user_rule is None else user_rule

@@ -1,6 +1,7 @@
-/* The arithmetic of each update rule on one element, for the folds on the CPU and on a GPU. The includer defines
- * FPS_RULE_BODY(name), the head of a function (by, weight, step, state, flags) that returns the new weight; FPS_MULTIPLY_ADD,
- * FPS_SQUARE_ROOT, FPS_MAGNITUDE, FPS_QUOTIENT (number, divisor, inverse of the divisor), and FPS_LERP (by, start, end).
+/* The arithmetic of each update rule on one element, for the folds on the CPU and on a GPU. The includer defines FPS_REAL, the
+ * type of a number; FPS_RULE_BODY(name), the head of a function (by, weight, step, state, flags) that returns the new weight;
+ * FPS_MULTIPLY_ADD, FPS_SQUARE_ROOT, FPS_MAGNITUDE, FPS_QUOTIENT (number, divisor, inverse of the divisor), and FPS_LERP (by,
+ * start, end).
  *
  * `step` is the summed and scaled gradient, `state` the element's state planes, updated in place, and `flags` the variant. A
  * body does what torch's single-tensor optimizer does, in torch's order, with a fused multiply-add exactly where ATen has one,
@@ -15,7 +16,7 @@
 FPS_RULE_BODY(sgd) {
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     if (flags & FPS_BY_MOMENTUM) {
-        float buffer = flags & FPS_BY_FIRST ? step : FPS_MULTIPLY_ADD(step, by->undampened, state[0] * by->momentum);
+        FPS_REAL buffer = flags & FPS_BY_FIRST ? step : FPS_MULTIPLY_ADD(step, by->undampened, state[0] * by->momentum);
         state[0] = buffer;
         step = flags & FPS_BY_NESTEROV ? FPS_MULTIPLY_ADD(buffer, by->momentum, step) : buffer;
     }
@@ -25,7 +26,7 @@ FPS_RULE_BODY(sgd) {
 /* torch.optim.Adam and AdamW: lerp_, mul_, addcmul_, maximum, sqrt, div, add_, addcdiv_. State: the means of gradients and
  * squares, and the largest mean of squares (amsgrad). */
 FPS_RULE_BODY(adam) {
-    float mean, square, root;
+    FPS_REAL mean, square, root;
     if (flags & FPS_BY_SHRINK) weight = weight * by->shrink;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     mean = FPS_LERP(by, state[0], step);
@@ -47,7 +48,7 @@ FPS_RULE_BODY(adagrad) {
 /* torch.optim.RMSprop: mul_, addcmul_, centered lerp_ and addcmul, sqrt, add_, then addcdiv_, or with momentum mul_, addcdiv_
  * and add_. State: the mean of squares, the momentum buffer, the mean of gradients. */
 FPS_RULE_BODY(rmsprop) {
-    float variance, root;
+    FPS_REAL variance, root;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     variance = state[0] = FPS_MULTIPLY_ADD(by->one_minus_beta2 * step, step, state[0] * by->beta2);
     if (flags & FPS_BY_CENTERED) {
@@ -63,7 +64,7 @@ FPS_RULE_BODY(rmsprop) {
 /* torch.optim.NAdam: lerp_, mul_, addcmul_, div, sqrt, add_, addcdiv_ of the gradient, addcdiv_ of the mean. State: the means
  * of gradients and squares. A square may be subnormal, so it is divided and not multiplied (FPS_QUOTIENT). */
 FPS_RULE_BODY(nadam) {
-    float root;
+    FPS_REAL root;
     if (flags & FPS_BY_SHRINK) weight = weight * by->shrink;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     state[0] = FPS_LERP(by, state[0], step);
@@ -76,7 +77,7 @@ FPS_RULE_BODY(nadam) {
 /* torch.optim.RAdam: lerp_, mul_, addcmul_, div, mul, and once rectified sqrt, add_, reciprocal, mul three times; add_. State:
  * the means of gradients and squares. */
 FPS_RULE_BODY(radam) {
-    float update;
+    FPS_REAL update;
     if (flags & FPS_BY_SHRINK) weight = weight * by->shrink;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     state[0] = FPS_LERP(by, state[0], step);
@@ -89,7 +90,7 @@ FPS_RULE_BODY(radam) {
 
 /* torch.optim.Adamax: lerp_, mul_, abs, add_, maximum, addcdiv_. State: the mean of gradients, and their decayed maximum. */
 FPS_RULE_BODY(adamax) {
-    float decayed, magnitude;
+    FPS_REAL decayed, magnitude;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     state[0] = FPS_LERP(by, state[0], step);
     decayed = state[1] * by->beta2;
@@ -101,7 +102,7 @@ FPS_RULE_BODY(adamax) {
 /* torch.optim.Adadelta: mul_, addcmul_, add, sqrt_ (of each), div_, mul_, mul_, addcmul_, add_. State: the means of the squares
  * of gradients and of steps. */
 FPS_RULE_BODY(adadelta) {
-    float change;
+    FPS_REAL change;
     if (flags & FPS_BY_DECAY) step = FPS_MULTIPLY_ADD(weight, by->weight_decay, step);
     state[0] = FPS_MULTIPLY_ADD(by->one_minus_beta2 * step, step, state[0] * by->beta2);
     change = FPS_SQUARE_ROOT(state[1] + by->epsilon) / FPS_SQUARE_ROOT(state[0] + by->epsilon) * step;

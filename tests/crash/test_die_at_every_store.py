@@ -49,6 +49,7 @@ class Case:
     policy: dict[str, Any]
     slots: int = 2
     shown_type: int = fold.FLOAT32
+    gradient_type: int = fold.FLOAT32
     row_rule: int = -1  # of the tables, one in each shard; -1: there are none
 
     @property
@@ -98,6 +99,9 @@ CASES = [
          {"fold": "in-order", "grant": "round-robin"}, slots=1),
     Case("momentum-combined", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0), {**ASP, "combine": True}),
     Case("adam-shown-in-bfloat16", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP, shown_type=fold.BFLOAT16),
+    Case("adam-in-float64-asp", fold.RULE_ADAM, 2, (0.01, 0, 0, 0, 0.9, 0.99, 1e-8, 0, 0), ASP, gradient_type=fold.FLOAT64),
+    Case("momentum-in-float64-bsp", fold.RULE_SGD, 1, (0.1, 0.9, 0, 0.01, 0, 0, 0, 0, 0),
+         {"fold": "all", "grant": "next-version"}, slots=1, gradient_type=fold.FLOAT64),
     Case("summing-asp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0), ASP),
     Case("summing-bsp", fold.RULE_SUMMING, 2, (0.01, 0.9, 0, 0, 0, 0, 0, 0, 0),
          {"fold": "all", "grant": "next-version"}, slots=1),
@@ -121,7 +125,7 @@ class Job:
             lanes=3, slots=case.slots, ring_size=8, groups=1, parameters=SHARDS + len(case.tables),
             buffer_floats=SHARDS * SHARD_FLOATS, tables=case.tables, row_rule=max(case.row_rule, 0),
             rule=case.rule, state_planes=case.planes + 1, extra_bytes=0, buffers=5, shards=SHARDS, ema_decay=0.9,
-            readers=readers, shown_type=case.shown_type,
+            readers=readers, shown_type=case.shown_type, gradient_type=case.gradient_type,
         )  # fmt: skip
         self.case = case
         self.memory = mmap.mmap(-1, size)
@@ -135,15 +139,21 @@ class Job:
         for lane in self.lanes:
             lane.set_user_rule((summing_rule if case.rule == fold.RULE_SUMMING else own_rule).address)
             lane.share_folds(1)  # uses chunks and tickets, although no worker helps
-        first = np.random.default_rng(5).standard_normal(SHARDS * SHARD_FLOATS).astype(np.float32)
+        first = np.random.default_rng(5).standard_normal(SHARDS * self.shard_size)
         self.floats(self.arena.weights_offset(0))[:] = first
         self.floats(self.arena.plane_offset(0, case.planes))[:] = first  # the moving average
         self.posts = [0, 0, 0]
         for index in (0, 2):
             assert self.arena.claim(index, os.getpid()) == 0
 
+    @property
+    def shard_size(self) -> int:
+        """The numbers of a shard, each of which may be two floats."""
+        return SHARD_FLOATS // (2 if self.case.gradient_type == fold.FLOAT64 else 1)
+
     def floats(self, offset: int) -> Any:
-        return np.frombuffer(self.memory, np.float32, SHARDS * SHARD_FLOATS, offset)
+        dtype = np.float64 if self.case.gradient_type == fold.FLOAT64 else np.float32
+        return np.frombuffer(self.memory, dtype, SHARDS * self.shard_size, offset)
 
     def push(self, index: int, now_ns: int) -> None:
         """Write a slot and post it, without trying the shard lock."""
@@ -158,7 +168,7 @@ class Job:
         slot = step % self.case.slots
         for shard in range(SHARDS):
             lane.pull(shard)
-        gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * SHARD_FLOATS)
+        gradient = np.random.default_rng(100 * index + step).standard_normal(SHARDS * self.shard_size)
         self.floats(self.arena.gradient_offset(index, slot))[:] = gradient
         lane.set_hyper(slot, 0, *self.case.hyper)
         lane.set_presence(slot, ((1 << SHARDS + len(self.case.tables)) - 1).to_bytes(8, "little"))
@@ -233,7 +243,7 @@ class Job:
             places += [self.arena.plane_offset(state, plane) for plane in range(self.case.planes + 1)]
             steps = self.arena.steps_offset(state) + 8 * shard
             found.append(struct.pack("<q", version) + self.memory[steps : steps + 8])
-            found += [self.floats(place)[SHARD_FLOATS * shard : SHARD_FLOATS * (shard + 1)].tobytes() for place in places]
+            found += [self.floats(place)[self.shard_size * shard : self.shard_size * (shard + 1)].tobytes() for place in places]
             if self.case.shown_type:
                 found.append(self.shown(weights, shard, version))
         for table in range(len(self.case.tables)):  # weights, then optimizer state

@@ -5,6 +5,7 @@ count, offset and kind is bounded before use, not that weights stay correct (doc
 """
 
 import gc
+import itertools
 import random
 import struct
 import tempfile
@@ -104,7 +105,7 @@ class Example:
     sync: str
     update: str
     size: str
-    half: bool
+    kind: str  # the type of gradients: a half, float32, or float64 as that of all numbers
     raises: bool
     seed: int
     extras: tuple[tuple[int, str, int], ...]  # moment, action, worker
@@ -130,7 +131,7 @@ _EXAMPLES = st.builds(
     st.sampled_from(SCHEMES),
     st.sampled_from(sorted(UPDATES)),
     st.sampled_from(["small", "small", "shared"]),
-    st.booleans(),
+    st.sampled_from(["float32", "float16", "float64"]),
     st.booleans(),
     st.integers(0, 1 << 16),
     st.lists(
@@ -161,8 +162,9 @@ class Life:
         self._folder = folder
         self._random = random.Random(example.seed)
         # The places are read now, because the header's words may be overwritten later.
-        weights = {"w": np.ones((SIZES[example.size],), np.float32), "b": np.ones(3, np.float32)}
-        weights |= {f"c{index}": np.ones(5, np.float32) for index in range(4)}
+        dtype = np.float64 if example.kind == "float64" else np.float32
+        weights = {"w": np.ones((SIZES[example.size],), dtype), "b": np.ones(3, dtype)}
+        weights |= {f"c{index}": np.ones(5, dtype) for index in range(4)}
         self.store = Store.create(
             weights,
             UPDATES[example.update],
@@ -171,7 +173,7 @@ class Life:
             max_workers=3,
             on_worker_loss="continue",
             nonfinite="raise" if example.raises else "reject",
-            gradient_type="float16" if example.half else "float32",
+            gradient_type="float16" if example.kind == "float16" else None,
             timeout_s=0.03,
         )
         header = places.header_of(self.store.memory)
@@ -301,7 +303,6 @@ def test_whatever_is_written_over_ends_by_an_error_of_fastps(sandbox: Sandbox) -
 def test_an_example_without_wounds_ends_without_an_error(sandbox: Sandbox) -> None:
     """Without overwritten words an example must not fail; otherwise the test above could blame its own actions."""
     for sync in SCHEMES:
-        for size in SIZES:
-            assert sandbox.run(Example(sync, "momentum", size, False, False, 3, ((8, "save", 0), (9, "hold", 1)), ())) == [], (
-                sync
-            )
+        for size, kind in itertools.product(SIZES, ("float32", "float64")):
+            extras = ((8, "save", 0), (9, "hold", 1))
+            assert sandbox.run(Example(sync, "momentum", size, kind, False, 3, extras, ())) == [], (sync, kind)

@@ -1,7 +1,7 @@
 """Jobs for the tests of the fold: a table of rules with their options (ROWS), and situations of pushes (SITUATIONS)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from fastps.kernels.update.fold import (
 )
 from fastps.kernels.update.reference import Hyper
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[Any]
 Result = tuple[Floats, Floats, npt.NDArray[np.int64]]
 Pushes = list[tuple[Any, Sequence[tuple[float, ...]], Sequence[bool], float, float]]
 
@@ -245,6 +245,17 @@ def segments_of(lengths: Sequence[int]) -> tuple[list[tuple[int, int, int]], int
     return segments, offset
 
 
+def in_double(job: Job) -> Job:
+    """The job with doubles, all of whose digits count. Zeros of the state stay zeros."""
+    random = np.random.default_rng(len(job.weights))
+
+    def longer(values: Any) -> Any:
+        return values * (1 + random.random(values.shape) * 2.0**-20)
+
+    pushes: Pushes = [(longer(gradient), *others) for gradient, *others in job.pushes]
+    return replace(job, pushes=pushes, weights=longer(job.weights), state=longer(job.state), gradient_type=compiled.FLOAT64)
+
+
 def normal(random: np.random.Generator, *shape: int) -> Floats:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -309,9 +320,10 @@ SITUATIONS: dict[str, Callable[[int, int], Terms]] = {
 }
 
 
-def bits(values: Floats) -> npt.NDArray[np.int32]:
-    """The bits of floats. All NaNs map to one, because IEEE 754 leaves open which NaN an operation gives."""
-    return np.where(np.isnan(values), np.float32(np.nan), values).astype(np.float32).view(np.int32)
+def bits(values: Floats) -> npt.NDArray[Any]:
+    """The bits of floats or doubles. All NaNs map to one, because IEEE 754 leaves open which NaN an operation gives."""
+    same = np.where(np.isnan(values), values.dtype.type(np.nan), values).astype(values.dtype)
+    return same.view(np.int32 if values.dtype == np.float32 else np.int64)
 
 
 def assert_same_bits(found: Result, expected: Result, context: object) -> None:

@@ -14,6 +14,7 @@ from fastps.kernels.shm.arena import Arena
 from fastps.kernels.shm.format import format_memory
 from fastps.kernels.shm.offsets import OFFSETS, SIZES
 from fastps.kernels.shm.plan import plan
+from fastps.kernels.update.fold import BFLOAT16, FLOAT64, RULE_USER
 from tests.fuzz.places import Header, header_of
 
 FLOATS = 32
@@ -253,3 +254,26 @@ def test_measures_whose_size_wraps_around_let_nobody_attach() -> None:
             lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=1 << 62, rule=0, state_planes=0, extra_bytes=0,
             buffers=4,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "is_whole"), [(30, True), (31, False)])
+def test_a_parameter_of_half_a_double_lets_nobody_attach(length: int, is_whole: bool) -> None:
+    header, size = plan(
+        lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=32, rule=0, state_planes=0, extra_bytes=0,
+        buffers=5, gradient_type=FLOAT64,
+    )  # fmt: skip
+    memory = mmap.mmap(-1, size)
+    format_memory(memory, header, [(0, 30, 0)], shards=[(0, 32)], **POLICIES["asp"])
+    struct.pack_into("<q", memory, header_of(memory).segments_offset + 8, length)
+    if is_whole:
+        assert Arena(memory).is_double
+    else:
+        with pytest.raises(ValueError, match="expected parameter 0 within 32 floats"):
+            Arena(memory)
+
+
+@pytest.mark.parametrize("other", [{"rule": RULE_USER}, {"shown_type": BFLOAT16}, {"tables": [(5, 2, 0, 0, 0)]}])
+def test_doubles_with_what_has_no_loops_in_double_have_no_plan(other: dict[str, Any]) -> None:
+    measures = {"rule": 0, "state_planes": 0, "extra_bytes": 0, "buffers": 5, "gradient_type": FLOAT64} | other
+    with pytest.raises(ValueError, match="expected doubles with a rule of fastps, without halves and without tables"):
+        plan(lanes=2, slots=3, ring_size=8, groups=1, parameters=1, buffer_floats=32, **measures)

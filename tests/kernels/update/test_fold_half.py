@@ -86,7 +86,7 @@ def test_sums_of_half_precision_are_made_in_single_precision(isa: str, gradient_
 def test_an_unknown_type_of_gradient_is_refused() -> None:
     arrays = np.zeros(17, np.float32), np.zeros((0, 17), np.float32), np.zeros(1, np.int64)
     with pytest.raises(ValueError, match="status -3"):
-        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, gradient_type=3)
+        compiled.fold(RULE_SGD, FOLD_SUM, [(0, 17, 0)], [], *arrays, gradient_type=4)
 
 
 # -- weights that a model reads as halves ----------------------------------------------------------

@@ -1,0 +1,329 @@
+"""Parameters in double precision: the results are those of torch's optimizers in double, to twelve digits."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastps
+from fastps.advice.auto_sync import move
+from fastps.job.specs import parse_policy
+from fastps.torch.placed import placed
+from tests.support import commands, processes
+from tests.support.torch_optimizers import (
+    BATCH,
+    OPTIMIZERS,
+    STEPS,
+    alone,  # noqa: F401 - a fixture
+    batches_of,
+    new_model,
+    relative_difference,
+)
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+ADAM = OPTIMIZERS["adam"]
+_QUICK = ("nesterov", "adamw-amsgrad", "nadam-decays", "rmsprop-all")  # the others are slow; the fold's tests have all rules
+
+
+def _double(seed: int = 0) -> torch.nn.Module:
+    """A model whose weights have digits beyond float32's."""
+    model = new_model(seed).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 / 3)
+    return model
+
+
+def _batches(steps: int, size: int = BATCH) -> Batches:
+    return [(inputs.double() / 3, labels) for inputs, labels in batches_of(steps, size)]
+
+
+def _train(model: torch.nn.Module, optimizer: Any, batches: Batches) -> None:
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def _vector(model: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
+def test_one_worker_equals_torch_in_double_for_200_steps(name: str) -> None:
+    plain, model, batches = _double(), _double(), _batches(STEPS)
+    _train(plain, OPTIMIZERS[name](plain.parameters()), batches)
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
+        _train(model, optimizer, batches)
+        assert optimizer.worker.store.layout.gradient_type == "float64"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert relative_difference(model, plain) < 1e-12
+
+
+@pytest.fixture
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_by_default")
+def test_nadam_equals_torch_also_where_double_is_the_default_type() -> None:
+    plain, model, batches = _double(), _double(), _batches(STEPS)
+    expected = OPTIMIZERS["nadam"](plain.parameters())
+    _train(plain, expected, batches)
+    with fastps.DistributedOptimizer(OPTIMIZERS["nadam"](model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches)
+        found = optimizer.state_dict()["state"][0]["mu_product"]
+    assert relative_difference(model, plain) < 1e-12
+    assert torch.equal(found, expected.state_dict()["state"][0]["mu_product"])
+    assert found.dtype == torch.float64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw", "nadam"])
+def test_two_workers_equal_one_process_with_the_batches_of_both(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPS_JOB", f"doubles-{os.getpid()}-{name}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    batches = _batches(STEPS, 2 * BATCH)
+
+    def work(rank: int) -> list[float]:
+        os.environ["RANK"] = str(rank)
+        model = _double(seed=rank)
+        mine = [(x[rank * BATCH : (rank + 1) * BATCH], y[rank * BATCH : (rank + 1) * BATCH]) for x, y in batches]
+        with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), sync="bsp", model=model) as optimizer:
+            _train(model, optimizer, mine)
+        return _vector(model).tolist()
+
+    children = [processes.start(lambda rank=rank: work(rank)) for rank in range(2)]
+    processes.finish(children, 60)
+    assert [child.exit_code for child in children] == [0, 0], [child.outcome for child in children]
+    assert children[0].outcome == children[1].outcome
+    plain = _double()
+    _train(plain, OPTIMIZERS[name](plain.parameters()), batches)
+    expected = _vector(plain)
+    found = torch.tensor(children[0].outcome, dtype=torch.float64)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-12
+
+
+_SCRIPT = """
+import fastps, torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+inputs = torch.randn(640, 8, dtype=torch.float64)
+rank, workers = fastps.rank(), fastps.world_size()
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+inner = torch.optim.Adam(model.parameters(), lr=0.01)
+opt = fastps.DistributedOptimizer(inner, sync="bsp", model=model) if workers > 1 else inner
+for x in inputs.split(32) * 10:
+    x = x[rank * (32 // workers) : (rank + 1) * (32 // workers)]
+    opt.zero_grad()
+    torch.nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True)).backward()
+    opt.step()
+if workers > 1:
+    opt.close()
+if rank == 0:
+    torch.save([p.detach() for p in model.parameters()], OUT)
+"""
+
+
+def test_a_script_in_double_under_fastps_run_equals_the_script_alone(tmp_path: Path) -> None:
+    found = {}
+    for workers in (1, 2):
+        out, script = tmp_path / f"{workers}.pt", tmp_path / f"script{workers}.py"
+        script.write_text(f"OUT = {str(out)!r}\n{_SCRIPT}")
+        ended = commands.fastps("run", "-n", str(workers), str(script))
+        assert ended.returncode == 0, ended.stderr
+        found[workers] = torch.cat([tensor.reshape(-1) for tensor in torch.load(out)])
+    assert found[2].dtype == torch.float64
+    assert float((found[2] - found[1]).abs().max() / found[1].abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("sync", ["asp", "asp,shards=2", "ssp:2", "softsync:1", "asp,combine=true", "psp:1,0.75,shards=3"])
+def test_one_worker_is_torch_under_every_kind_of_discipline(sync: str) -> None:
+    plain, model, batches = _double(), _double(), _batches(30)
+    _train(plain, OPTIMIZERS["momentum"](plain.parameters()), batches)
+    with fastps.DistributedOptimizer(OPTIMIZERS["momentum"](model.parameters()), sync, model=model) as optimizer:
+        _train(model, optimizer, batches)
+    assert relative_difference(model, plain) < 1e-12
+
+
+def test_the_average_of_the_weights_is_in_double() -> None:
+    model = _double()
+    expected = _vector(model)
+    with fastps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), "asp,ema=0.5", model=model) as optimizer:
+        for batch in _batches(10):
+            _train(model, optimizer, [batch])
+            expected = 0.5 * expected + 0.5 * _vector(model)
+        with optimizer.averaged_weights():
+            assert float((_vector(model) - expected).abs().max()) < 1e-14
+
+
+def test_clipping_by_the_policy_is_torchs_in_double() -> None:
+    plain, model, batches = _double(), _double(), _batches(30)
+    inner = OPTIMIZERS["sgd"](plain.parameters())
+    for inputs, labels in batches:
+        inner.zero_grad()
+        torch.nn.functional.cross_entropy(plain(inputs), labels).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        inner.step()
+    with fastps.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), "bsp,clip=0.01", model=model) as optimizer:
+        _train(model, optimizer, batches)
+    assert relative_difference(model, plain) < 1e-12
+
+
+def test_a_gradient_beyond_float32_is_finite_and_an_infinite_one_is_rejected() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), "asp", nonfinite="reject") as optimizer:
+        for value in (-1e100, float("inf")):
+            weight.grad = torch.full((5,), value, dtype=torch.float64)
+            optimizer.step()
+        assert weight.tolist() == [1e100] * 5
+
+
+# -- memory and state ------------------------------------------------------------------------------
+
+
+def test_weights_and_gradients_are_shown_without_a_copy() -> None:
+    model = _double()
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), sync="bsp", model=model) as optimizer:
+        store = optimizer.worker.store
+        for inputs, labels in _batches(3):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            views, slots = store.weight_views(optimizer.worker.buffers), store.gradient_views(0, optimizer.worker.slot)
+            for parameter, view, slot in zip(model.parameters(), views, slots, strict=True):
+                assert parameter.grad is not None
+                assert (parameter.data_ptr(), parameter.grad.data_ptr()) == (view.ctypes.data, slot.ctypes.data)
+                assert (view.size, slot.size) == (parameter.numel(), parameter.numel())
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "nadam", "rmsprop-all"])
+def test_state_dicts_continue_with_the_same_bits(name: str) -> None:
+    batches, model = _batches(20), _double()
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches[:10])
+        of_model, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        _train(model, optimizer, batches[10:])
+    expected = _vector(model)
+    for entry in of_optimizer["state"].values():
+        assert "master" not in entry
+        assert {value.dtype for key, value in entry.items() if value.dim()} == {torch.float64}
+    again = _double(seed=1)
+    again.load_state_dict(of_model)
+    with fastps.DistributedOptimizer(OPTIMIZERS[name](again.parameters()), model=again) as optimizer:
+        optimizer.load_state_dict(of_optimizer)
+        _train(again, optimizer, batches[10:])
+    assert torch.equal(_vector(again), expected)
+    OPTIMIZERS[name](again.parameters()).load_state_dict(of_optimizer)
+
+
+def test_a_resumed_job_goes_on_with_the_same_bits_and_one_in_float32_is_an_error(tmp_path: Path) -> None:
+    batches, model = _batches(20), _double()
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, batches[:10])
+        fastps.save(optimizer, tmp_path)
+        _train(model, optimizer, batches[10:])
+    again = _double(seed=1)
+    with fastps.DistributedOptimizer(ADAM(again.parameters()), model=again, resume=tmp_path) as optimizer:
+        _train(again, optimizer, batches[10:])
+    assert torch.equal(_vector(again), _vector(model))
+    single = new_model()
+    with pytest.raises(fastps.Error, match=r"of float32, .* of float64,"):
+        fastps.DistributedOptimizer(ADAM(single.parameters()), model=single, resume=tmp_path)
+
+
+def test_weights_are_replaced_shown_and_read_in_double() -> None:
+    model, shown, other = _double(), _double(seed=1), _double(seed=2)
+    weights = [parameter.detach().clone() for parameter in other.parameters()]
+    job = f"doubles-reader-{os.getpid()}"
+    with (
+        fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job) as optimizer,
+        fastps.reader(job) as reader,
+    ):
+        _train(model, optimizer, _batches(3))
+        with optimizer.shown_weights(weights):
+            assert torch.equal(_vector(model), _vector(other))
+        optimizer.replace_weights(weights)
+        assert torch.equal(_vector(model), _vector(other))
+        reader.update(shown)
+        assert torch.equal(_vector(shown), _vector(other))
+        with pytest.raises(fastps.LayoutError, match="expected float64, found float32; convert the model"):
+            reader.update(new_model())
+
+
+def test_a_move_to_another_arena_takes_doubles_along() -> None:
+    model = _double()
+    with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model) as optimizer:
+        _train(model, optimizer, _batches(5))
+        hypers = optimizer.worker.store.hypers
+        with closing(move(optimizer.worker, parse_policy("asp,shards=2"), f"doubles-{os.getpid()}.1", hypers)) as moved:
+            for parameter, weights in zip(model.parameters(), moved.weights.values(), strict=True):
+                assert torch.equal(torch.tensor(weights), parameter.detach())
+        moved.store.close()
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@fastps.rule(hyper=("learning_rate",))
+def _descent(weight: float, gradient: float, learning_rate: float) -> float:
+    return weight - learning_rate * gradient
+
+
+def _mixed() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2).double(), torch.nn.Linear(2, 1))
+
+
+_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a mix": (
+        lambda: ADAM(_mixed().parameters()),
+        "expected float64 for all parameters or for none, found float32 and float64",
+    ),
+    "a user's rule": (
+        lambda: fastps.RuleOptimizer(_double().parameters(), _descent, learning_rate=0.1),
+        "is compiled for float32: expected float32 parameters, found float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_what_a_job_in_double_cannot_have_is_refused_by_name(what: str) -> None:
+    make, sentence = _REFUSED[what]
+    with pytest.raises(fastps.UnsupportedError, match=sentence):
+        fastps.DistributedOptimizer(make())
+
+
+def test_a_table_in_double_is_refused() -> None:
+    layer = torch.nn.Embedding(5, 2, sparse=True).double()
+    with pytest.raises(fastps.UnsupportedError, match=r"expected float32, .* found float64; use model.float\(\)"):
+        fastps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_pushed_in_double_only(dtype: torch.dtype) -> None:
+    with pytest.raises(fastps.UnsupportedError, match="to be pushed in float64, found"):
+        fastps.DistributedOptimizer(ADAM(_double().parameters()), push_dtype=dtype)
+    with fastps.DistributedOptimizer(ADAM(_double().parameters()), push_dtype=torch.float64):
+        pass
+    with pytest.raises(fastps.UsageError, match=r"push_dtype: expected torch.float32, torch\.bfloat16 or"):
+        fastps.DistributedOptimizer(ADAM(new_model().parameters()), push_dtype=torch.float64)
+
+
+def test_doubles_on_a_gpu_are_refused() -> None:
+    with FakeTensorMode():
+        parameter = torch.empty(3, device="cuda", dtype=torch.float64)
+    with pytest.raises(fastps.UnsupportedError, match="a model on a GPU: expected float32, bfloat16 or float16 parameters"):
+        placed([parameter], torch.float64, is_told=True)
