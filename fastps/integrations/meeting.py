@@ -100,7 +100,7 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, at
 def _late(rank: int, limit_s: float, what: str) -> str:
     return (
         f"worker {rank} waited {limit_s:g} s for the other workers {what}: expected every worker to come to it equally often;"
-        " raise FASTPS_TIMEOUT if they are only slow"
+        " call it in all workers alike, or raise FASTPS_TIMEOUT if they are only slow"
     )
 
 
