@@ -157,7 +157,7 @@ def test_handlers_without_effect_are_refused() -> None:
             | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "expected workers of one node, found a launch on several",
         ),
-        ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "where the 2 workers meet"),
+        ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
     ],
 )
 def test_launches_that_cannot_work_are_refused(
