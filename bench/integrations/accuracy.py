@@ -39,7 +39,7 @@ def accuracy(row: Row, examples: Path, seed: int) -> float:
     before, name, options = row
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *before, str(examples.resolve() / name), *options, "--seed", str(seed), "--json", "found.json"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         subprocess.run(words, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
         return 100 * float(json.loads(Path(folder, "found.json").read_text())["accuracy"])
 
