@@ -1,7 +1,7 @@
 """A small ConvNeXt on handwritten digits with the Trainer of transformers and fastps.
 
 python examples/transformers_digits.py
-fastps run -n 2 --sync ssp:3 examples/transformers_digits.py
+fastps run -n 2 --sync ssp:3 examples/transformers_digits.py --accumulate 1 --lr 0.0035
 fastps run -n 2 examples/transformers_digits.py --bf16
 torchrun --standalone --nproc-per-node 2 examples/transformers_digits.py
 """

@@ -25,9 +25,9 @@ try:
     import accelerate
     from accelerate.utils import (
         DistributedDataParallelKwargs,
-        DistributedType,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        is_torch_xla_available,
         parse_flag_from_env,
     )
 except ImportError as error:
@@ -95,7 +95,7 @@ class JobOptimizer(DistributedOptimizer):
 def together() -> None:
     """Wait for the other workers of the launch, if there are any."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        torch.distributed.barrier()
+        process_group.barrier()
 
 
 def show_one_version(optimizers: Iterable[DistributedOptimizer]) -> None:
@@ -129,6 +129,11 @@ def refuse_environment() -> None:
     for variable, what in dict(_SHARDING.values()).items():
         if parse_flag_from_env(variable):
             raise _sharded(what, variable)
+    if is_torch_xla_available():
+        raise UnsupportedError(
+            "expected workers on CPUs or GPUs, found the package torch_xla, with which Accelerate trains on TPUs: fastps shares"
+            " memory of one machine; set USE_TORCH_XLA=0 to train without it"
+        )
     _refuse_precision(os.environ.get("ACCELERATE_MIXED_PRECISION"))
     if FaultPolicy.of().continues:
         raise UnsupportedError(
@@ -200,9 +205,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         self.take(sync, fastps_options)
 
     def take(self, sync: str | Policy | None = None, fastps_options: Mapping[str, Any] | None = None) -> None:
-        """Take the options of the job. Raises UnsupportedError on a TPU."""
-        if self.distributed_type == DistributedType.XLA:
-            raise UnsupportedError("expected workers on CPUs or GPUs, found a TPU: fastps shares memory of one machine")
+        """Take the options of the job."""
         self._sync, self._fastps_options = sync, dict(fastps_options or {})
         self._jobs: list[JobOptimizer] = []
         self._given: list[torch.nn.Module] = []

@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Protocol
 
+from fastps.errors import TimeoutExceededError
 from fastps.kernels.protocol.lane import Lane
 from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
 from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.system.deadline import Deadline
 from fastps.torch.optimizer import DistributedOptimizer
 
 logger = logging.getLogger("fastps.integrations")
@@ -30,7 +32,13 @@ _optimizers: "weakref.WeakSet[DistributedOptimizer]" = weakref.WeakSet()
 
 
 class Board(Protocol):
-    """Where the waiting workers of one meeting say that they have come. A store of torch.distributed is one, behind keys."""
+    """Where the waiting workers of one meeting say that they have come. A store of torch.distributed is one, behind keys.
+
+    Attributes:
+        rank: this worker's number.
+    """
+
+    rank: int
 
     def come(self) -> None:
         """Say that this worker has come."""
@@ -50,42 +58,49 @@ def open_workers() -> list[Worker]:
     return [worker for worker in workers if not worker.has_left and not worker.forked]
 
 
-def wait(is_over: Callable[[], bool], what: str, board: Board, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Wait until `is_over`, and keep this process's jobs going. Without an open worker the wait has no limit of its own.
+def wait(
+    is_over: Callable[[], bool], what: str, board: Board, limit_s: float, *, pushes: bool = True, clock: Clock = SYSTEM_CLOCK
+) -> None:
+    """Wait until `is_over`, and keep this process's jobs going; with `pushes` also by pushes without a gradient.
+
+    `limit_s` is the longest wait where no worker is open; an open worker has its own.
 
     Raises WorkerDiedError, TimeoutExceededError that quotes `what`, and whatever combining raises.
     """
     workers = open_workers()
-    until_ns = clock.now_ns() + _AWAKE_NS
+    began_ns = clock.now_ns()
+    deadline = Deadline(began_ns, int(limit_s * 1e9))
     while not is_over():
-        if clock.now_ns() < until_ns:
+        now_ns = clock.now_ns()
+        if now_ns < began_ns + _AWAKE_NS:
             clock.sleep_ns(_AWAKE_PAUSE_NS)
         elif workers:
-            _wait_with(workers, is_over, what, board, clock)
+            _wait_with(workers, is_over, what, Attendance(workers, board, clock) if pushes else None)
             return
+        elif deadline.is_over(now_ns):
+            raise TimeoutExceededError(_late(board.rank, limit_s, what))
         else:
             clock.sleep_ns(_PAUSE_NS)
 
 
-def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, board: Board, clock: Clock) -> None:
-    attendance = Attendance(workers, board, clock)
-
+def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, attendance: "Attendance | None") -> None:
     def reached() -> bool:
         for worker in workers:
             worker.try_combine()
         if is_over():
             return True
-        attendance.look()
+        if attendance is not None:
+            attendance.look()
         return False
 
     first = workers[0]
-    first.wait_until(
-        reached,
-        _PAUSE_NS,
-        lambda: (
-            f"worker {first.rank} waited {first.store.timeout_s:g} s for the other workers {what}: expected every worker to"
-            " come to it equally often; raise FASTPS_TIMEOUT if they are only slow"
-        ),
+    first.wait_until(reached, _PAUSE_NS, lambda: _late(first.rank, first.store.timeout_s, what))
+
+
+def _late(rank: int, limit_s: float, what: str) -> str:
+    return (
+        f"worker {rank} waited {limit_s:g} s for the other workers {what}: expected every worker to come to it equally often;"
+        " call it in all workers alike, or raise FASTPS_TIMEOUT if they are only slow"
     )
 
 
@@ -108,7 +123,7 @@ class Attendance:
             self._has_come = True
             self._board.come()
         for job in self._jobs:
-            stuck = job.stuck()
+            stuck = job.still_stuck()
             if stuck and self._board.have_come([lane for lane in job.others() if lane not in stuck]):
                 job.push_nothing(stuck)
                 self._next_ns = now_ns + _AGAIN_NS
@@ -121,6 +136,7 @@ class _Job:
         self._worker, self._clock = worker, clock
         self._arena, self._layout = worker.store.arena, worker.store.layout
         self._told = False
+        self._posted: dict[int, int] = {}  # of the lanes that were stuck at the last look
 
     def others(self) -> list[int]:
         """The lanes of the others that push, or will once they have attached."""
@@ -132,9 +148,14 @@ class _Job:
             and (state in (LANE_LIVE, LANE_JOINING) or (state == LANE_FREE and lane < self._layout.workers))
         ]
 
-    def stuck(self) -> set[int]:
-        """The lanes of the others whose last push is posted and whose next step has not begun."""
-        return {lane for lane in self.others() if self._is_stuck(lane)}
+    def still_stuck(self) -> set[int]:
+        """The lanes of the others whose last push is posted and whose next step has not begun, now and at the last look.
+
+        A worker that leaves the meeting before this one sees its end, and makes a step, is rarely taken for one of these.
+        """
+        before = self._posted
+        self._posted = {lane: self._arena.counters(lane)["posted"] for lane in self.others() if self._is_stuck(lane)}
+        return {lane for lane, posted in self._posted.items() if before.get(lane) == posted}
 
     def _is_stuck(self, lane: int) -> bool:
         if self._arena.lane_state(lane) != LANE_LIVE:
@@ -153,6 +174,8 @@ class _Job:
     def push_nothing(self, stuck: Collection[int]) -> None:
         """Push without a gradient if this worker may begin a step. Its weights stay: it may be inside of one."""
         worker = self._worker
+        if self._layout.policy.warm_up:  # its steps are counted by those that have a gradient
+            return
         if worker.lane.posted() - worker.lane.done() >= _MOST_POSTED or not worker.push_nothing() or self._told:
             return
         self._told = True

@@ -4,26 +4,27 @@ It carries what frameworks gather: metrics, losses, seeds. Gradients go through 
 store's named error, not with Gloo's.
 """
 
-import os
+import logging
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ScatterOptions, Store, Work  # type: ignore[attr-defined]
 
 from fastps.errors import Error, UnsupportedError, UsageError, WorkerDiedError
 from fastps.integrations import meeting
+from fastps.integrations.group_store import GroupStore
 from fastps.job import environment, limits
 from fastps.job.nodes import nodes_of_environment
 from fastps.network.gloo import reason_of
 from fastps.system.clock import SYSTEM_CLOCK
 
+logger = logging.getLogger("fastps.integrations")
+
 BACKEND = "fastps_job"  # "fastps" is the backend of fastps.collectives, whose waits keep no job going
-PORT_VARIABLE = "FASTPS_GROUP_PORT"
 _MORE_S = 30.0  # Gloo's own timeout comes after the store's, which names the workers
-_NAMED_NS = 1_000_000_000  # how long after a lost connection the store may take to name the lost worker
+_NAMED_NS = 2_000_000_000  # how long after a lost connection the store may take to name the lost worker
 _PAUSE_NS = 10_000_000
 
 
@@ -43,13 +44,16 @@ class JobGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub has another constructor
         self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout)
         self._store, self._number = PrefixStore("fastps", store), 0
+        self.limit_s = timeout.total_seconds()
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         """The name of this kind of group."""
         return BACKEND
 
-    def run(self, name: str, *arguments: Any, **options: Any) -> Work:
+    def run(self, name: str, *arguments: Any, pushes: bool = True, **options: Any) -> Work:
         """Take part in a collective, wait for the others, and return its completed work.
+
+        With `pushes` this worker pushes without a gradient where all others wait for it.
 
         Raises WorkerDiedError if another worker ends before it comes, TimeoutExceededError if it does not come.
         """
@@ -57,7 +61,7 @@ class JobGroup(ProcessGroup):
         board = _KeyBoard(self._store, self._number, self.rank())
         try:
             work: Work = getattr(self._gloo, name)(*arguments, **options)
-            meeting.wait(work.is_completed, f"in {name} of torch.distributed", board)
+            meeting.wait(work.is_completed, f"in {name} of torch.distributed", board, self.limit_s, pushes=pushes)
             work.wait()
         except RuntimeError as error:
             if isinstance(error, Error):
@@ -90,6 +94,14 @@ class JobGroup(ProcessGroup):
         work: Work = self._gloo.recv(*arguments)
         return work
 
+    def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], *_: Any) -> Work:
+        """Each worker's tensors to all workers, by scatters: Gloo has no other way for tensors of several sizes."""
+        for root, tensor in enumerate(received):
+            options = ScatterOptions()
+            options.rootRank = root
+            work = self.run("scatter", [tensor], [sent] if root == self.rank() else [], options)
+        return work
+
     allgather = _collective("allgather")
     allgather_coalesced = _collective("allgather_coalesced")
     _allgather_base = _collective("_allgather_base")
@@ -108,13 +120,13 @@ class _KeyBoard:
     """The board of one collective, in the group's store. It has keys only while a wait is long."""
 
     def __init__(self, store: Store, number: int, rank: int) -> None:
-        self._store, self._number, self._rank = store, number, rank
+        self._store, self._number, self.rank = store, number, rank
         self._has_come = False
 
     def come(self) -> None:
         """Say that this worker has come."""
         self._has_come = True
-        self._store.set(self._key(self._rank), "1")
+        self._store.set(self._key(self.rank), "1")
 
     def have_come(self, ranks: Collection[int]) -> bool:
         """Whether all of these workers have said so."""
@@ -123,25 +135,62 @@ class _KeyBoard:
     def leave(self) -> None:
         """Remove what `come` wrote: the collective is over, so nobody asks for it any more."""
         if self._has_come:
-            self._store.delete_key(self._key(self._rank))
+            self._store.delete_key(self._key(self.rank))
 
     def _key(self, rank: int) -> str:
         return f"{self._number}/{rank}"
 
 
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> JobGroup:
-    return JobGroup(store, rank, size, timeout)
+def barrier() -> None:
+    """Wait until all workers have come. All of them then have the steps that they had when they came.
+
+    In the first wait a worker pushes for those that still make steps. In the second none pushes: a worker that has left the
+    first, and is waited for in the second, has begun no step.
+    """
+    torch.distributed.barrier()
+    if isinstance(group := torch.distributed.group.WORLD, JobGroup):
+        group.run("barrier", pushes=False)
 
 
-def begin() -> bool:
+def begin(
+    rank: int | None = None,
+    workers: int | None = None,
+    *,
+    limit_s: float | None = None,
+    look: Callable[[], None] = lambda: None,
+) -> bool:
     """Begin torch's default process group for the workers of this launch. Returns whether this process is one of several.
 
-    A group that the script has begun is kept. The group's rank and size are the job's.
+    A group that the script has begun is kept, with a warning: its waits do not keep jobs going.
 
-    Raises UnsupportedError on several nodes and in a worker that replaces a lost one, and UsageError where nothing says where
-    the workers meet.
+    Args:
+        rank, workers: this worker's number and the number of workers; default: the environment.
+        limit_s: the longest wait, also of the collectives; default: FASTPS_TIMEOUT.
+        look: called while this worker waits for the others to begin; raises an error if they will not come.
+
+    Raises:
+        UnsupportedError: The launch has several nodes, or this worker replaces a lost one.
+        UsageError: The script's own group has another size, or nothing says which job this is.
+        TimeoutExceededError: A worker does not come.
     """
-    size = environment.world_size()
+    _refuse_launch()
+    size = environment.world_size() if workers is None else workers
+    number = environment.rank() if rank is None else rank
+    if torch.distributed.is_initialized():
+        _check_kept(number, size)
+    elif size > 1:
+        limit_s = limits.timeout_s() if limit_s is None else limit_s
+        _register()
+        store = GroupStore(environment.job_name(0), number, size, limit_s, look).meet()
+        timeout = timedelta(seconds=limit_s + _MORE_S)
+        torch.distributed.init_process_group(BACKEND, store=store, rank=number, world_size=size, timeout=timeout)
+        group: Any = torch.distributed.group.WORLD
+        group.limit_s = limit_s
+    return size > 1
+
+
+def _refuse_launch() -> None:
+    """Raise UnsupportedError for launches whose workers cannot be one group of one machine."""
     if nodes_of_environment() is not None:
         raise UnsupportedError(
             "expected workers of one node, found a launch on several: frameworks that begin a process group train on one node"
@@ -152,32 +201,29 @@ def begin() -> bool:
             "this worker replaces a lost one, and a process group has a fixed set of members: start the job without --restarts,"
             " and resume from the framework's checkpoint"
         )
-    if torch.distributed.is_initialized():
-        return size > 1
-    if size > 1:
-        _register()
-        timeout = timedelta(seconds=limits.timeout_s() + _MORE_S)
-        torch.distributed.init_process_group(
-            BACKEND, store=_store(size, timeout), rank=environment.rank(), world_size=size, timeout=timeout
+
+
+def _check_kept(rank: int, workers: int) -> None:
+    """Check a group that has begun already. Raises UsageError if it has other members than the job."""
+    found = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if found != (rank, workers):
+        raise UsageError(
+            f"the program's process group says worker {found[0]} of {found[1]}: expected {rank} of {workers}, as the launcher"
+            " says; leave init_process_group out, because fastps calls it"
         )
-    return size > 1
+    if workers > 1 and not isinstance(torch.distributed.group.WORLD, JobGroup):
+        logger.warning(
+            "the program has begun a process group of its own (%s): a worker that waits in it folds nothing for the others, so"
+            " all have to make equally many steps between two collectives; leave init_process_group out, because fastps calls"
+            " it",
+            torch.distributed.get_backend(),
+        )
+
+
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> JobGroup:
+    return JobGroup(store, rank, size, timeout)
 
 
 def _register() -> None:
     if BACKEND.upper() not in vars(torch.distributed.Backend):
         torch.distributed.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
-
-
-def _store(size: int, timeout: timedelta) -> Store:
-    """The store in which the workers of this launch meet: the launcher's of torchrun, else one that worker 0 keeps."""
-    rank = environment.rank()
-    port = os.environ.get(PORT_VARIABLE)
-    if port is None and all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")):
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
-        return PrefixStore(environment.job_name(0), store)
-    if port is None:
-        raise UsageError(
-            f"expected to know where the {size} workers meet for torch.distributed, found neither {PORT_VARIABLE} nor"
-            " MASTER_ADDR and MASTER_PORT: start with `fastps run`, torchrun or `accelerate launch`"
-        )
-    return TCPStore("127.0.0.1", int(port), size, rank == 0, timeout)

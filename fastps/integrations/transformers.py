@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, UsageError
 from fastps.integrations import accelerate as fastps_accelerate
 from fastps.job.specs import parse_policy
 from fastps.system.extras import how_to_install
@@ -39,6 +39,19 @@ class _ArgumentsMixin:
 
     sync: str | None
     fastps_options: Any
+    _is_taken = False  # by a Trainer of this module
+
+    @property
+    def place_model_on_device(self) -> Any:
+        """See transformers.TrainingArguments. Raises UsageError for a Trainer that would leave `sync` out."""
+        if not self._is_taken:
+            raise UsageError(
+                f"{type(self).__name__} of fastps in a Trainer of transformers itself: expected"
+                " fastps.integrations.transformers.Trainer, without which the workers train without fastps; import Trainer from"
+                " there, or put TrainerMixin before the Trainer of your own"
+            )
+        parent: Any = super()
+        return parent.place_model_on_device
 
     def __post_init__(self) -> None:
         given: Any = self
@@ -125,6 +138,7 @@ class TrainerMixin:
                 f"expected fastps.integrations.transformers.TrainingArguments, found {type(given).__module__}"
                 f".{type(given).__name__}: import TrainingArguments from there, too"
             )
+        given._is_taken = True
         parent: Any = super()
         parent.create_accelerator_and_postprocess()
         job: Any = given

@@ -187,7 +187,7 @@ def connect(
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             _connect(connection, name, deadline)
-            process_id = _check_user(connection)
+            process_id = check_user(connection)
             found = _exchange(connection, hello, abi, process_id, deadline)
         if found is not None:
             return found
@@ -252,8 +252,8 @@ def _connect(connection: socket.socket, name: bytes, deadline: _Deadline) -> Non
             raise Absent(f"nobody answers at {name[1:].decode(errors='replace')!r}") from error
 
 
-def _check_user(connection: socket.socket) -> int:
-    """Check the listener's user, because any user can bind an abstract name. Return its process id. Raises OtherUser."""
+def check_user(connection: socket.socket) -> int:
+    """Check the user at the other end: any can use an abstract name. Return its process id. Raises OtherUser."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, user, _ = _CREDENTIALS.unpack(data)
     if user != os.geteuid():

@@ -24,7 +24,6 @@ from fastps.processes.spawned_processes import GRACE_NS, Crew, SpawnedWorker
 from fastps.processes.worker_environment import environment_of
 from fastps.system.clock import SYSTEM_CLOCK, Clock
 from fastps.system.interrupts import Interrupts, counted_interrupts
-from fastps.system.ports import free_port
 from fastps.telemetry.tensorboard import written
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ def spawn(
     spec = parse_policy(sync).spec if sync is not None else None
     base = {**os.environ, **({"FASTPS_ON_WORKER_LOSS": on_worker_loss} if on_worker_loss is not None else {})}
     job = secrets.token_hex(8)
-    port = free_port()
-    environments = [environment_of(number, workers, port, job, spec, base) for number in range(workers)]
+    environments = [environment_of(number, workers, 0, job, spec, base) for number in range(workers)]
     work = handover.Work(fn, tuple(args), model)
     file = handover.write(work) if start_method != "fork" else None
     try:

@@ -21,7 +21,6 @@ _OF_TORCHRUN = (
     *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     "TORCHELASTIC_RUN_ID",
 )
-_GROUP_PORT = "FASTPS_GROUP_PORT"
 _OF_NODES = ("FASTPS_NNODES", "FASTPS_NODE_RANK", "FASTPS_RENDEZVOUS", "FASTPS_LOCAL_RANK", "FASTPS_LOCAL_WORKERS")
 _ASKS = re.compile(rb"\bRANK\b|\bLOCAL_RANK\b|\bWORLD_SIZE\b|\bMASTER_PORT\b|\binit_process_group\b|\binit_device_mesh\b")
 
@@ -56,10 +55,10 @@ def environment_of(
 ) -> dict[str, str]:
     """Return the variables of one worker: rank, job, and its share of threads unless the user set a number.
 
-    The style "fastps" removes torchrun's variables from `base`. `port` is free for a process group of torch.distributed.
+    The style "fastps" removes torchrun's variables from `base`. `port` is free, for the style "torchrun".
     """
     cores = len(os.sched_getaffinity(0))
-    variables = {name: value for name, value in base.items() if name not in (*_OF_TORCHRUN, *_OF_NODES, _GROUP_PORT)}
+    variables = {name: value for name, value in base.items() if name not in (*_OF_TORCHRUN, *_OF_NODES)}
     variables |= {
         "FASTPS_RANK": str(rank),
         "FASTPS_WORKERS": str(workers),
@@ -83,8 +82,6 @@ def environment_of(
             "TORCHELASTIC_MAX_RESTARTS": str(restarts),
             "TORCHELASTIC_RUN_ID": job,
         }
-    else:
-        variables[_GROUP_PORT] = str(port)
     variables |= gpu_variables(rank, base)
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     if sync is not None:

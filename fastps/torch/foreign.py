@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fastps.errors import UnsupportedError
+from fastps.errors import ParameterChangedError, UnsupportedError
 from fastps.torch import ddp_hook
 
 _untraced: list[str] = []  # the packages that torch.compile was told not to trace
@@ -21,6 +21,10 @@ _CURE = (
     "pass the bare module to both, and let nothing else average: under Accelerate, Lightning or the Trainer start with"
     " `fastps run --env fastps`, which shows them no process group to join; DistributedDataParallel averages nothing with"
     " register_comm_hook(None, fastps.push_hook)"
+)
+_OTHER_WEIGHTS = (
+    "to evaluate other weights use `with optimizer.shown_weights(tensors)`, to change the job's weights for all workers call"
+    " optimizer.replace_weights(tensors)"
 )
 
 
@@ -124,3 +128,24 @@ def _objects_of(kinds: tuple[type, ...]) -> Iterable[Any]:
     Compares type(), not __class__: asking a proxy for its __class__ may be expensive.
     """
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
+def write_error(name: str, *, is_undone: bool, has_moved: bool) -> ParameterChangedError:
+    """The error for a parameter that something else than step() has changed.
+
+    `is_undone` says that the next pull writes over it, and `has_moved` that it was pointed at other memory.
+    """
+    if is_undone:
+        return ParameterChangedError(
+            f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict), which the next pull would"
+            " undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
+        )
+    if has_moved:
+        return ParameterChangedError(
+            f"parameter {name!r} was pointed at other memory (p.data = tensor, model.to() or an assigning load): expected it to"
+            f" stay where fastps shows the job's weights, because the next step points it back; {_OTHER_WEIGHTS}"
+        )
+    return ParameterChangedError(
+        f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict): other workers read the same"
+        f" memory; {_OTHER_WEIGHTS}, and avoid layers that renormalize their weights (max_norm)"
+    )

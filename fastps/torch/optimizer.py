@@ -22,7 +22,7 @@ from fastps.advice.auto_sync import WarmUp, move, room_bytes
 from fastps.checkpoint.format import Array
 from fastps.checkpoint.periodic import Checkpointing, buffers_of
 from fastps.checkpoint.snapshot import Pinned
-from fastps.errors import ArenaError, Error, ParameterChangedError, UsageError
+from fastps.errors import ArenaError, Error, UsageError
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
 from fastps.job.layout import GradientType, Layout, Parameter, chosen_readers, place
@@ -49,10 +49,6 @@ from fastps.torch.update_rules import Hypers, pushed_type, rows_of, rule_of, typ
 from fastps.torch.weights import Weights, shaped_tensors
 
 logger = logging.getLogger("fastps.torch")
-_CURE = (
-    "to evaluate other weights use `with optimizer.shown_weights(tensors)`, to change the job's weights for all workers call"
-    " optimizer.replace_weights(tensors)"
-)
 _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -385,23 +381,11 @@ class DistributedOptimizer(Evaluation, OptimizerState, torch.optim.Optimizer):
         reaches all workers before they begin, so loading a model's state dict right after wrapping is allowed. A parameter
         that was pointed at other memory reaches no other worker, and the next step would point it back.
         """
-        if not self._placement.shows_arena or self._placement.name == "node":
-            raise ParameterChangedError(
-                f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict), which"
-                " the next pull would undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
-            )
-        if self._weights.has_moved(changed):
-            raise ParameterChangedError(
-                f"parameter {self._name(changed)!r} was pointed at other memory (p.data = tensor, model.to() or an assigning"
-                " load): expected it to stay where fastps shows the job's weights, because the next step points it back;"
-                f" {_CURE}"
-            )
-        if self._total_steps == 0 and (self._is_late or self._store.layout.shown_type == "float32"):
-            return
-        raise ParameterChangedError(
-            f"parameter {self._name(changed)!r} was written to outside of step() (in place, or by load_state_dict): other"
-            f" workers read the same memory; {_CURE}, and avoid layers that renormalize their weights (max_norm)"
-        )
+        undone = not self._placement.shows_arena or self._placement.name == "node"
+        moved = not undone and self._weights.has_moved(changed)
+        is_first = self._total_steps == 0 and (self._is_late or self._store.layout.shown_type == "float32")
+        if undone or moved or not is_first:
+            raise foreign.write_error(self._name(changed), is_undone=undone, has_moved=moved)
 
     def _begins_void(self) -> bool:
         """Whether this worker joined a running job and its script then loaded other weights.

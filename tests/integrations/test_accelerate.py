@@ -157,7 +157,7 @@ def test_handlers_without_effect_are_refused() -> None:
             | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "expected workers of one node, found a launch on several",
         ),
-        ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "where the 2 workers meet"),
+        ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
     ],
 )
 def test_launches_that_cannot_work_are_refused(
@@ -170,6 +170,38 @@ def test_launches_that_cannot_work_are_refused(
     with pytest.raises(Exception, match=sentence) as raised:
         Accelerator(cpu=True)
     assert type(raised.value).__module__ == "fastps.errors"
+
+
+# What Accelerate imports of torch_xla, which no test machine has; PJRT_DEVICE is torch_xla's own variable.
+TORCH_XLA = {
+    "__init__.py": "",
+    "core/__init__.py": "",
+    "core/xla_model.py": "",
+    "distributed/__init__.py": "",
+    "distributed/xla_multiprocessing.py": "",
+    "distributed/parallel_loader.py": "class MpDeviceLoader:\n    pass\n",
+    "runtime.py": "import os\ndef device_type():\n    return os.environ['PJRT_DEVICE']\n",
+}
+TPU = """
+from accelerate.utils import is_torch_xla_available
+from fastps.integrations.accelerate import Accelerator
+
+print("Accelerate finds a TPU:", is_torch_xla_available(check_is_tpu=True), flush=True)
+Accelerator()
+print("made")
+"""
+
+
+def test_workers_on_a_tpu_are_refused_and_may_train_without_it(tmp_path: Path) -> None:
+    for file, content in TORCH_XLA.items():
+        (tmp_path / "torch_xla" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "torch_xla" / file).write_text(content)
+    words = programs.command("alone", programs.program(TPU, tmp_path))
+    refused = programs.run(words, tmp_path, PJRT_DEVICE="TPU", USE_TORCH_XLA="1")
+    assert refused.stdout == "Accelerate finds a TPU: True\n", refused.stdout + refused.stderr
+    assert "UnsupportedError: expected workers on CPUs or GPUs, found the package torch_xla" in refused.stderr
+    trained = programs.run(words, tmp_path, PJRT_DEVICE="TPU", USE_TORCH_XLA="0")
+    assert trained.stdout == "Accelerate finds a TPU: False\nmade\n", trained.stdout + trained.stderr
 
 
 def test_optimizer_that_is_wrapped_already_is_refused() -> None:

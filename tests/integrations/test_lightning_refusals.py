@@ -111,9 +111,9 @@ def test_process_group_of_another_size_is_refused(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        from fastps.integrations.lightning import process_group
+        from fastps.integrations import process_group
 
         with pytest.raises(fastps.UsageError, match="worker 0 of 1: expected 1 of 4"):
-            process_group.join("any", 1, 4, 1.0, lambda: None)
+            process_group.begin(1, 4)
     finally:
         torch.distributed.destroy_process_group()

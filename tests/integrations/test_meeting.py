@@ -18,7 +18,7 @@ class Board:
 
     def __init__(self, *there: int) -> None:
         self.there = set(there)
-        self.calls = 0
+        self.calls, self.rank = 0, 0
 
     def come(self) -> None:
         self.calls += 1
@@ -32,11 +32,12 @@ def _pair(sync: str, name: str) -> tuple[Any, Worker, Worker]:
     return store, store.attach(0), store.attach(1)
 
 
-def _looked(worker: Worker, board: Board) -> None:
+def _looked(worker: Worker, board: Board, looks: int = 2) -> None:
     attendance = meeting.Attendance([worker], board, SYSTEM_CLOCK)
-    attendance._next_ns = 0
-    worker.try_combine()
-    attendance.look()
+    for _ in range(looks):
+        attendance._next_ns = 0
+        worker.try_combine()
+        attendance.look()
 
 
 def _push(worker: Worker) -> None:
@@ -46,7 +47,7 @@ def _push(worker: Worker) -> None:
 
 def test_without_a_job_it_only_waits() -> None:
     answers = iter([False] * 100 + [True])
-    meeting.wait(lambda: next(answers), "in a test", Board())
+    meeting.wait(lambda: next(answers), "in a test", Board(), 10.0)
     assert list(answers) == []
     assert meeting.open_workers() == []
 
@@ -65,6 +66,8 @@ def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync:
     store, first, second = _pair(sync, "meeting-" + sync.replace(":", "-"))
     with store:
         _push(second)
+        _looked(first, Board(), looks=1)
+        assert first.posts == 0, "it may be about to leave the meeting"
         _looked(first, Board())
         assert first.posts == 1
         second.advance()
@@ -72,6 +75,23 @@ def test_other_that_waits_for_a_grant_gets_it_by_a_push_without_a_gradient(sync:
         second.pull()
         assert second.weights["w"].max() < 0, "its own push is folded"
         assert store.version >= 1
+
+
+def test_nothing_is_pushed_for_another_that_has_made_a_step_since_the_last_look() -> None:
+    store, first, second = _pair("asp", "meeting-moves")
+    with store:
+        attendance = meeting.Attendance([first], Board(), SYSTEM_CLOCK)
+        for _ in range(2):
+            _push(second)
+            attendance._next_ns = 0
+            attendance.look()
+            second.advance()
+        assert first.posts == 0
+
+
+def test_without_a_job_the_wait_ends_at_its_own_limit() -> None:
+    with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.01 s for the other workers in a test: expected every"):
+        meeting.wait(lambda: False, "in a test", Board(), 0.01)
 
 
 def test_nothing_is_pushed_while_a_third_worker_neither_waits_nor_has_come() -> None:
@@ -93,6 +113,6 @@ def test_wait_that_does_not_end_raises_an_error_that_says_where(monkeypatch: pyt
         with pytest.raises(
             TimeoutExceededError, match=r"worker 0 waited 0.2 s for the other workers in a test: expected every"
         ):
-            meeting.wait(lambda: False, "in a test", Board())
-        meeting.wait(lambda: True, "in a test", Board())
+            meeting.wait(lambda: False, "in a test", Board(), 10.0)
+        meeting.wait(lambda: True, "in a test", Board(), 10.0)
     assert meeting.open_workers() == []

@@ -9,6 +9,7 @@ from tests.integrations import programs
 PROGRAM = """
 import torch
 from torch import distributed
+from torch.distributed.nn.functional import all_gather
 from fastps.integrations import process_group
 
 assert process_group.begin() and process_group.begin()
@@ -36,7 +37,12 @@ assert objects == [{"rank": 0}, {"rank": 1}]
 message = torch.zeros(1)
 distributed.send(torch.ones(1), 1) if rank == 0 else distributed.recv(message, 0)
 assert message.item() == rank
+given = torch.tensor([rank + 1.0], requires_grad=True)
+every = all_gather(given)
+(every[0] * 2 + every[1] * 3).sum().backward()
+assert given.grad.item() == 2 * (2.0 if rank == 0 else 3.0)
 distributed.barrier(distributed.new_group([0, 1]))
+process_group.barrier()
 distributed.barrier()
 distributed.destroy_process_group()
 """

@@ -1,16 +1,18 @@
 """transformers' Trainer with fastps: the example, checkpoints, the best model, a second training, and what is refused."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastps.errors import UnsupportedError
+from fastps.errors import UnsupportedError, UsageError
 from tests.clients.programs import needs
 from tests.integrations import programs
 
 needs("accelerate", "transformers")
 
+ROOT = Path(__file__).parents[2]
 SMALL = ("--epochs", "4", "--accumulate", "1", "--lr", "0.005", "--out", "out")
 
 
@@ -118,6 +120,25 @@ def test_arguments_of_transformers_itself_are_refused(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(UnsupportedError, match=r"expected fastps\.integrations\.transformers\.TrainingArguments, found"):
         Trainer(torch.nn.Linear(2, 1), arguments)
+
+
+def test_trainer_of_transformers_itself_is_refused(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from fastps.integrations.transformers import TrainingArguments
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UsageError, match=r"expected fastps\.integrations\.transformers\.Trainer, without which"):
+        transformers.Trainer(torch.nn.Linear(2, 1), arguments)
+
+
+def test_import_in_the_checkout_says_where_to_start_instead() -> None:
+    words = [sys.executable, "-c", "from fastps.integrations.transformers import Trainer"]
+    ended = programs.run(words, ROOT)
+    assert ended.returncode != 0
+    assert "as transformers does, start Python in another folder, or as `python -P`" in ended.stderr
+    assert programs.run([words[0], "-P", *words[1:]], ROOT).returncode == 0
 
 
 def test_gathers_of_tokens_at_every_step_are_refused_under_a_discipline_without_waits(tmp_path: Path) -> None:

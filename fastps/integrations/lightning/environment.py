@@ -5,7 +5,6 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 
 from fastps.job import environment, launchers
-from fastps.job.environment import job_name
 
 JOB, WORKERS = "FASTPS_JOB", "FASTPS_WORKERS"
 _TOLD_BY = ("FASTPS_RANK", "RANK", "LOCAL_RANK")
@@ -65,7 +64,3 @@ class FastpsEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         """0: there is one machine."""
         return 0
-
-    def job(self) -> str:
-        """The name that all workers of this launch have in common."""
-        return job_name(0)

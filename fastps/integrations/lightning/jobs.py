@@ -1,7 +1,7 @@
 """The jobs of one fit: a worker of fastps for each of the module's optimizers, from the start of training to its end.
 
-Lightning has barriers that disciplines do not know of. A worker that waits in one goes on folding, and follows the others'
-steps by null pushes, so workers whose epochs differ in length do not wait for each other's pushes.
+Lightning has barriers that disciplines do not know of. A worker that waits in one keeps these jobs going, also by null pushes,
+so workers whose epochs differ in length do not wait for each other's pushes.
 """
 
 import contextlib
@@ -12,11 +12,8 @@ import torch
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from fastps.errors import Error, UsageError
-from fastps.kernels.shm.arena import LANE_LIVE
-from fastps.system.clock import SYSTEM_CLOCK, Clock
+from fastps.integrations import meeting
 from fastps.torch.optimizer import DistributedOptimizer
-
-_NOTICE_NS = 2_000_000_000  # the longest time between a process's end and its notice by the store
 
 
 class Jobs:
@@ -26,9 +23,8 @@ class Jobs:
         options: arguments of DistributedOptimizer, the same for each.
     """
 
-    def __init__(self, options: Mapping[str, Any], clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._clock = clock
         self._private: contextlib.ExitStack | None = None
         self._ended: list[tuple[DistributedOptimizer, torch.optim.Optimizer]] = []  # with what each has wrapped
         self.optimizers: list[DistributedOptimizer] = []
@@ -43,42 +39,8 @@ class Jobs:
                 continue
             begun.append(DistributedOptimizer(optimizer, model=module, **self._options))
             self.optimizers.append(begun[-1])
+            meeting.keep_going(begun[-1])
         return begun
-
-    # -- while a worker waits --------------------------------------------------------------------------
-
-    def tend(self) -> None:
-        """Fold what is posted, and notice deaths. Raises WorkerDiedError."""
-        for optimizer in self.optimizers:
-            optimizer.worker.try_combine()
-            optimizer.worker.look_around()
-
-    def follow(self) -> None:
-        """Make null pushes up to the step of the worker that is furthest, so that no worker waits for this one's gradients."""
-        for optimizer in self.optimizers:
-            worker, policy = optimizer.worker, optimizer.policy
-            if policy.at_once or policy.warm_up:
-                continue
-            arena = worker.store.arena
-            states = arena.lane_states()
-            furthest = max((arena.clock(lane) for lane, state in enumerate(states) if state == LANE_LIVE), default=0)
-            while worker.steps < furthest:
-                worker.push([], null=True, samples=1 if policy.needs_samples else 0)
-                worker.advance()
-
-    def explained(self, error: BaseException) -> Error | None:
-        """The error of fastps that names the worker whose end made a collective fail; None if no worker has ended."""
-        until_ns = self._clock.now_ns() + _NOTICE_NS
-        while self.optimizers:
-            try:
-                self.tend()
-            except Error as found:
-                found.__cause__ = error
-                return found
-            if self._clock.now_ns() >= until_ns:
-                break
-            self._clock.sleep_ns(10_000_000)
-        return None
 
     # -- what the model shows --------------------------------------------------------------------------
 

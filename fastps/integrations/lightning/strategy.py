@@ -1,6 +1,5 @@
 """FastpsStrategy: the workers of a Trainer, its optimizers as workers of fastps, and the collectives that its loops ask for."""
 
-import io
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 
-from fastps.errors import Error
-from fastps.integrations.lightning import checks, process_group
+from fastps.integrations import process_group
+from fastps.integrations.lightning import checks
 from fastps.integrations.lightning.environment import FastpsEnvironment, is_launched
 from fastps.integrations.lightning.jobs import Jobs
 from fastps.integrations.lightning.launchers import ProcessLauncher, ScriptLauncher
@@ -142,9 +141,8 @@ class FastpsStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        job = self.cluster_environment.job() if self.world_size > 1 else ""
         limit_s = timeout_s(self._options.get("timeout_s"))
-        process_group.join(job, self.global_rank, self.world_size, limit_s, self._launcher.check_started)
+        process_group.begin(self.global_rank, self.world_size, limit_s=limit_s, look=self._launcher.check_started)
 
     # -- the beginning and the end of training -----------------------------------------------------------
 
@@ -203,13 +201,8 @@ class FastpsStrategy(ParallelStrategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other workers end, too. Raises the error that names a worker whose end made a collective fail."""
-        found = self._jobs.explained(exception) if process_group.is_from_gloo(exception) else None
+        """Let the other workers end, too."""
         self._jobs.close(f"{type(exception).__name__}: {exception}")
-        if found is not None:
-            raise found
-        if process_group.is_from_gloo(exception) and not isinstance(exception, Error):
-            raise process_group.lost("a collective of torch") from exception
 
     def model_to_device(self) -> None:
         """Move the module to the CPU."""
@@ -233,59 +226,42 @@ class FastpsStrategy(ParallelStrategy):
     # -- what all workers do together ----------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every worker comes here, and make the null pushes that slower workers wait for meanwhile.
-
-        A worker that has left the first of the two barriers makes no step before all have left it, so a step that is seen
-        while waiting in the first one was made before it.
-        """
-        if not self._meets():
-            return
-        if self._jobs.optimizers:
-            self._wait(dist.barrier(async_op=True), "a barrier of the Trainer", follows=True)
-        self._wait(dist.barrier(async_op=True), "a barrier of the Trainer")
+        """Wait until every worker comes here, and make the null pushes that slower workers wait for meanwhile."""
+        if self._meets():
+            process_group.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of worker `src`, in every worker."""
         if not self._meets():
             return obj
-        data = _bytes_of(obj) if self.global_rank == src else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        self._wait(dist.broadcast(size, src, async_op=True), "a broadcast")
-        if self.global_rank != src:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        self._wait(dist.broadcast(data, src, async_op=True), "a broadcast")
-        return obj if self.global_rank == src else _object_of(data)
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all workers, in place; anything else is returned as it is."""
+        """Reduce a tensor over all workers, in place; anything else is returned as it is. "mean" and "avg" are the mean."""
         if not isinstance(tensor, torch.Tensor) or not self._meets():
             return tensor
-        return process_group.reduced(tensor, group, reduce_op, self._wait)
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")  # Gloo has none
+        if isinstance(reduce_op, str):
+            reduce_op = dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, reduce_op.upper())
+        dist.all_reduce(tensor, op=reduce_op or dist.ReduceOp.SUM, group=group)
+        if not is_mean:
+            return tensor
+        count = dist.get_world_size(group)
+        return tensor.div_(count) if tensor.is_floating_point() else tensor.copy_(tensor / count)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all workers, stacked. With `sync_grads` gradients flow through, and torch alone waits."""
+        """The tensors of all workers, stacked. With `sync_grads` gradients flow through."""
         if not self._meets():
             return tensor
-        if sync_grads:
-            return _all_gather_ddp_if_available(tensor, group=group, sync_grads=True)  # type: ignore[no-any-return]
-        return process_group.gathered(tensor, group, self._wait)
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)  # type: ignore[no-any-return]
 
     def _meets(self) -> bool:
         """Whether there are others to wait for. After an error this worker waits for nobody: the others are about to end."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         return dist.is_available() and dist.is_initialized() and not is_interrupted
-
-    def _wait(self, work: Any, what: str, follows: bool = False) -> None:
-        def tend() -> None:
-            self._jobs.tend()
-            if follows:
-                self._jobs.follow()
-
-        try:
-            process_group.finish(work, what, timeout_s(self._options.get("timeout_s")), tend)
-        except Error as error:
-            raise self._jobs.explained(error) or error from error.__cause__
 
     # -- evaluation and checkpoints --------------------------------------------------------------------------
 
@@ -367,16 +343,6 @@ def _size_of(batch: Any) -> int:
     from lightning.pytorch.utilities.data import extract_batch_size
 
     return int(extract_batch_size(batch))
-
-
-def _bytes_of(obj: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _object_of(data: torch.Tensor) -> Any:
-    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
 
 
 FastpsStrategy.register_strategies(StrategyRegistry)
