@@ -1,6 +1,7 @@
 """FastpsStrategy: the workers of a Trainer, its optimizers as workers of fastps, and the collectives that its loops ask for."""
 
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 
@@ -201,7 +203,12 @@ class FastpsStrategy(ParallelStrategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other workers end, too."""
+        """Let the other workers end, too. A worker that SIGTERM ends has the exit code of that in every order of events.
+
+        Lightning's own is 0, which it would be or not be: another worker's failure may be noticed first.
+        """
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = 128 + signal.SIGTERM
         self._jobs.close(f"{type(exception).__name__}: {exception}")
 
     def model_to_device(self) -> None:
