@@ -88,7 +88,7 @@ class Worker(LaneView):
         self._membership = Membership(self, generation)
         if generation:
             self._membership.join()
-        lane.steps = self.begun_at = lane.granted() - 1
+        lane.steps = self.begun_at = lane.begin_steps()
         if lane.steps < 0:
             raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
         lane.earlier_steps = self._steps_before - self.begun_at

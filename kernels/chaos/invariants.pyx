@@ -124,7 +124,10 @@ cdef class InvariantChecker:
                 self.fail(b"head: worker %ld was told that descriptors below %ld are done with, committed are %ld",
                           index, lane_shard.head, worker.cursor)
             if worker.generation != known.generation[index]:
-                known.generation[index] = worker.generation  # another owner has joined, at the slowest's step
+                known.generation[index] = worker.generation  # another owner has joined
+                if worker.live and worker.granted - 1 != state_slowest_clock(state):
+                    self.fail(b"join: worker %ld begins at clock %ld of shard %ld, and is not its slowest", index,
+                              worker.granted - 1, shard)
                 known.granted[index] = worker.granted
                 known.told_granted[index] = 0
             steps = fps_granted_steps(lane_shard.granted)

@@ -10,7 +10,6 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport (
     fps_event_sleep,
-    fps_grant_acquire,
     fps_pin_exchange,
     fps_state_acquire,
     fps_tail_acquire,
@@ -34,7 +33,6 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PUSH,
     fps_commit_buffer,
     fps_commit_version,
-    fps_granted_steps,
     fps_lock_owner,
     fps_member_state,
     fps_readers,
@@ -127,8 +125,7 @@ cdef class Workers:
         (<WorkerLane> self._lanes[index]).loss = 0
         if generation > 0:
             self._join(index)
-        (<WorkerLane> self._lanes[index]).steps = fps_granted_steps(
-            fps_grant_acquire(&self.arena.lane_shard(index, 0).granted)) - 1
+        (<WorkerLane> self._lanes[index]).steps = (<WorkerLane> self._lanes[index])._begin_steps()
         self._pull(index, True)
         if self._readers[index] != NULL:
             (<ReaderPins> self._readers[index])._begin()
@@ -169,11 +166,10 @@ cdef class Workers:
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef uint64_t commit, before
-        cdef int64_t granted
         cdef int32_t shard
         for shard in range(self.n_shards):
-            granted = fps_granted_steps(self.arena.lane_shard(index, shard).granted)
-            if self.is_partial and not is_first and granted < (<WorkerLane> self._lanes[index]).steps + 1:
+            if (self.is_partial and not is_first
+                    and (<WorkerLane> self._lanes[index])._granted(shard) < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
             before = (<WorkerLane> self._lanes[index]).versions[shard]
             commit = (<WorkerLane> self._lanes[index])._pull(shard)

@@ -29,6 +29,7 @@ cdef class Combiner:
     cdef uint64_t *tails
     cdef uint64_t *heads        # as they were before the commit
     cdef uint32_t *members
+    cdef int64_t *first_clocks  # of lanes that join: the clock at which the first shard admitted them, or -1
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil
     cdef bint take(self, uint64_t flags=*) noexcept nogil
@@ -57,5 +58,6 @@ cdef class Combiner:
     cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
     cdef int _next_change(self, scheduler_t *state) noexcept nogil
-    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil
+    cdef int64_t _first_clock(self, uint32_t lane) noexcept nogil
+    cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

@@ -22,7 +22,12 @@ from fastps.kernels.base.atomics cimport (
     fps_state_acquire,
     fps_tail_acquire,
 )
-from fastps.kernels.base.failpoints cimport FPS_MUTANT_BREAK_AT_ONCE, FPS_MUTANT_FORGET_CURSOR, fps_mutant
+from fastps.kernels.base.failpoints cimport (
+    FPS_MUTANT_BREAK_AT_ONCE,
+    FPS_MUTANT_FIRST_CLOCK,
+    FPS_MUTANT_FORGET_CURSOR,
+    fps_mutant,
+)
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
@@ -53,9 +58,11 @@ from fastps.kernels.scheduling.decisions cimport (
 from fastps.kernels.scheduling.state cimport (
     FOLD_ALL,
     FOLD_QUORUM,
+    GRANT_BOUNDED,
     NEVER_NS,
     scheduler_t,
     state_mark_dirty,
+    state_slowest_clock,
     state_workers,
     worker_t,
 )
@@ -113,13 +120,15 @@ cdef class Combiner:
         self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
         self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        if not self.tails or not self.heads or not self.members:
+        self.first_clocks = <int64_t *> calloc(lanes, sizeof(int64_t))
+        if not self.tails or not self.heads or not self.members or not self.first_clocks:
             raise MemoryError()
 
     def __dealloc__(self):
         free(self.tails)
         free(self.heads)
         free(self.members)
+        free(self.first_clocks)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -335,6 +344,12 @@ cdef class Combiner:
         for index in range(self.arena.header.n_lanes):
             # The state first: the tail of a worker that is proved dead is then its last.
             self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
+        if self.shard > 0:
+            # Before any tail: what the first shard had received when it admitted a lane's owner is then in these tails.
+            for index in range(self.arena.header.n_lanes):
+                if fps_member_state(self.members[index]) == FPS_LANE_JOINING:
+                    self.first_clocks[index] = self._first_clock(index)
+        for index in range(self.arena.header.n_lanes):
             self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
             self.heads[index] = self._head(index)
 
@@ -389,7 +404,7 @@ cdef class Combiner:
         return action
 
     cdef int _next_change(self, scheduler_t *state) noexcept nogil:
-        """Retire workers that died and admit workers that join, once everything posted is decided. Returns as `_next_event`.
+        """Retire workers that died, then admit workers that join, once everything posted is decided. Returns as `_next_event`.
 
         Both follow from the lane's state word and from what is committed, so each happens once, whichever lane combines.
         """
@@ -397,22 +412,36 @@ cdef class Combiner:
         cdef worker_t *worker
         for lane in range(self.arena.header.n_lanes):
             member = fps_member_state(self.members[lane])
-            if member != FPS_LANE_DEAD and member != FPS_LANE_JOINING:
-                continue
             worker = &state_workers(state)[lane]
-            if worker.live and (member == FPS_LANE_DEAD
-                                or worker.generation != <int32_t> fps_member_generation(self.members[lane])):
+            if worker.live and (member == FPS_LANE_DEAD or member == FPS_LANE_JOINING
+                                and worker.generation != <int32_t> fps_member_generation(self.members[lane])):
                 return scheduler_leave(state, lane, self.now_ns)
+        for lane in range(self.arena.header.n_lanes):
+            worker = &state_workers(state)[lane]
             # The slots still hold what the lane's last owner pushed and what is kept for a fold.
-            if (member == FPS_LANE_JOINING and not worker.live and worker.cursor == worker.consumed
-                    and (self.shard == 0 or self._clock_of(lane) >= 0)):
-                scheduler_join(state, lane, self.now_ns, -1 if self.shard == 0 else self._clock_of(lane))
+            if (fps_member_state(self.members[lane]) == FPS_LANE_JOINING and not worker.live
+                    and worker.cursor == worker.consumed and (self.shard == 0 or self.first_clocks[lane] >= 0)):
+                scheduler_join(state, lane, self.now_ns, self._clock_for(state, lane))
                 worker.generation = fps_member_generation(self.members[lane])
                 return ACTION_NONE
         return _NOTHING
 
-    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
-        """The clock at which the first shard admitted a lane's owner, which is its clock in all shards; -1: not yet."""
+    cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil:
+        """The clock at which this shard admits a lane's owner; -1: that of the slowest worker, in this shard.
+
+        Under extra steps (DSSP) it is at most the first shard's. A worker waits there until the slowest is near again. Two
+        workers, each far ahead of the other in one shard, would wait for each other for ever.
+        """
+        if self.shard == 0:
+            return -1
+        if fps_mutant(FPS_MUTANT_FIRST_CLOCK):
+            return self.first_clocks[lane]
+        if state.policy.grant == GRANT_BOUNDED and state.policy.high > state.policy.low and state.n_live > 0:
+            return min(state_slowest_clock(state), self.first_clocks[lane])
+        return -1
+
+    cdef int64_t _first_clock(self, uint32_t lane) noexcept nogil:
+        """The clock at which the first shard admitted a lane's owner, which has pushed nothing yet; -1: not yet."""
         cdef int64_t granted = fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted)
         if fps_granted_generation(granted) != <int64_t> fps_member_generation(self.members[lane]):
             return -1

@@ -5,6 +5,7 @@ docs/architecture/protocol.md has a picture of the life of a push after backward
 
 from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport (
@@ -21,7 +22,7 @@ from fastps.kernels.base.atomics cimport (
     fps_sleeping_set,
     fps_yield,
 )
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_ONE_COUNT, fps_mutant
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
@@ -68,6 +69,12 @@ cdef class Lane(ShardLocks):
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.words = arena.lane(index)
+        self.ahead = <int64_t *> calloc(arena.header.n_shards, sizeof(int64_t))
+        if self.ahead == NULL:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.ahead)
 
     # -- slots and posts ---------------------------------------------------------------------------
 
@@ -194,15 +201,33 @@ cdef class Lane(ShardLocks):
 
     # -- grants ------------------------------------------------------------------------------------
 
+    def begin_steps(self):
+        """Begin to count steps, before the first push and once every shard counts this worker: returns those counted so far.
+
+        Each shard is a scheduler with a clock of its own for this lane, and a shard that admits a joiner later may be further
+        on. The worker counts as the first shard does. A grant of another shard is compared with that count from here on.
+        """
+        return self._begin_steps()
+
+    cdef int64_t _begin_steps(self) noexcept nogil:
+        cdef uint32_t shard
+        memset(self.ahead, 0, self.n_shards * sizeof(int64_t))
+        for shard in range(1, self.n_shards):
+            self.ahead[shard] = 0 if fps_mutant(FPS_MUTANT_ONE_COUNT) else self._granted(shard) - self._granted(0)
+        return self._granted(0) - 1
+
     def granted(self, uint32_t shard=0):
-        """Steps that this worker may have begun, as far as a shard is concerned."""
+        """Steps that this worker may have begun, as far as a shard is concerned, in the worker's own count."""
         self._check_shard(shard)
-        return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted))
+        return self._granted(shard)
+
+    cdef int64_t _granted(self, uint32_t shard) noexcept nogil:
+        return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) - self.ahead[shard]
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
         cdef uint32_t shard, fresh = 0
         for shard in range(self.n_shards):
-            fresh += fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) >= granted
+            fresh += self._granted(shard) >= granted
         return fresh
 
     def batch(self):

@@ -32,6 +32,7 @@ FOUND_WITHIN = {
     "forget-confirm": 500,
     "forget-left": 2_000,
     "heads-back": 3_000,
+    "one-count": 2_500,
 }
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
@@ -43,7 +44,10 @@ FOUND_BY_READERS = {
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
 FOUND_ELSEWHERE = ("back-early",)
-RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
+RARELY_FOUND_WITHIN = {
+    "break-at-once": 30_000,  # needs a dead combiner, a stopped helper, and a push in between
+    "first-clock": 15_000,  # needs a fold in another shard between the first shard's admission of a joiner and its own
+}
 
 
 def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
