@@ -17,6 +17,7 @@ cdef class Lane(ShardLocks):
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil
     cdef uint64_t _done(self) noexcept nogil
+    cdef bint _is_expelled(self) noexcept nogil
     cdef int64_t _begin_steps(self) noexcept nogil
     cdef int64_t _granted(self, uint32_t shard) noexcept nogil
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil

@@ -20,6 +20,7 @@ from fastps.kernels.base.atomics cimport (
     fps_pause,
     fps_sleeping_load,
     fps_sleeping_set,
+    fps_state_acquire,
     fps_yield,
 )
 from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_ONE_COUNT, fps_mutant
@@ -36,7 +37,15 @@ from fastps.kernels.protocol.commit cimport (
 from fastps.kernels.protocol.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_descriptor, fps_granted_steps
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_EXPELLED,
+    FPS_LEAVE,
+    FPS_NULL,
+    FPS_PUSH,
+    fps_descriptor,
+    fps_granted_steps,
+    fps_member_state,
+)
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
@@ -166,12 +175,16 @@ cdef class Lane(ShardLocks):
 
     def post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale=1.0,
              double loss=NAN, uint32_t samples=0):
-        """Post one descriptor; False when the ring is full. The slot must stay as it is until `done` has passed it."""
+        """Post one descriptor; False when the ring is full, or this lane was expelled. The slot must stay as it is until `done`
+        has passed it.
+        """
         return self._post(kind, step, slot, read_version, post_ns, scale, loss, samples)
 
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil:
         cdef fps_descriptor descriptor
+        if self._is_expelled():
+            return False
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.kind = kind
         descriptor.step = step
@@ -198,6 +211,13 @@ cdef class Lane(ShardLocks):
     def done(self):
         """Descriptors that every shard is done with: their slots are free."""
         return self._done()
+
+    def is_expelled(self):
+        """Whether a combiner has found this lane's words damaged: its owner may push no more."""
+        return self._is_expelled()
+
+    cdef bint _is_expelled(self) noexcept nogil:
+        return fps_member_state(fps_state_acquire(&self.words.state)) == FPS_LANE_EXPELLED
 
     # -- grants ------------------------------------------------------------------------------------
 
