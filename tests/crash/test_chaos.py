@@ -33,6 +33,8 @@ FOUND_WITHIN = {
     "forget-left": 2_000,
     "heads-back": 3_000,
     "one-count": 2_500,
+    "forget-ring": 2_500,
+    "read-expelled": 2_500,
 }
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
