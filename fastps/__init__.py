@@ -22,6 +22,7 @@ _NAMES_OF = {
         "AttachError",
         "CheckpointError",
         "Error",
+        "ExpelledError",
         "LayoutError",
         "NodeLostError",
         "NonFiniteGradientError",

@@ -7,6 +7,7 @@ from fastps.errors import ArenaError as ArenaError
 from fastps.errors import AttachError as AttachError
 from fastps.errors import CheckpointError as CheckpointError
 from fastps.errors import Error as Error
+from fastps.errors import ExpelledError as ExpelledError
 from fastps.errors import LayoutError as LayoutError
 from fastps.errors import NodeLostError as NodeLostError
 from fastps.errors import NonFiniteGradientError as NonFiniteGradientError

@@ -62,6 +62,14 @@ class WorkerDiedError(Error):
         self.worker = worker
 
 
+class ExpelledError(Error):
+    """A worker's words in shared memory are damaged, and the others go on without it. The attribute `worker` is its lane."""
+
+    def __init__(self, message: str, worker: int) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
 class NodeLostError(Error):
     """A node of the job was lost, or failed. The attribute `node` is its number; -1 if this node cannot tell."""
 

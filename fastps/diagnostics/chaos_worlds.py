@@ -61,8 +61,6 @@ def plan_of(seed: int) -> Plan:
     faulty = rng.random() < 0.9
     restarts = rng.choice((0, 1, 3)) if faulty else 0
     shards = max(policy.shards, rng.choice((1, 1, 2)))
-    # A worker that joins gets the first shard's clock in all shards, and others may be ahead there: then no bound holds.
-    is_bounded = policy.pull == 1 and (shards == 1 or restarts == 0)
     measures = {
         "workers": workers,
         "steps": rng.randint(3, 10 if restarts == 0 else 6),
@@ -72,7 +70,7 @@ def plan_of(seed: int) -> Plan:
         "is_sum": policy.is_sum,
         "is_mean": policy.is_mean,
         "may_drop": policy.fold == "quorum",
-        "bound": bound_of(policy) if is_bounded else -1,
+        "bound": bound_of(policy) if policy.pull == 1 else -1,
         "partial": policy.pull < 1,
         "at_once": policy.at_once,
         "helpers": rng.choice((0, workers - 1)),

@@ -9,10 +9,20 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from fastps.errors import NonFiniteGradientError, WorkerDiedError, damaged
+from fastps.errors import ExpelledError, NonFiniteGradientError, WorkerDiedError, damaged
 from fastps.job.layout import first_difference
 from fastps.kernels.protocol.worker_lane import WorkerLane
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import (
+    DAMAGED_KIND,
+    DAMAGED_RING,
+    DAMAGED_SLOT,
+    DAMAGED_TURN,
+    LANE_EXPELLED,
+    LANE_FREE,
+    LANE_JOINING,
+    LANE_LIVE,
+    Arena,
+)
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.peers import Owner, Peers
 
@@ -20,7 +30,32 @@ logger = logging.getLogger("fastps.membership")
 _WAITED_FOR = {LANE_FREE: ", not attached", LANE_JOINING: ", joining", LANE_LIVE: ""}
 
 
+_DAMAGES = {
+    DAMAGED_RING: "a count of posted descriptors that its ring cannot hold",
+    DAMAGED_KIND: "a descriptor of kind {found}",
+    DAMAGED_SLOT: "a descriptor of slot {found}",
+    DAMAGED_TURN: "a push of step {found}, which was not granted",
+}
+
 _Found = TypeVar("_Found")
+
+
+def expelled_text(arena: Arena, lane: int) -> str:
+    """What is damaged in a lane that was expelled, as a sentence."""
+    what, found = arena.damage(lane)
+    return (
+        f"worker {lane} (process {arena.process_id(lane)}) was expelled: expected pushes in its lane that a worker can have"
+        f" posted, found {_DAMAGES.get(what, 'other words').format(found=found)}: a process of the job has overwritten its"
+        " memory; its pushes that were not decided are dropped; end it and start another worker in its place"
+    )
+
+
+def expel(store: JobMemory, lane: int, damage: int) -> bool:
+    """Expel a worker whose words a combiner found damaged, if the job goes on without lost workers. Returns whether it does."""
+    if not store.layout.faults.continues:
+        return False
+    store.arena.expel(lane, damage)
+    return True
 
 
 class Participant(Protocol):
@@ -57,6 +92,7 @@ class Membership:
         self._peers = Peers(worker.store.arena, worker.store.descriptor, worker.store.job, worker.rank)
         self._told_foreign = False
         self._refused = ""
+        self._told_expelled: set[Owner] = set()
         self._rejections = worker.store.arena.rejections
         self._own_rejections = worker.store.arena.rejected(worker.rank)[0]
 
@@ -98,9 +134,11 @@ class Membership:
     def look(self, now_ns: int) -> None:
         """Handle every worker that died or failed, and log a process whose layout was refused.
 
-        Raises WorkerDiedError under on_worker_loss="stop", and the errors of `report_rejections`.
+        Raises WorkerDiedError under on_worker_loss="stop", ExpelledError, and the errors of `report_rejections`.
         """
         self._worker.recover_stale_locks(now_ns)
+        if LANE_EXPELLED in self._store.arena.lane_states():
+            self.tell_expelled()
         while (dead := self._peers.dead()) is not None:
             if dead[0] == self._store.arena.server_lane:
                 self._lose_server(dead, now_ns)
@@ -115,6 +153,17 @@ class Membership:
             self._worker.try_combine()
         self._check_layouts()
         self.report_rejections()
+
+    def tell_expelled(self) -> None:
+        """Log every worker that was expelled, once. Raises ExpelledError if this worker was."""
+        arena = self._store.arena
+        for lane, (generation, state) in enumerate(arena.members()):
+            if state != LANE_EXPELLED or (lane, generation) in self._told_expelled:
+                continue
+            if lane == self._worker.rank:
+                raise ExpelledError(expelled_text(arena, lane), lane)
+            self._told_expelled.add((lane, generation))
+            logger.warning("%s; the job goes on without it", expelled_text(arena, lane))
 
     def _lose_server(self, server: Owner, now_ns: int) -> None:
         """Go on without the server under any fault policy. Raises WorkerDiedError if it owned the memory on devices."""

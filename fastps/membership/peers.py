@@ -10,12 +10,22 @@ import os
 import select
 
 from fastps.errors import WorkerDiedError
-from fastps.kernels.shm.arena import ABI, LANE_DEAD, LANE_FAILED, LANE_JOINING, LANE_LEAVING, LANE_LIVE, LANE_SERVING, Arena
+from fastps.kernels.shm.arena import (
+    ABI,
+    LANE_DEAD,
+    LANE_EXPELLED,
+    LANE_FAILED,
+    LANE_JOINING,
+    LANE_LEAVING,
+    LANE_LIVE,
+    LANE_SERVING,
+    Arena,
+)
 from fastps.membership import rendezvous
 
 _ASK_TIMEOUT_S = 0.05
 _MOST_SKIPPED_LOOKS = 20  # the backoff for a peer that does not answer (a stopped process), because each try costs time
-_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING, LANE_SERVING)
+_PRESENT = (LANE_LIVE, LANE_LEAVING, LANE_JOINING, LANE_SERVING, LANE_EXPELLED)  # an expelled one may hold a lock
 
 Owner = tuple[int, int]
 """A lane, and the generation of its owner."""
@@ -97,6 +107,8 @@ class Peers:
             self._poll.unregister(pidfd)
             del self._owner_of[pidfd]
             os.close(pidfd)
+        if self._arena.lane_state(owner[0]) == LANE_EXPELLED:
+            self._dismissed.add(owner)  # its lane stays so after its end
 
     def dismiss(self, owner: Owner) -> None:
         """Forget this owner, and never return it from `dead` again."""

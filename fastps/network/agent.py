@@ -20,7 +20,7 @@ from fastps.errors import Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership.job_memory import JobMemory
 from fastps.network.far_home import FarHome
 from fastps.network.home import Home
@@ -139,7 +139,7 @@ class AgentServer(Server):
         gone = (
             lane
             for lane, (generation, state) in owners
-            if state in (LANE_FAILED, LANE_DEAD) or self._peers.is_dismissed((lane, generation))
+            if state in (LANE_FAILED, LANE_DEAD, LANE_EXPELLED) or self._peers.is_dismissed((lane, generation))
         )
         return next(gone, -1)
 

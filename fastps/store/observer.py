@@ -7,7 +7,17 @@ import os
 from dataclasses import dataclass, field, replace
 
 from fastps.errors import ArenaError
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_FREE, LANE_JOINING, LANE_LEAVING, LANE_LEFT, LANE_LIVE, Arena
+from fastps.kernels.shm.arena import (
+    LANE_DEAD,
+    LANE_EXPELLED,
+    LANE_FAILED,
+    LANE_FREE,
+    LANE_JOINING,
+    LANE_LEAVING,
+    LANE_LEFT,
+    LANE_LIVE,
+    Arena,
+)
 from fastps.membership import discovery
 from fastps.membership.node_board import BoardView, NodeStatistics
 from fastps.membership.rendezvous import Place
@@ -23,6 +33,7 @@ _STATES = {
     LANE_LEFT: "left",
     LANE_FAILED: "failed",
     LANE_DEAD: "died",
+    LANE_EXPELLED: "expelled",
 }
 
 

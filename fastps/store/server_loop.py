@@ -14,9 +14,10 @@ from typing import Any
 from fastps.errors import raise_for_outcome
 from fastps.job import limits as config
 from fastps.job.layout import Layout
-from fastps.kernels.protocol.lane import AWAITING, FENCED, Lane
+from fastps.kernels.protocol.lane import AWAITING, BAD_DESCRIPTOR, FENCED, Lane
 from fastps.kernels.shm.arena import ABI
 from fastps.membership import rendezvous
+from fastps.membership.membership import expel
 from fastps.membership.peers import Peers
 from fastps.store.core_sharing import Cores
 from fastps.store.server_process import WORKER_PRESENT, Order
@@ -79,6 +80,8 @@ class Server:
         if self._is_lost:
             return
         outcome = self.lane.try_combine(self._clock.now_ns())
+        while outcome == BAD_DESCRIPTOR and expel(self._store, self.lane.bad_lane, self.lane.damage):
+            outcome = self.lane.try_combine(self._clock.now_ns())
         self._held = outcome == AWAITING
         if outcome < 0 and self.lane.fold_failure is not None:
             self._look(self._clock.now_ns())

@@ -290,7 +290,7 @@ class Store(JobMemory):
             try:
                 return self.answer_at(rank)
             except OSError as error:
-                gone = self.arena.lane_state(rank) in (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED)
+                gone = self.arena.lane_state(rank) in (arena.LANE_LEFT, arena.LANE_DEAD, arena.LANE_FAILED, arena.LANE_EXPELLED)
                 limit_s = self.timeout_s if gone else min(self.timeout_s, _DYING_S)
                 if not self.layout.faults.continues or self.clock.now_ns() - began_ns >= limit_s * 1e9:
                     raise AttachError(
@@ -303,7 +303,7 @@ class Store(JobMemory):
         late = [lane for lane in range(self.layout.workers, self.layout.lanes)]
         empty = [lane for lane in late if self.arena.lane_state(lane) == arena.LANE_FREE]
         if self.layout.faults.continues:
-            gone = (arena.LANE_DEAD, arena.LANE_LEFT, arena.LANE_FAILED)
+            gone = (arena.LANE_DEAD, arena.LANE_LEFT, arena.LANE_FAILED, arena.LANE_EXPELLED)
             empty += [lane for lane, state in enumerate(self.arena.lane_states()) if state in gone]
         for lane in empty:
             with contextlib.suppress(AttachError):  # another process was faster

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from fastps.errors import TimeoutExceededError, UsageError, damaged, raise_for_outcome
 from fastps.job import limits
-from fastps.kernels.protocol.lane import AWAITING, FENCED
-from fastps.kernels.protocol.worker_lane import WorkerLane
+from fastps.kernels.protocol.lane import AWAITING, BAD_DESCRIPTOR, FENCED
+from fastps.kernels.protocol.worker_lane import EXPELLED, WorkerLane
 from fastps.membership.job_memory import JobMemory
-from fastps.membership.membership import Membership, Owner
+from fastps.membership.membership import Membership, Owner, expel
 from fastps.membership.stalls import Stalls
 from fastps.store.core_sharing import Cores
 from fastps.store.late_responses import LateResponses
@@ -77,9 +77,17 @@ class LaneWaiter:
             self._settle(self.lane.try_combine(self._clock.now_ns()))
 
     def _settle(self, outcome: int) -> None:
-        """Handle an outcome of try_combine: finish a fold that waits for its helpers, and raise the error of a failed one."""
+        """Handle an outcome of try_combine: finish a fold that waits for its helpers, and raise the error of a failed one.
+
+        A worker whose words are damaged is expelled, if the job goes on without it. Raises ExpelledError if this is it.
+        """
         if outcome == AWAITING:
             outcome = self._end_turn()
+        while outcome == BAD_DESCRIPTOR and expel(self.store, self.lane.bad_lane, self.lane.damage):
+            self._membership.tell_expelled()
+            outcome = self._end_turn()
+        if outcome == EXPELLED:
+            self._membership.tell_expelled()
         if outcome < 0 or outcome == FENCED:
             raise_for_outcome(outcome, self.lane.bad_lane, self.store.arena.buffers)
 
@@ -183,6 +191,15 @@ class LaneWaiter:
             self.try_combine()
             if self._clock.now_ns() - began_ns >= limits.SHORT_WAIT_NS:
                 return
+
+    def _wait_for_room(self) -> None:
+        """Wait until the ring has room for one more descriptor. Raises ExpelledError, after which it never has."""
+        if self.lane.is_expelled():
+            self._membership.tell_expelled()
+        posted = self.lane.posted()
+        if self.lane.done() > posted:  # a damaged count; the ring would never have room
+            raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
+        self._wait(0, posted - limits.RING_SIZE + 1)
 
     def _look_if_due(self, now_ns: int) -> None:
         if now_ns - self._looked_ns > limits.LIVENESS_NS:

@@ -17,7 +17,7 @@ from fastps.job.links import link_of
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import BUSY, DONE, KIND_LEAVE, KIND_NULL, KIND_PUSH
 from fastps.kernels.protocol.worker_lane import EARLY, FULL
-from fastps.kernels.shm.arena import LANE_FREE, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_FREE, LANE_JOINING, LANE_LIVE
 from fastps.membership import rendezvous
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.membership import Membership
@@ -88,7 +88,7 @@ class Worker(LaneView):
         self._membership = Membership(self, generation)
         if generation:
             self._membership.join()
-        lane.steps = self.begun_at = lane.granted() - 1
+        lane.steps = self.begun_at = lane.begin_steps()
         if lane.steps < 0:
             raise damaged(f"worker {rank}'s grant ({lane.steps + 1} steps)")
         lane.earlier_steps = self._steps_before - self.begun_at
@@ -103,7 +103,7 @@ class Worker(LaneView):
 
         The push has the rows that `put_rows` gave since the last one; a table without such rows stays as it is.
 
-        Raises WorkerDiedError and TimeoutExceededError; KeyError or ValueError for gradients of other names or shapes.
+        Raises WorkerDiedError, ExpelledError, TimeoutExceededError; KeyError or ValueError for other names or shapes.
         """
         if self.lane.awaits:
             self.advance()  # a fold may still read the slot
@@ -236,12 +236,6 @@ class Worker(LaneView):
         """Post one descriptor as soon as the ring has room for it."""
         while not self.lane.post(kind, step, slot, version, self._clock.now_ns(), scale, loss, samples):
             self._wait_for_room()
-
-    def _wait_for_room(self) -> None:
-        posted = self.lane.posted()
-        if self.lane.done() > posted:  # a damaged count; the ring would never have room
-            raise damaged(f"the ring of worker {self.rank} ({posted} posted, {self.lane.done()} done with)")
-        self._wait(0, posted - limits.RING_SIZE + 1)
 
     def advance(self) -> None:
         """Wait until the next step is granted and its slot may be written. Combine and check the peers meanwhile."""
@@ -412,7 +406,7 @@ class Worker(LaneView):
             return False  # under disciplines without waits, a worker may attach after this one has finished
         for lane, state in enumerate(states):
             counters = self.store.arena.counters(lane)
-            if state in (LANE_LIVE, LANE_JOINING) or counters["done"] < counters["posted"]:
+            if state in (LANE_LIVE, LANE_JOINING) or (state != LANE_EXPELLED and counters["done"] < counters["posted"]):
                 return False
         return True
 

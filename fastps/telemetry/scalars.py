@@ -15,7 +15,7 @@ from fastps.store.observer import Look, ShardStatistics, WorkerStatistics
 COUNTER, GAUGE = "counter", "gauge"
 JOB, WORKER, SHARD, NODE = "job", "worker", "shard", "node"
 OWNERS = (JOB, WORKER, SHARD, NODE)
-_LOST = ("died", "failed")
+_LOST = ("died", "failed", "expelled")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from fastps.errors import UsageError
-from fastps.kernels.shm.arena import LANE_DEAD, LANE_FAILED, LANE_JOINING, LANE_LIVE
+from fastps.kernels.shm.arena import LANE_DEAD, LANE_EXPELLED, LANE_FAILED, LANE_JOINING, LANE_LIVE
 from fastps.store.worker import Worker
 
 _HEADER_BYTES = 64  # a slot's first cache line: int64 words
@@ -153,7 +153,7 @@ class BufferRounds:
 
     def _read(self, number: int) -> None:
         """Average the buffers that live workers, and workers that left in good order, have published."""
-        gone = (LANE_DEAD, LANE_FAILED)
+        gone = (LANE_DEAD, LANE_FAILED, LANE_EXPELLED)
         states = self._arena.lane_states()
         self._buffers.average([slot for lane, slot in enumerate(self._slots) if states[lane] not in gone])
         _header(self._slots[self._worker.rank])[_READ] = number

@@ -37,7 +37,11 @@
     MUTANT(FORGET_CONFIRM, "forget-confirm", "a combiner folds without a look at whether the lock is still its own")      \
     MUTANT(FORGET_LEFT, "forget-left", "a fold may write a buffer that a stopped combiner may still write")               \
     MUTANT(BACK_EARLY, "back-early", "a workspace that was left is used again while a helper may still write there")      \
-    MUTANT(HEADS_BACK, "heads-back", "a combiner that was stopped writes heads and grants that are lower than those there")
+    MUTANT(HEADS_BACK, "heads-back", "a combiner that was stopped writes heads and grants that are lower than those there") \
+    MUTANT(FIRST_CLOCK, "first-clock", "a worker that joins gets the first shard's clock in all shards")                 \
+    MUTANT(ONE_COUNT, "one-count", "a worker that joined takes its count of steps for the clock of every shard") \
+    MUTANT(FORGET_RING, "forget-ring", "the owner after one that was expelled begins in the ring as it is")              \
+    MUTANT(READ_EXPELLED, "read-expelled", "pushes of an expelled worker that wait for their sum are folded")
 
 enum {
 #define FPS_MUTANT_NUMBER(symbol, name, text) FPS_MUTANT_##symbol,

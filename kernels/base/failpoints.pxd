@@ -34,6 +34,10 @@ cdef extern from "base/failpoints.h" nogil:
         FPS_MUTANT_FORGET_LEFT
         FPS_MUTANT_BACK_EARLY
         FPS_MUTANT_HEADS_BACK
+        FPS_MUTANT_FIRST_CLOCK
+        FPS_MUTANT_ONE_COUNT
+        FPS_MUTANT_FORGET_RING
+        FPS_MUTANT_READ_EXPELLED
         FPS_N_MUTANTS
 
     # Only in a build with FASTPS_HOOKS=1.

@@ -47,6 +47,9 @@ cdef class InvariantChecker:
     cdef char kinds[MAX_WORKERS][MAX_STEPS]
     cdef int64_t posted[MAX_WORKERS]              # descriptors, as their workers know
     cdef int64_t promised[MAX_WORKERS]            # descriptors that were posted before the worker last tried to combine
+    cdef char wounded[MAX_WORKERS]                # lanes whose words were damaged: what they posted may be dropped
+    cdef int64_t wounds
+    cdef uint32_t wounded_owner[MAX_WORKERS]      # the latest generation whose words were damaged
     cdef char message[512]
 
     cdef void look(self, int32_t runs) noexcept nogil

@@ -16,6 +16,7 @@ from libc.string cimport memcmp, memcpy
 from fastps.kernels.scheduling.state cimport scheduler_t, state_slowest_clock, state_workers, worker_t
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_EXPELLED,
     FPS_LEAVE,
     FPS_NULL,
     FPS_PENDING,
@@ -29,6 +30,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_lane_shard,
     fps_lock_epoch,
     fps_lock_owner,
+    fps_member_state,
     fps_record,
 )
 
@@ -105,7 +107,7 @@ cdef class InvariantChecker:
             self.shards[shard].lock = lock
             if fps_lock_owner(lock) == 0 and not lock & FPS_PENDING:
                 for index in range(self.n_workers):
-                    if state_workers(state)[index].consumed < self.promised[index]:
+                    if state_workers(state)[index].consumed < self.promised[index] and not self.wounded[index]:
                         self.fail(b"stranded: a push of worker %ld is left behind under a free lock (shard %ld, step %ld)",
                                   index, shard, state_workers(state)[index].consumed)
 
@@ -124,7 +126,10 @@ cdef class InvariantChecker:
                 self.fail(b"head: worker %ld was told that descriptors below %ld are done with, committed are %ld",
                           index, lane_shard.head, worker.cursor)
             if worker.generation != known.generation[index]:
-                known.generation[index] = worker.generation  # another owner has joined, at the slowest's step
+                known.generation[index] = worker.generation  # another owner has joined
+                if worker.live and worker.granted - 1 != state_slowest_clock(state):
+                    self.fail(b"join: worker %ld begins at clock %ld of shard %ld, and is not its slowest", index,
+                              worker.granted - 1, shard)
                 known.granted[index] = worker.granted
                 known.told_granted[index] = 0
             steps = fps_granted_steps(lane_shard.granted)
@@ -174,7 +179,7 @@ cdef class InvariantChecker:
             expected = 1 if n > 0 else min(versions, <int64_t> 1)  # what was passed may have been dropped
         elif self.is_sum:
             expected = min(passed, <int64_t> 1)
-        if versions != expected:
+        if versions != expected and not self.wounds:
             self.fail(b"version: %ld pushes were passed at once, and %ld versions (now %ld)", passed, versions, state.version)
         if self.has_state:
             self._watch_state(shard, record.state_buffer, n, 1.0 / n if self.is_mean else 1.0)
@@ -242,10 +247,11 @@ cdef class InvariantChecker:
         cdef int64_t position
         for index in range(self.n_workers):
             worker = &state_workers(state)[index]
-            if not known.cursor[index] <= worker.cursor <= worker.consumed <= self.posted[index]:
+            if not known.cursor[index] <= worker.cursor <= worker.consumed or (
+                    worker.consumed > self.posted[index] and not self.wounded[index]):
                 self.fail(b"cursor: worker %ld's went from %ld to %ld", index, known.cursor[index], worker.cursor)
                 continue
-            for position in range(known.cursor[index], worker.cursor):
+            for position in range(known.cursor[index], min(worker.cursor, self.posted[index])):
                 if self.kinds[index][position] == FPS_LEAVE:
                     continue
                 passed[0] += 1
@@ -254,7 +260,7 @@ cdef class InvariantChecker:
                     known.nulls[index] += 1
                 elif not known.is_folded[index][position]:
                     known.dropped[index] += 1
-                    if not self.may_drop:
+                    if not self.may_drop and not self.wounded[index]:
                         self.fail(b"lost: step %ld of worker %ld was passed in shard %ld, and not folded", position, index,
                                   shard)
             known.cursor[index] = worker.cursor
@@ -335,6 +341,10 @@ cdef class InvariantChecker:
                 self.fail(b"lock: worker %ld holds the lock of shard %ld at the end (%ld)", owner - 1, shard, unnoticed)
             for index in range(self.n_workers):
                 if (unnoticed >> index) & 1:
+                    continue
+                if self.wounded[index]:
+                    if state_workers(state)[index].live and fps_member_state(self.arena.lane(index).state) == FPS_LANE_EXPELLED:
+                        self.fail(b"expelled: worker %ld is still counted at the end (shard %ld, %ld)", index, shard, unnoticed)
                     continue
                 if known.cursor[index] != self.posted[index] \
                         or <int64_t> self.arena.lane_shard(index, shard).head != known.cursor[index]:

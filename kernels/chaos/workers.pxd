@@ -33,6 +33,7 @@ cdef class Workers:
     cdef int32_t spins
     cdef bint at_once
     cdef bint is_partial
+    cdef int32_t wounds_left            # lanes whose words may be damaged
     cdef bint reads_rows                # whether a step reads rows of one version: all wait for all
     cdef uint32_t null_share            # of 2 ** 16
 
@@ -63,3 +64,7 @@ cdef class Workers:
     cdef void _look_around(self, int32_t index) noexcept nogil
     cdef bint _others_are_done(self, int32_t index) noexcept nogil
     cdef void _leave(self, int32_t index) noexcept nogil
+    cdef void _wound(self) noexcept nogil
+    cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil
+    cdef bint _is_out(self, int32_t index) noexcept nogil
+    cdef void _end_expelled(self, int32_t index) noexcept nogil

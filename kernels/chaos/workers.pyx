@@ -10,7 +10,6 @@ from libc.string cimport memset
 
 from fastps.kernels.base.atomics cimport (
     fps_event_sleep,
-    fps_grant_acquire,
     fps_pin_exchange,
     fps_state_acquire,
     fps_tail_acquire,
@@ -19,11 +18,13 @@ from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
 from fastps.kernels.chaos.invariants cimport MAX_STEPS, ROW_FLOATS, SHARD_FLOATS, InvariantChecker
 from fastps.kernels.chaos.machine cimport STALLED, Machine
 from fastps.kernels.protocol.combiner cimport Combiner
-from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_BUSY, COMBINE_FENCED
+from fastps.kernels.protocol.commit cimport COMBINE_AWAITING, COMBINE_BAD_DESCRIPTOR, COMBINE_BUSY, COMBINE_FENCED
 from fastps.kernels.protocol.reader_pins cimport ReaderPins
-from fastps.kernels.protocol.worker_lane cimport PUSH_FULL, WorkerLane
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.protocol.worker_lane cimport PUSH_EXPELLED, PUSH_FULL, WorkerLane
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_EXPELLED,
     FPS_LANE_FREE,
     FPS_LANE_JOINING,
     FPS_LANE_LEAVING,
@@ -34,8 +35,9 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PUSH,
     fps_commit_buffer,
     fps_commit_version,
-    fps_granted_steps,
+    fps_lane,
     fps_lock_owner,
+    fps_member_generation,
     fps_member_state,
     fps_readers,
 )
@@ -72,17 +74,17 @@ cdef class Workers:
     `readers`: a reader for each lane, or none: each process then reads published weights also as one that is no worker.
     `steps`: pushes of a worker. `spins`: polls before it sleeps. `at_once`: it continues without waiting.
     `is_partial`: a step waits for one shard only. `null_share`: of 2 ** 16 pushes so many are null. `reads_rows`: what a step
-    reads of tables is of the version that it pulled.
+    reads of tables is of the version that it pulled. `wounds`: of so many lanes, at most, words are damaged.
     """
 
     def __cinit__(self, Machine machine not None, Arena arena not None, InvariantChecker checker not None,
                   list lanes not None, list readers not None, *, int steps, int spins, bint at_once, bint is_partial,
-                  uint32_t null_share, bint reads_rows):
+                  uint32_t null_share, bint reads_rows, int wounds):
         cdef int index, generation
         self.machine, self.arena, self.checker, self.lanes, self.readers = machine, arena, checker, lanes, readers
         self.n_workers, self.n_shards = arena.header.n_lanes, arena.header.n_shards
         self.n_steps, self.spins, self.at_once, self.is_partial = steps, spins, at_once, is_partial
-        self.null_share, self.reads_rows = null_share, reads_rows
+        self.null_share, self.reads_rows, self.wounds_left = null_share, reads_rows, wounds
         for index, reader in enumerate(readers):
             self._readers[index] = <PyObject *> reader
         for index, owners in enumerate(lanes):
@@ -127,25 +129,60 @@ cdef class Workers:
         (<WorkerLane> self._lanes[index]).loss = 0
         if generation > 0:
             self._join(index)
-        (<WorkerLane> self._lanes[index]).steps = fps_granted_steps(
-            fps_grant_acquire(&self.arena.lane_shard(index, 0).granted)) - 1
+        (<WorkerLane> self._lanes[index]).steps = (<WorkerLane> self._lanes[index])._begin_steps()
         self._pull(index, True)
         if self._readers[index] != NULL:
             (<ReaderPins> self._readers[index])._begin()
             self._read(index)
-        while me.pushes < self.n_steps:
+        while me.pushes < self.n_steps and not self._is_out(index):
             self._compute(index)
             kind = FPS_NULL if (self.machine.draw() & 0xffff) < self.null_share else FPS_PUSH
             self._push(index, kind)
             self._advance(index)
             self._pull(index, False)
-        self._leave(index)
+        if not self._is_out(index):
+            self._leave(index)
+        if self._is_out(index):
+            self._end_expelled(index)
+
+    # -- words that somebody damages -----------------------------------------------------------------
+
+    cdef void _wound(self) noexcept nogil:
+        """Damage the words of a lane: its count of posts, or its last descriptor. No access: nobody is told."""
+        cdef int32_t victim = <int32_t> (self.machine.draw() % <uint64_t> self.n_workers)
+        cdef uint64_t what = self.machine.draw() % 3
+        cdef fps_lane *lane = self.arena.lane(victim)
+        cdef uint64_t ends = lane.tail + self.arena.header.ring_size + (self.n_steps + 1) * (self.machine.restarts_left + 1)
+        if fps_member_state(lane.state) != FPS_LANE_LIVE or lane.tail == 0 or (what == 0 and ends >= MAX_STEPS):
+            return
+        if what == 0:
+            lane.tail += 1000
+        elif what == 1:
+            lane_descriptor(lane, self.arena.header.ring_size, lane.tail - 1).kind = 77
+        else:
+            lane_descriptor(lane, self.arena.header.ring_size, lane.tail - 1).slot = 1 << 20
+        self.wounds_left -= 1
+        self.checker.wounds += 1
+        self.checker.wounded[victim] = 1
+        self.checker.wounded_owner[victim] = fps_member_generation(lane.state)
+
+    cdef bint _is_out(self, int32_t index) noexcept nogil:
+        """Whether this process was expelled. Where no lane was damaged it does not ask."""
+        return self.checker.wounded[index] and (<WorkerLane> self._lanes[index])._is_expelled()
+
+    cdef void _end_expelled(self, int32_t index) noexcept nogil:
+        """The process ends by an error, and another may take its place."""
+        cdef int32_t shard
+        for shard in range(self.n_shards):
+            fps_pin_exchange(&self.arena.lane_shard(index, shard).pin, 0)
+        self.machine._die(&self.machine.processes[index])
+        self.machine._switch()
 
     cdef void _join(self, int32_t index) noexcept nogil:
         """Wait until every shard counts this worker."""
         cdef life_t *me = &self.lives[index]
         (<WorkerLane> self._lanes[index])._recover_locks(index, me.generation - 1, self.machine.clock(index))
-        while not self.arena._has_joined(index):
+        while not self.arena._has_joined(index) and not self._is_out(index):
             self._combine(index)
             self._look_around(index)
             self.machine.pause(JOIN_NS)
@@ -169,11 +206,10 @@ cdef class Workers:
     cdef void _pull(self, int32_t index, bint is_first) noexcept nogil:
         cdef life_t *me = &self.lives[index]
         cdef uint64_t commit, before
-        cdef int64_t granted
         cdef int32_t shard
         for shard in range(self.n_shards):
-            granted = fps_granted_steps(self.arena.lane_shard(index, shard).granted)
-            if self.is_partial and not is_first and granted < (<WorkerLane> self._lanes[index]).steps + 1:
+            if (self.is_partial and not is_first
+                    and (<WorkerLane> self._lanes[index])._granted(shard) < (<WorkerLane> self._lanes[index]).steps + 1):
                 continue
             before = (<WorkerLane> self._lanes[index]).versions[shard]
             commit = (<WorkerLane> self._lanes[index])._pull(shard)
@@ -291,16 +327,22 @@ cdef class Workers:
         self._promise(index, kind)
         while True:
             outcome = (<WorkerLane> self._lanes[index])._push(self.machine.clock(index), 1.0, 1, kind == FPS_NULL)
+            if outcome == PUSH_EXPELLED or self._is_out(index):
+                return
             if outcome != PUSH_FULL:
                 break
             self._wait_for_room(index)
         self.lives[index].pushes += 1
         self._settle(index, outcome)
         self._look_now_and_then(index)
+        if self.wounds_left and self.machine.draw() % 8 == 0:
+            self._wound()
 
     cdef void _promise(self, int32_t index, uint32_t kind) noexcept nogil:
         """Tell the invariant checker which descriptor comes next."""
         cdef uint64_t posted = (<WorkerLane> self._lanes[index]).words.tail
+        if posted >= MAX_STEPS:
+            return  # damaged: it cannot be posted
         self.checker.kinds[index][posted] = kind
         self.checker.posted[index] = posted + 1
 
@@ -332,6 +374,8 @@ cdef class Workers:
                 return
             self._combine(index)
             self._look_now_and_then(index)
+            if self._is_out(index):
+                return
 
     cdef bint _wait_awake(self, int32_t index, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil:
         """Where workers outnumber the cores a wait may be taken to be short: it begins without sleep."""
@@ -350,7 +394,10 @@ cdef class Workers:
         cdef int64_t posted = (<WorkerLane> self._lanes[index]).words.tail
         if outcome == COMBINE_BUSY:
             outcome = self._pass_by(index)
-        while outcome == COMBINE_AWAITING:
+        while outcome == COMBINE_AWAITING or (
+                outcome == COMBINE_BAD_DESCRIPTOR and self.checker.wounded[(<WorkerLane> self._lanes[index]).bad_lane]):
+            if outcome == COMBINE_BAD_DESCRIPTOR:
+                self._expel(index, (<WorkerLane> self._lanes[index]).bad_lane, (<WorkerLane> self._lanes[index]).damage)
             self._look_now_and_then(index)
             outcome = self._pass_by(index)
             if outcome == COMBINE_BUSY:
@@ -373,6 +420,13 @@ cdef class Workers:
         if outcome != COMBINE_BUSY:
             self.machine.passed_by()
         return outcome
+
+    cdef void _expel(self, int32_t index, int32_t bad, uint64_t damage) noexcept nogil:
+        """Expel the owner of a lane, whose words must have been damaged."""
+        if damage >> 40 > self.checker.wounded_owner[bad]:
+            self.checker.fail(b"expelled: worker %ld expels owner %ld of lane %ld, whose words nobody has damaged", index,
+                              <int64_t> (damage >> 40), bad)
+        self.arena._expel(bad, damage)
 
     # -- the others --------------------------------------------------------------------------------
 
@@ -401,13 +455,16 @@ cdef class Workers:
 
     cdef bint _others_are_done(self, int32_t index) noexcept nogil:
         cdef int32_t other
+        cdef uint32_t state
         self._combine(index)
         if (<WorkerLane> self._lanes[index])._was_passed_by():
             return False
         for other in range(self.n_workers):
-            if fps_member_state(fps_state_acquire(&self.arena.lane(other).state)) in (
-                    FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
+            state = fps_member_state(fps_state_acquire(&self.arena.lane(other).state))
+            if state in (FPS_LANE_FREE, FPS_LANE_LIVE, FPS_LANE_JOINING):
                 return False
+            if state == FPS_LANE_EXPELLED:
+                continue
             if (<WorkerLane> self._lanes[other])._done() < fps_tail_acquire(&self.arena.lane(other).tail):
                 return False
         return True
@@ -419,6 +476,8 @@ cdef class Workers:
         while not (<WorkerLane> self._lanes[index])._post(
                 FPS_LEAVE, (<WorkerLane> self._lanes[index]).steps, 0, (<WorkerLane> self._lanes[index])._newest(),
                 self.machine.clock(index), 1.0, 0.0, 0):
+            if self._is_out(index):
+                return
             self._wait_for_room(index)
         self.arena._move(index, FPS_LANE_LIVE, FPS_LANE_LEAVING)
         self._combine(index)

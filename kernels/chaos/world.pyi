@@ -34,4 +34,5 @@ class World:
         reads: bool = False,
         tables: bool = False,
         passes: float = 0.0,
+        wounds: int = 0,
     ) -> dict[str, Any]: ...

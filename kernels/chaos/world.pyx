@@ -47,7 +47,8 @@ cdef class World:
     def run(self, uint64_t seed, *, int workers, int steps, int shards, int slots, bint adagrad, bint is_sum, bint is_mean,
             bint may_drop, int64_t bound, bint partial, bint at_once, int helpers, int shared_least, int spins, double switch,
             double crash, double stall, double wake, double null, int crashes, int stalls, int restarts,
-            int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False, double passes=0.0):
+            int busy_factor, double skew_ns, dict policy not None, bint reads=False, bint tables=False,
+            double passes=0.0, int wounds=0):
         """Play one seed; returns what happened as a dict.
 
         Args:
@@ -65,6 +66,7 @@ cdef class World:
             passes: chance that a process which finds a lock taken goes on without its owner, if that one is stopped; now and
                 then if it is not.
             tables: each shard has a table, of which every push has rows.
+            wounds: lanes whose words are damaged, at most.
         """
         cdef Machine machine = self.machine
         machine.random = seed * <uint64_t> 0x9e3779b97f4a7c15 + 1
@@ -81,7 +83,7 @@ cdef class World:
         machine.busy_factor = busy_factor
         self.workers = Workers(machine, self.arena, self.checker, lanes, readers, steps=steps, spins=spins, at_once=at_once,
                                is_partial=partial, null_share=<uint32_t> (null * (1 << 16)),
-                               reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once)
+                               reads_rows=tables and bound == 0 and not may_drop and not partial and not at_once, wounds=wounds)
         self.workers.play(skew_ns, shared_least)
         self._end(workers)
         return self._outcome()
@@ -130,6 +132,7 @@ cdef class World:
             "flips": self.checker.flips,
             "seconds": (self.machine.now_ns - BEGINNING_NS) / 1e9,
             "crashes": self.machine.faults[FAULT_CRASH],
+            "damaged_lanes": self.checker.wounds,
             "stalls": self.machine.faults[FAULT_STALL],
             "spurious_wakes": self.machine.faults[FAULT_WAKE],
             "skewed_clocks": self.machine.faults[FAULT_SKEW],

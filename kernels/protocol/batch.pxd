@@ -20,6 +20,8 @@ cdef class Batch:
     cdef SharedFold fold        # whose work item the pushes are written into
     cdef RowFold rows           # of the same item
     cdef int bad_lane           # of the last push that could not be taken
+    cdef uint32_t bad_what      # FPS_DAMAGED_*, and what was found
+    cdef uint32_t bad_value
     cdef uint32_t n_pushes      # in the batch
     cdef int64_t samples        # of all of them
     cdef int64_t weight         # of all of them: the gradients that a mean divides by
@@ -38,6 +40,7 @@ cdef class Batch:
     cdef void count_arrival(self, int32_t earlier, int64_t after_ns) noexcept nogil
     cdef void forget_update(self) noexcept nogil
 
+    cdef bint _is_void(self, uint32_t lane, uint64_t position) noexcept nogil
     cdef bint _take_push(self, scheduler_t *state, uint32_t lane, uint64_t position, int64_t version) noexcept nogil
     cdef void _end_update(self, const scheduler_t *state) noexcept nogil
     cdef void _write_outcome(self, const scheduler_t *state, uint32_t lane, uint64_t position, uint32_t kind, uint64_t version,

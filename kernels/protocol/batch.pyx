@@ -8,8 +8,8 @@ cimport cython
 from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.base.atomics cimport fps_counter_get, fps_counter_set, fps_state_acquire
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_READ_EXPELLED, fps_mutant
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
@@ -32,6 +32,9 @@ from fastps.kernels.scheduling.state cimport (
 )
 from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
+    FPS_DAMAGED_KIND,
+    FPS_DAMAGED_SLOT,
+    FPS_LANE_EXPELLED,
     FPS_LEAVE,
     FPS_NULL,
     FPS_OUTCOME_DROPPED,
@@ -40,6 +43,7 @@ from fastps.kernels.shm.arena_h cimport (
     fps_descriptor,
     fps_folded_push,
     fps_lane_shard,
+    fps_member_state,
     fps_push_outcome,
     fps_statistics,
     fps_time_bucket,
@@ -132,8 +136,14 @@ cdef class Batch:
         cdef uint64_t *versions
         cdef int64_t staleness
         cdef double scale = descriptor.scale, rate_scale = 1.0
-        if slot >= self.arena.header.n_slots or self.n_pushes >= FPS_MAX_PUSHES:
+        if self._is_void(lane, position):
+            worker.dropped += 1
+            self.drop(state, lane, position)
+            return True
+        if slot >= self.arena.header.n_slots or descriptor.kind > FPS_NULL or self.n_pushes >= FPS_MAX_PUSHES:
             self.bad_lane = lane
+            self.bad_what = FPS_DAMAGED_KIND if descriptor.kind > FPS_NULL else FPS_DAMAGED_SLOT
+            self.bad_value = descriptor.kind if descriptor.kind > FPS_NULL else slot
             return False
         versions = <uint64_t *> (self.arena.slot(lane, slot) + self.arena.header.slot_versions_offset)
         staleness = version - <int64_t> (
@@ -158,6 +168,13 @@ cdef class Batch:
         self.weight += max(descriptor.weight, <uint32_t> 1)
         self.n_pushes += 1
         return True
+
+    cdef bint _is_void(self, uint32_t lane, uint64_t position) noexcept nogil:
+        """Whether the lane's owner that posted a descriptor was expelled: nothing of it is read."""
+        if fps_mutant(FPS_MUTANT_READ_EXPELLED):
+            return False
+        return (fps_member_state(fps_state_acquire(&self.arena.lane(lane).state)) == FPS_LANE_EXPELLED
+                or position < <uint64_t> fps_counter_get(&self.arena.lane(lane).begins))
 
     # -- what is left out --------------------------------------------------------------------------
 

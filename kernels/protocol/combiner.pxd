@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from fastps.kernels.protocol.batch cimport Batch
 from fastps.kernels.protocol.commit cimport Commit
+from fastps.kernels.protocol.lane_reads cimport LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.row_fold cimport RowFold
 from fastps.kernels.protocol.shared_fold cimport SharedFold
@@ -16,19 +17,15 @@ cdef class Combiner:
     cdef fps_shard_header *shard_header
     cdef uint32_t lane
     cdef uint32_t shard
-    cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
     cdef LockWord lock
     cdef int64_t now_ns         # when the lock was tried: decides which timers are due
+    cdef LaneReads lanes
     cdef SharedFold fold
     cdef RowFold rows
     cdef Batch batch
     cdef Commit commit
     cdef bint hands_over        # a server or the shard's own device folds, not this lane: it releases without draining
     cdef int awaiting           # what is waited for while COMBINE_AWAITING
-    # Scratch, allocated once.
-    cdef uint64_t *tails
-    cdef uint64_t *heads        # as they were before the commit
-    cdef uint32_t *members
 
     cdef int try_combine(self, int64_t now_ns) noexcept nogil
     cdef bint take(self, uint64_t flags=*) noexcept nogil
@@ -53,9 +50,5 @@ cdef class Combiner:
     cdef int _drain(self) noexcept nogil
     cdef int _bad_push(self) noexcept nogil
     cdef int _commit_once(self) noexcept nogil
-    cdef void _read_lanes(self) noexcept nogil
-    cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
     cdef int _next_event(self, scheduler_t *state) noexcept nogil
-    cdef int _next_change(self, scheduler_t *state) noexcept nogil
-    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil

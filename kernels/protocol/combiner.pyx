@@ -8,13 +8,11 @@ Python object.
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 
 from fastps.kernels.base.atomics cimport (
     fps_commit_load,
     fps_event_add,
     fps_event_wake,
-    fps_grant_acquire,
     fps_head_acquire,
     fps_help_load,
     fps_lock_load,
@@ -33,6 +31,7 @@ from fastps.kernels.protocol.commit cimport (
     COMBINE_FENCED,
     Commit,
 )
+from fastps.kernels.protocol.lane_reads cimport NOTHING, LaneReads
 from fastps.kernels.protocol.lock_word cimport LockWord
 from fastps.kernels.protocol.ring cimport lane_descriptor
 from fastps.kernels.protocol.row_fold cimport RowFold
@@ -42,11 +41,9 @@ from fastps.kernels.scheduling.decisions cimport (
     ACTION_FOLD,
     ACTION_FOLD_ALL,
     ACTION_FOLD_LIST,
-    ACTION_NONE,
     scheduler_close,
     scheduler_due,
     scheduler_fire,
-    scheduler_join,
     scheduler_leave,
     scheduler_push,
 )
@@ -63,7 +60,6 @@ from fastps.kernels.shm.arena cimport Arena
 from fastps.kernels.shm.arena_h cimport (
     FPS_BY_HAND,
     FPS_LANE_DEAD,
-    FPS_LANE_JOINING,
     FPS_LANE_LIVE,
     FPS_LEFT,
     FPS_LEAVE,
@@ -71,8 +67,6 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_PENDING,
     FPS_PUSH,
     fps_descriptor,
-    fps_granted_generation,
-    fps_granted_steps,
     fps_help_of,
     fps_lane,
     fps_lock_left,
@@ -86,7 +80,6 @@ from fastps.kernels.update.fold cimport FPS_MAX_PUSHES
 
 cdef enum:
     MAX_ROUNDS = 16  # drains before a combiner offers the lock to another lane, so that none works for the others endlessly
-    _NOTHING = 100   # no event; beyond the scheduler's actions
     _ENOUGH = 101    # this lane has folded for long, and another lane that waits can continue
     # What a combiner that is COMBINE_AWAITING waits for.
     _NOBODY = 0
@@ -99,27 +92,16 @@ cdef class Combiner:
     """The lock of shard `shard` as lane `lane` takes it. Only one thread may use it."""
 
     def __cinit__(self, Arena arena not None, uint32_t lane, uint32_t shard):
-        cdef uint32_t lanes = arena.header.n_lanes
         self.arena = arena
         self.lane = lane
         self.shard = shard
         self.lock = LockWord(arena, lane, shard)
         self.shard_header = arena.shard_header(shard)
-        self.bad_lane = -1
+        self.lanes = LaneReads(arena, shard)
         self.fold = SharedFold(arena, lane, shard)
         self.rows = RowFold(arena, shard, self.fold.item)
         self.batch = Batch(arena, shard, self.lock, self.fold, self.rows)
         self.commit = Commit(arena, shard, self.lock, self.fold, self.rows, self.batch)
-        self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
-        self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
-        self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
-        if not self.tails or not self.heads or not self.members:
-            raise MemoryError()
-
-    def __dealloc__(self):
-        free(self.tails)
-        free(self.heads)
-        free(self.members)
 
     # -- taking and letting go ---------------------------------------------------------------------
 
@@ -262,7 +244,7 @@ cdef class Combiner:
         if self._undecided(self.lane):
             return False
         for index in range(self.arena.header.n_lanes):
-            if index != self.lane and self._undecided(index) and self._waits(index, self.heads[index]):
+            if index != self.lane and self._undecided(index) and self._waits(index, self.lanes.heads[index]):
                 return True
         return False
 
@@ -301,13 +283,13 @@ cdef class Combiner:
         cdef bint any_event = False
         if state == NULL:
             return COMBINE_FENCED if self.commit.is_late() else COMBINE_BAD_STATE
-        self._read_lanes()
+        self.lanes.read()
         self.batch.begin()
         while self.batch.n_pushes < FPS_MAX_BATCH:
             action = self._next_event(state)
             if action < 0:
                 return action
-            if action == _NOTHING:
+            if action == NOTHING:
                 break
             any_event = True
             if action == ACTION_FOLD_ALL:
@@ -327,46 +309,20 @@ cdef class Combiner:
         return COMBINE_BUSY if action == COMBINE_DONE else action
 
     cdef int _bad_push(self) noexcept nogil:
-        self.bad_lane = self.batch.bad_lane
-        return COMBINE_BAD_DESCRIPTOR
-
-    cdef void _read_lanes(self) noexcept nogil:
-        cdef uint32_t index
-        for index in range(self.arena.header.n_lanes):
-            # The state first: the tail of a worker that is proved dead is then its last.
-            self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
-            self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
-            self.heads[index] = self._head(index)
-
-    cdef fps_descriptor *_earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
-        """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""
-        cdef worker_t *workers = state_workers(state)
-        cdef fps_descriptor *descriptor
-        cdef fps_descriptor *earliest = NULL
-        cdef uint32_t index
-        for index in range(self.arena.header.n_lanes):
-            if <uint64_t> workers[index].consumed < self.tails[index]:
-                descriptor = lane_descriptor(self.arena.lane(index), self.arena.header.ring_size, workers[index].consumed)
-                if earliest == NULL or descriptor.post_ns < earliest.post_ns:
-                    earliest = descriptor
-                    lane[0] = index
-        return earliest
+        return self.lanes.bad(self.batch.bad_lane, self.batch.bad_what, self.batch.bad_value)
 
     cdef int _next_event(self, scheduler_t *state) noexcept nogil:
-        """Give the scheduler its earliest event. Returns its action, _NOTHING or a negative outcome."""
+        """Give the scheduler its earliest event. Returns its action, NOTHING or a negative outcome."""
         cdef uint32_t lane = 0
-        cdef fps_descriptor *earliest = self._earliest(state, &lane)
+        cdef fps_descriptor *earliest = self.lanes.earliest(state, &lane)
         cdef worker_t *worker = &state_workers(state)[lane]
         cdef int64_t due_ns = scheduler_due(state)
         cdef int action
         if due_ns != NEVER_NS and due_ns <= (self.now_ns if earliest == NULL else earliest.post_ns):
             return scheduler_fire(state)
         if earliest == NULL:
-            return self._next_change(state)
-        if (earliest.kind > FPS_LEAVE or earliest.slot >= self.arena.header.n_slots or not worker.live
-                or (worker.waiting and earliest.kind != FPS_LEAVE and not state.policy.repeats)
-                or self.tails[lane] - worker.cursor > self.arena.header.ring_size):
-            self.bad_lane = lane
+            return self.lanes.next_change(state, self.now_ns)
+        if self.lanes.check(state, lane, earliest) != COMBINE_DONE:
             return COMBINE_BAD_DESCRIPTOR
         worker.consumed += 1
         state_mark_dirty(state, lane)
@@ -387,36 +343,6 @@ cdef class Combiner:
         if action == ACTION_FOLD or (action == ACTION_DROP and worker.cursor + 1 == worker.consumed):
             worker.cursor = worker.consumed
         return action
-
-    cdef int _next_change(self, scheduler_t *state) noexcept nogil:
-        """Retire workers that died and admit workers that join, once everything posted is decided. Returns as `_next_event`.
-
-        Both follow from the lane's state word and from what is committed, so each happens once, whichever lane combines.
-        """
-        cdef uint32_t lane, member
-        cdef worker_t *worker
-        for lane in range(self.arena.header.n_lanes):
-            member = fps_member_state(self.members[lane])
-            if member != FPS_LANE_DEAD and member != FPS_LANE_JOINING:
-                continue
-            worker = &state_workers(state)[lane]
-            if worker.live and (member == FPS_LANE_DEAD
-                                or worker.generation != <int32_t> fps_member_generation(self.members[lane])):
-                return scheduler_leave(state, lane, self.now_ns)
-            # The slots still hold what the lane's last owner pushed and what is kept for a fold.
-            if (member == FPS_LANE_JOINING and not worker.live and worker.cursor == worker.consumed
-                    and (self.shard == 0 or self._clock_of(lane) >= 0)):
-                scheduler_join(state, lane, self.now_ns, -1 if self.shard == 0 else self._clock_of(lane))
-                worker.generation = fps_member_generation(self.members[lane])
-                return ACTION_NONE
-        return _NOTHING
-
-    cdef int64_t _clock_of(self, uint32_t lane) noexcept nogil:
-        """The clock at which the first shard admitted a lane's owner, which is its clock in all shards; -1: not yet."""
-        cdef int64_t granted = fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted)
-        if fps_granted_generation(granted) != <int64_t> fps_member_generation(self.members[lane]):
-            return -1
-        return fps_granted_steps(granted) - 1
 
     cdef int _receive(self, scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
         """Give the scheduler a push, and count when it came within its version."""

@@ -8,6 +8,7 @@ from fastps.kernels.shm.arena_h cimport fps_lane
 cdef class Lane(ShardLocks):
     cdef fps_lane *words
     cdef public uint32_t weight  # the gradients that the next push is a sum of
+    cdef int64_t *ahead          # of each shard: by how much its clock of this lane is ahead of the first shard's
 
     cdef int _check_slot(self, uint32_t slot) except -1
     cdef void _set_versions(self, uint32_t slot) noexcept nogil
@@ -16,6 +17,9 @@ cdef class Lane(ShardLocks):
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil
     cdef uint64_t _done(self) noexcept nogil
+    cdef bint _is_expelled(self) noexcept nogil
+    cdef int64_t _begin_steps(self) noexcept nogil
+    cdef int64_t _granted(self, uint32_t shard) noexcept nogil
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil
     cdef int64_t _due_ns(self) noexcept nogil
     cdef bint _reached(self, int64_t granted, uint64_t done, uint32_t shards) noexcept nogil

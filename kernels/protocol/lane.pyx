@@ -5,6 +5,7 @@ docs/architecture/protocol.md has a picture of the life of a push after backward
 
 from libc.math cimport NAN
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps.kernels.base.atomics cimport (
@@ -19,9 +20,10 @@ from fastps.kernels.base.atomics cimport (
     fps_pause,
     fps_sleeping_load,
     fps_sleeping_set,
+    fps_state_acquire,
     fps_yield,
 )
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_ONE_COUNT, fps_mutant
 from fastps.kernels.protocol.commit cimport (
     COMBINE_AWAITING,
     COMBINE_BAD_DESCRIPTOR,
@@ -35,7 +37,15 @@ from fastps.kernels.protocol.commit cimport (
 from fastps.kernels.protocol.ring cimport lane_post
 from fastps.kernels.protocol.shard_locks cimport ShardLocks
 from fastps.kernels.shm.arena cimport Arena
-from fastps.kernels.shm.arena_h cimport FPS_LEAVE, FPS_NULL, FPS_PUSH, fps_descriptor, fps_granted_steps
+from fastps.kernels.shm.arena_h cimport (
+    FPS_LANE_EXPELLED,
+    FPS_LEAVE,
+    FPS_NULL,
+    FPS_PUSH,
+    fps_descriptor,
+    fps_granted_steps,
+    fps_member_state,
+)
 from fastps.kernels.update.fold cimport fps_hyper
 
 cdef enum:
@@ -68,6 +78,12 @@ cdef class Lane(ShardLocks):
 
     def __cinit__(self, Arena arena not None, uint32_t index):
         self.words = arena.lane(index)
+        self.ahead = <int64_t *> calloc(arena.header.n_shards, sizeof(int64_t))
+        if self.ahead == NULL:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.ahead)
 
     # -- slots and posts ---------------------------------------------------------------------------
 
@@ -159,12 +175,16 @@ cdef class Lane(ShardLocks):
 
     def post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale=1.0,
              double loss=NAN, uint32_t samples=0):
-        """Post one descriptor; False when the ring is full. The slot must stay as it is until `done` has passed it."""
+        """Post one descriptor; False when the ring is full, or this lane was expelled. The slot must stay as it is until `done`
+        has passed it.
+        """
         return self._post(kind, step, slot, read_version, post_ns, scale, loss, samples)
 
     cdef bint _post(self, int kind, uint64_t step, uint32_t slot, uint64_t read_version, int64_t post_ns, double scale,
                     double loss, uint32_t samples) noexcept nogil:
         cdef fps_descriptor descriptor
+        if self._is_expelled():
+            return False
         memset(&descriptor, 0, sizeof(descriptor))
         descriptor.kind = kind
         descriptor.step = step
@@ -192,17 +212,42 @@ cdef class Lane(ShardLocks):
         """Descriptors that every shard is done with: their slots are free."""
         return self._done()
 
+    def is_expelled(self):
+        """Whether a combiner has found this lane's words damaged: its owner may push no more."""
+        return self._is_expelled()
+
+    cdef bint _is_expelled(self) noexcept nogil:
+        return fps_member_state(fps_state_acquire(&self.words.state)) == FPS_LANE_EXPELLED
+
     # -- grants ------------------------------------------------------------------------------------
 
+    def begin_steps(self):
+        """Begin to count steps, before the first push and once every shard counts this worker: returns those counted so far.
+
+        Each shard is a scheduler with a clock of its own for this lane, and a shard that admits a joiner later may be further
+        on. The worker counts as the first shard does. A grant of another shard is compared with that count from here on.
+        """
+        return self._begin_steps()
+
+    cdef int64_t _begin_steps(self) noexcept nogil:
+        cdef uint32_t shard
+        memset(self.ahead, 0, self.n_shards * sizeof(int64_t))
+        for shard in range(1, self.n_shards):
+            self.ahead[shard] = 0 if fps_mutant(FPS_MUTANT_ONE_COUNT) else self._granted(shard) - self._granted(0)
+        return self._granted(0) - 1
+
     def granted(self, uint32_t shard=0):
-        """Steps that this worker may have begun, as far as a shard is concerned."""
+        """Steps that this worker may have begun, as far as a shard is concerned, in the worker's own count."""
         self._check_shard(shard)
-        return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted))
+        return self._granted(shard)
+
+    cdef int64_t _granted(self, uint32_t shard) noexcept nogil:
+        return fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) - self.ahead[shard]
 
     cdef uint32_t _fresh(self, int64_t granted) noexcept nogil:
         cdef uint32_t shard, fresh = 0
         for shard in range(self.n_shards):
-            fresh += fps_granted_steps(fps_grant_acquire(&self.arena.lane_shard(self.index, shard).granted)) >= granted
+            fresh += self._granted(shard) >= granted
         return fresh
 
     def batch(self):

@@ -10,11 +10,13 @@ from fastps.kernels.shm.arena_h cimport FPS_MAX_SHARDS
 
 cdef class ShardLocks(Reader):
     cdef readonly int bad_lane          # of the last BAD_DESCRIPTOR
+    cdef readonly uint64_t damage       # of that lane, for Arena.expel
     cdef readonly tuple combiners         # one a shard
     cdef PyObject *_combiners[FPS_MAX_SHARDS]  # the same
     cdef SharedFold helper              # helps with one shard after the other
     cdef uint32_t helpers               # sleepers that a fold of this lane may wake; 0: folds are not shared
 
+    cdef int _noted(self, uint32_t shard, int outcome) noexcept nogil
     cdef bint _is_offered(self) noexcept nogil
     cdef bint _help(self) noexcept nogil
     cdef int _try_combine(self, int64_t now_ns) noexcept nogil

@@ -5,6 +5,7 @@ from fastps.kernels.protocol.pins import Reader
 
 class ShardLocks(Reader):
     bad_lane: int
+    damage: int
     def set_user_rule(self, address: int) -> None: ...
     def fold_with(self, device: Callable[[FoldCall], None], shards: Collection[int], nothing: bool = ...) -> None: ...
     @property

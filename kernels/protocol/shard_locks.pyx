@@ -52,13 +52,18 @@ cdef class ShardLocks(Reader):
             shard = (self.index + turned) % self.n_shards
             if (<Combiner> self._combiners[shard]).is_idle():
                 continue
-            outcome = (<Combiner> self._combiners[shard]).try_combine(now_ns)
-            if outcome == COMBINE_BAD_DESCRIPTOR:
-                self.bad_lane = (<Combiner> self._combiners[shard]).bad_lane
+            outcome = self._noted(shard, (<Combiner> self._combiners[shard]).try_combine(now_ns))
             if outcome == COMBINE_FENCED or outcome < 0:
                 return outcome
             worst = max(worst, outcome)
         return worst
+
+    cdef int _noted(self, uint32_t shard, int outcome) noexcept nogil:
+        """The outcome, with the damaged lane of a BAD_DESCRIPTOR written down."""
+        if outcome == COMBINE_BAD_DESCRIPTOR:
+            self.bad_lane = (<Combiner> self._combiners[shard]).lanes.bad_lane
+            self.damage = (<Combiner> self._combiners[shard]).lanes.damage
+        return outcome
 
     def owner(self, uint32_t shard=0):
         """The lane that holds a shard's lock, or -1."""
@@ -91,7 +96,7 @@ cdef class ShardLocks(Reader):
             fps_help_end(&self.arena.lane(dead_lane).helping, helping)
         for shard in range(self.n_shards):
             (<Combiner> self._combiners[shard]).resume(now_ns)
-            outcome = (<Combiner> self._combiners[shard]).recover_lock(dead_lane, generation, now_ns)
+            outcome = self._noted(shard, (<Combiner> self._combiners[shard]).recover_lock(dead_lane, generation, now_ns))
             if outcome != COMBINE_BUSY:
                 found = outcome
         return found
@@ -122,7 +127,7 @@ cdef class ShardLocks(Reader):
         cdef uint32_t shard
         cdef int outcome, found = COMBINE_BUSY
         for shard in range(self.n_shards):
-            outcome = (<Combiner> self._combiners[shard]).pass_by(stopped, now_ns)
+            outcome = self._noted(shard, (<Combiner> self._combiners[shard]).pass_by(stopped, now_ns))
             if outcome != COMBINE_BUSY:
                 found = outcome
         return found
@@ -194,7 +199,7 @@ cdef class ShardLocks(Reader):
         self._check_shard(shard)
         combiner = self.combiners[shard]
         with nogil:
-            outcome = combiner.release(publish, now_ns)
+            outcome = self._noted(shard, combiner.release(publish, now_ns))
         return outcome
 
     # -- folds -------------------------------------------------------------------------------------

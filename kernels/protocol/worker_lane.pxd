@@ -8,6 +8,7 @@ cdef enum:
     # Distinct from the outcomes of try_combine.
     PUSH_FULL = 64
     PUSH_EARLY = 65
+    PUSH_EXPELLED = 66
 
 
 cdef class WorkerLane(Lane):

@@ -3,6 +3,7 @@ from fastps.kernels.shm.arena import Arena
 
 FULL: int
 EARLY: int
+EXPELLED: int
 
 class WorkerLane(Lane):
     steps: int

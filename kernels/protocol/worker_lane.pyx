@@ -15,6 +15,7 @@ from fastps.kernels.shm.arena_h cimport FPS_NULL, FPS_PUSH
 
 FULL = PUSH_FULL    # the ring is full; nothing was done
 EARLY = PUSH_EARLY  # the previous push still `awaits` its grant; nothing was done
+EXPELLED = PUSH_EXPELLED  # this lane was expelled; nothing was done
 
 
 cdef class WorkerLane(Lane):
@@ -59,7 +60,7 @@ cdef class WorkerLane(Lane):
     def push(self, int64_t now_ns, double scale, uint32_t samples, bint null):
         """Post the slot (or, with `null`, only that the step has no gradient) and try every shard's lock.
 
-        Returns what `try_combine` does, FULL or EARLY. Releases the GIL.
+        Returns what `try_combine` does, FULL, EARLY or EXPELLED. Releases the GIL.
         """
         cdef int outcome
         with nogil:
@@ -73,7 +74,7 @@ cdef class WorkerLane(Lane):
         if not null:
             self._set_versions(self.slot)
         if not self._post(kind, self.steps, self.slot, self._newest(), now_ns, scale, self.loss, samples):
-            return PUSH_FULL
+            return PUSH_EXPELLED if self._is_expelled() else PUSH_FULL
         self._count_push(now_ns, samples, null)
         return self._try_combine(now_ns)
 

@@ -45,6 +45,13 @@ _Static_assert(FPS_MAX_SHARDS < 0x7f, "shard + 1 fits 7 bits of a lane's helping
 #define FPS_LANE_DEAD 5    /* its process is proved to have ended: each shard's combiner retires it */
 #define FPS_LANE_JOINING 6 /* has a new owner, which may push once each shard's combiner has let it join */
 #define FPS_LANE_SERVING 7 /* the server's lane: it combines and never pushes */
+#define FPS_LANE_EXPELLED 8 /* its words are damaged: nothing that it posted and that is not decided is read any more */
+
+/* What is damaged in a lane that is expelled. */
+#define FPS_DAMAGED_RING 1 /* descriptors posted that the ring cannot hold, or fewer than there were */
+#define FPS_DAMAGED_KIND 2
+#define FPS_DAMAGED_SLOT 3
+#define FPS_DAMAGED_TURN 4 /* a push whose step was not granted */
 
 /* A lane's state word: (generation : 24 | state : 8). A generation is one owner; what is said of an earlier one fails. */
 static inline uint32_t fps_member_pack(uint32_t generation, uint32_t state) { return (generation << 8) | state; }
@@ -52,6 +59,11 @@ static inline uint32_t fps_member_state(uint32_t member) { return member & 0xff;
 static inline uint32_t fps_member_generation(uint32_t member) { return member >> 8; }
 /* The low byte of a lane's helping word: a fold in that workspace of that shard. */
 static inline uint32_t fps_help_of(uint32_t shard, uint64_t workspace) { return (uint32_t)(workspace << 7) | (shard + 1); }
+
+/* Why a lane is expelled: (generation : 24 | FPS_DAMAGED_ : 8 | what was found : 32). */
+static inline uint64_t fps_damage_pack(uint64_t generation, uint64_t what, uint64_t found) {
+    return (generation << 40) | (what << 32) | (uint32_t)found;
+}
 
 /* One push as posted: exactly one cache line. */
 typedef struct {
@@ -84,7 +96,9 @@ typedef struct {
     uint32_t pad_member;
     int64_t process_id; /* for messages only: death is told by a pidfd, never by this number */
     int64_t first_core, cores; /* those that its worker may run on: their lowest number, and how many; a hint for speed */
-    uint8_t pad_state[32];
+    int64_t begins; /* descriptors below were posted by owners that were expelled; written before state becomes JOINING */
+    int64_t damage; /* fps_damage_pack; written before state becomes EXPELLED */
+    uint8_t pad_state[16];
     /* Counters of the worker, for observers. */
     int64_t steps, wait_ns, compute_ns, loss_bits, samples, stale_blocks, push_ns, reserved;
     char message[FPS_MESSAGE_BYTES]; /* why it failed; written before state becomes FAILED */

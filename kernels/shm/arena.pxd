@@ -2,11 +2,11 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from fastps.kernels.shm.view cimport ArenaView
+from fastps.kernels.shm.counters cimport ArenaCounters
 from fastps.kernels.scheduling.state cimport worker_t
 
 
-cdef class Arena(ArenaView):
+cdef class Arena(ArenaCounters):
     cdef int _check_lane(self, uint32_t lane) except -1
     cdef int _check_shard(self, uint32_t shard) except -1
     cdef tuple _buffers_of(self, uint64_t commit, uint32_t state_buffer)
@@ -16,5 +16,7 @@ cdef class Arena(ArenaView):
     cdef uint32_t _generation_of(self, uint32_t lane, object generation) except? 0
     cdef void _move(self, uint32_t lane, uint32_t seen, uint32_t state) noexcept nogil
     cdef bint _end(self, uint32_t lane, uint32_t generation, uint32_t state) noexcept nogil
+    cdef bint _expel(self, uint32_t lane, uint64_t damage) noexcept nogil
+    cdef void _begin_again(self, uint32_t lane) noexcept nogil
     cdef bint _mark_dead(self, uint32_t lane, uint32_t generation) noexcept nogil
     cdef worker_t *_committed(self, uint32_t lane, uint32_t shard) noexcept nogil

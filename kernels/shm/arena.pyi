@@ -1,6 +1,7 @@
-from typing import TypedDict
-
-from fastps.kernels.shm.view import ArenaView
+from fastps.kernels.shm.counters import ArenaCounters as ArenaCounters
+from fastps.kernels.shm.counters import Counters as Counters
+from fastps.kernels.shm.counters import Histograms as Histograms
+from fastps.kernels.shm.counters import PushOutcome as PushOutcome
 
 ABI: int
 MAX_LANES: int
@@ -15,44 +16,24 @@ LANE_LEAVING: int
 LANE_DEAD: int
 LANE_JOINING: int
 LANE_SERVING: int
+LANE_EXPELLED: int
+DAMAGED_RING: int
+DAMAGED_KIND: int
+DAMAGED_SLOT: int
+DAMAGED_TURN: int
 STATE_BUFFERS: int
 OUTCOME_FOLDED: int
 OUTCOME_DROPPED: int
 
-PushOutcome = tuple[int, int, int, int]
-
-class Counters(TypedDict):
-    posted: int
-    done: int
-    steps: int
-    wait_ns: int
-    compute_ns: int
-    push_ns: int
-    samples: int
-    stale_blocks: int
-    folded: int
-    dropped: int
-    rejected: int
-    staleness_sum: int
-    staleness_max: int
-    rows: int
-    loss: float
-
-class Histograms(TypedDict):
-    updates: int
-    rows_written: int
-    average_staleness: float
-    gaps_ns: list[tuple[int, int]]
-    staleness: list[tuple[int, int]]
-    arrivals_ns: list[list[tuple[int, int]]]
-
-class Arena(ArenaView):
+class Arena(ArenaCounters):
     @property
     def version(self) -> int: ...
     def shard_version(self, shard: int) -> int: ...
     def committed(self, shard: int = 0) -> tuple[int, int, int]: ...
     def pins(self, shard: int = 0) -> list[int]: ...
     def claim(self, lane: int, process_id: int, rejoin: bool = False) -> int: ...
+    def expel(self, lane: int, damage: int) -> bool: ...
+    def damage(self, lane: int) -> tuple[int, int]: ...
     def serve(self, process_id: int) -> bool: ...
     def is_served(self) -> bool: ...
     def clock(self, lane: int, shard: int = 0) -> int: ...
@@ -66,9 +47,6 @@ class Arena(ArenaView):
     def draw(self, samples: int) -> int: ...
     @property
     def drawn(self) -> int: ...
-    @property
-    def rejections(self) -> int: ...
-    def rejected(self, lane: int) -> tuple[int, tuple[int, int] | None]: ...
     def leave(self, lane: int, generation: int | None = None) -> None: ...
     def finish(self, lane: int, failure: str | None = None, generation: int | None = None) -> None: ...
     def lane_state(self, lane: int) -> int: ...
@@ -77,7 +55,3 @@ class Arena(ArenaView):
     def set_cores(self, lane: int, first: int, count: int) -> None: ...
     def cores(self) -> int: ...
     def process_id(self, lane: int) -> int: ...
-    def record(self) -> None: ...
-    def push_outcomes(self, lane: int, shard: int, first: int, last: int) -> list[PushOutcome | None]: ...
-    def counters(self, lane: int) -> Counters: ...
-    def histograms(self, shard: int = 0) -> Histograms: ...

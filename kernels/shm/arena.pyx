@@ -1,7 +1,7 @@
 """The arena's control words: which process has which lane, what is committed, which lane copies a version, what was counted."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.string cimport memcpy, strncpy
+from libc.string cimport strncpy
 
 from fastps.kernels.base.atomics cimport (
     fps_commit_load,
@@ -10,7 +10,6 @@ from fastps.kernels.base.atomics cimport (
     fps_drawn_add,
     fps_drawn_load,
     fps_grant_acquire,
-    fps_head_acquire,
     fps_help_set,
     fps_pin_exchange,
     fps_pin_load,
@@ -20,13 +19,18 @@ from fastps.kernels.base.atomics cimport (
     fps_state_acquire,
     fps_state_change,
     fps_tail_acquire,
+    fps_tail_release,
 )
-from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_FORGET_GENERATION, fps_mutant
+from fastps.kernels.base.failpoints cimport FPS_FAILPOINT, FPS_MUTANT_FORGET_GENERATION, FPS_MUTANT_FORGET_RING, fps_mutant
 from fastps.kernels.scheduling.state cimport scheduler_t, state_workers, worker_t
 from fastps.kernels.shm.arena_h cimport (
     FPS_ABI,
-    FPS_GAP_BUCKETS,
+    FPS_DAMAGED_KIND,
+    FPS_DAMAGED_RING,
+    FPS_DAMAGED_SLOT,
+    FPS_DAMAGED_TURN,
     FPS_LANE_DEAD,
+    FPS_LANE_EXPELLED,
     FPS_LANE_FAILED,
     FPS_LANE_FREE,
     FPS_LANE_JOINING,
@@ -41,26 +45,21 @@ from fastps.kernels.shm.arena_h cimport (
     FPS_MESSAGE_BYTES,
     FPS_OUTCOME_DROPPED,
     FPS_OUTCOME_FOLDED,
-    FPS_STALENESS_BUCKETS,
     FPS_STATE_BUFFERS,
-    fps_bucket_time,
     fps_commit_buffer,
     fps_commit_record,
     fps_commit_version,
     fps_granted_generation,
     fps_lane,
-    fps_lane_shard,
     fps_member_generation,
     fps_member_pack,
     fps_member_state,
-    fps_push_outcome,
     fps_reader_owner,
     fps_reader_pack,
     fps_record,
     fps_shard_header,
-    fps_statistics,
 )
-from fastps.kernels.shm.view cimport ArenaView
+from fastps.kernels.shm.counters cimport ArenaCounters
 
 ABI = FPS_ABI
 MAX_LANES = FPS_MAX_LANES
@@ -77,10 +76,15 @@ OUTCOME_DROPPED = FPS_OUTCOME_DROPPED
 LANE_DEAD = FPS_LANE_DEAD
 LANE_JOINING = FPS_LANE_JOINING
 LANE_SERVING = FPS_LANE_SERVING
+LANE_EXPELLED = FPS_LANE_EXPELLED
+DAMAGED_RING = FPS_DAMAGED_RING
+DAMAGED_KIND = FPS_DAMAGED_KIND
+DAMAGED_SLOT = FPS_DAMAGED_SLOT
+DAMAGED_TURN = FPS_DAMAGED_TURN
 STATE_BUFFERS = FPS_STATE_BUFFERS
 
 
-cdef class Arena(ArenaView):
+cdef class Arena(ArenaCounters):
     """The control words of an arena in `memory`, which is checked as ArenaView says."""
 
     cdef int _check_lane(self, uint32_t lane) except -1:
@@ -157,6 +161,8 @@ cdef class Arena(ArenaView):
         FPS_FAILPOINT()
         words.process_id = process_id
         words.message[0] = 0
+        if fps_member_state(member) == FPS_LANE_EXPELLED:
+            self._begin_again(lane)
         generation = (fps_member_generation(member) + 1) & 0xffffff
         while not fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_JOINING)):
             # A peer may mark the last owner dead meanwhile; that is no other owner.
@@ -164,6 +170,47 @@ cdef class Arena(ArenaView):
             if (fps_member_generation(member) + 1) & 0xffffff != generation:
                 return -1
         return generation
+
+    cdef void _begin_again(self, uint32_t lane) noexcept nogil:
+        """Repair the ring of a lane whose last owner was expelled, and has ended: all that was posted lies before it.
+
+        No shard has decided more than the ring can hold beyond what is committed.
+        """
+        cdef fps_lane *words = self.lane(lane)
+        cdef uint64_t begins = 0, tail = fps_tail_acquire(&words.tail)
+        cdef uint32_t shard
+        for shard in range(self.header.n_shards):
+            begins = max(begins, <uint64_t> self._committed(lane, shard).consumed)
+        if not fps_mutant(FPS_MUTANT_FORGET_RING):
+            begins = tail if tail >= begins and tail - begins <= self.header.ring_size else begins + self.header.ring_size
+            fps_tail_release(&words.tail, begins)
+        fps_counter_set(&words.begins, <int64_t> begins)
+
+    def expel(self, uint32_t lane, uint64_t damage):
+        """Expel a lane's owner, because of the `damage` that a combiner found: what it posted is not read any more.
+
+        Its process may live. It may not push again, and another one takes the lane once it has ended. Returns False if it was
+        expelled already, or if another owner has the lane.
+        """
+        self._check_lane(lane)
+        return bool(self._expel(lane, damage))
+
+    cdef bint _expel(self, uint32_t lane, uint64_t damage) noexcept nogil:
+        cdef fps_lane *words = self.lane(lane)
+        cdef uint32_t member = fps_state_acquire(&words.state), generation = <uint32_t> (damage >> 40)
+        while fps_member_generation(member) == generation and fps_member_state(member) != FPS_LANE_EXPELLED:
+            fps_counter_set(&words.damage, <int64_t> damage)
+            if fps_state_change(&words.state, member, fps_member_pack(generation, FPS_LANE_EXPELLED)):
+                return True
+            member = fps_state_acquire(&words.state)
+        return False
+
+    def damage(self, uint32_t lane):
+        """Why a lane was expelled: (DAMAGED_ constant, what was found)."""
+        cdef uint64_t damage
+        self._check_lane(lane)
+        damage = <uint64_t> fps_counter_get(&self.lane(lane).damage)
+        return (damage >> 32) & 0xff, damage & 0xffffffff
 
     def serve(self, int64_t process_id):
         """Make the server's lane this process's own; False if a server has it, or had it."""
@@ -339,30 +386,6 @@ cdef class Arena(ArenaView):
         """Samples that were drawn so far."""
         return fps_drawn_load(&self.shard_header(0).drawn)
 
-    # -- pushes that were rejected -----------------------------------------------------------------
-
-    @property
-    def rejections(self):
-        """Pushes, counted in each shard, that were rejected because they or their results were non-finite."""
-        cdef uint32_t shard
-        cdef int64_t count = 0
-        for shard in range(self.header.n_shards):
-            count += fps_counter_get(&self.shard_header(shard).rejections)
-        return count
-
-    def rejected(self, uint32_t lane):
-        """The number of a lane's rejections, over all shards, and (step, parameter) of the last, or None."""
-        cdef fps_lane_shard *lane_shard
-        cdef uint32_t shard
-        count, last = 0, None
-        for shard in range(self.header.n_shards):
-            lane_shard = self.lane_shard(lane, shard)
-            if fps_counter_get(&lane_shard.rejected):
-                count += fps_counter_get(&lane_shard.rejected)
-                found = fps_counter_get(&lane_shard.rejected_step), fps_counter_get(&lane_shard.rejected_parameter)
-                last = found if last is None else max(last, found)
-        return count, last
-
     def failure(self, uint32_t lane):
         """The message of a failed lane's worker."""
         cdef char *message = self.lane(lane).message
@@ -388,97 +411,3 @@ cdef class Arena(ArenaView):
             if fps_member_state(fps_state_acquire(&words.state)) in (FPS_LANE_LIVE, FPS_LANE_JOINING, FPS_LANE_SERVING):
                 found.add((fps_counter_get(&words.first_core), fps_counter_get(&words.cores)))
         return sum(count for _, count in found)
-
-    # -- what became of pushes ---------------------------------------------------------------------
-
-    def record(self):
-        """Let combiners write an outcome for every push that is posted from now on."""
-        cdef uint32_t shard
-        for shard in range(self.header.n_shards):
-            fps_counter_set(&self.shard_header(shard).recorded, 1)
-
-    def push_outcomes(self, uint32_t lane, uint32_t shard, uint64_t first, uint64_t last):
-        """The outcomes of the lane's descriptors [first, last) that the shard is done with; shorter if it is not with all.
-
-        A list of (OUTCOME_FOLDED, version that the push is part of, time, staleness), (OUTCOME_DROPPED, version that it was
-        late for, time, 0), or None for a descriptor without an outcome: LEAVE, or posted before `record`. Only the lane's last
-        `ring_size` descriptors are known, and only while the lane posts none.
-        """
-        cdef uint64_t position
-        cdef fps_push_outcome *push_outcome
-        last = min(last, fps_head_acquire(&self.lane_shard(lane, shard).head))
-        found = []
-        for position in range(first, last):
-            push_outcome = self.push_outcome(lane, shard, position)
-            if push_outcome.position != position + 1:
-                found.append(None)
-            else:
-                found.append((<int> push_outcome.kind, push_outcome.version, push_outcome.decided_ns, push_outcome.staleness))
-        return found
-
-    # -- counters ----------------------------------------------------------------------------------
-
-    def counters(self, uint32_t lane):
-        """The lane's counters by name, over all shards; each is current, but they are not of one moment.
-
-        `done` is the least of the shards, `folded`, `dropped` and `rows` (of tables, in folded pushes) are sums over shards.
-        """
-        cdef fps_lane *words = self.lane(lane)
-        cdef fps_lane_shard *lane_shard
-        cdef int64_t loss_bits = fps_counter_get(&words.loss_bits)
-        cdef double loss
-        cdef uint32_t shard
-        cdef uint64_t done = fps_head_acquire(&self.lane_shard(lane, 0).head)
-        cdef int64_t folded = 0, dropped = 0, staleness_sum = 0, staleness_max = 0, rows = 0
-        memcpy(&loss, &loss_bits, sizeof(loss))
-        for shard in range(self.header.n_shards):
-            lane_shard = self.lane_shard(lane, shard)
-            done = min(done, fps_head_acquire(&lane_shard.head))
-            folded += fps_counter_get(&lane_shard.folded)
-            dropped += fps_counter_get(&lane_shard.dropped)
-            staleness_sum += fps_counter_get(&lane_shard.staleness_sum)
-            staleness_max = max(staleness_max, fps_counter_get(&lane_shard.staleness_max))
-            rows += fps_counter_get(&lane_shard.rows)
-        return {
-            "posted": fps_tail_acquire(&words.tail),
-            "done": done,
-            "steps": fps_counter_get(&words.steps),
-            "wait_ns": fps_counter_get(&words.wait_ns),
-            "compute_ns": fps_counter_get(&words.compute_ns),
-            "push_ns": fps_counter_get(&words.push_ns),
-            "samples": fps_counter_get(&words.samples),
-            "stale_blocks": fps_counter_get(&words.stale_blocks),
-            "folded": folded,
-            "dropped": dropped,
-            "rejected": self.rejected(lane)[0],
-            "staleness_sum": staleness_sum,
-            "staleness_max": staleness_max,
-            "rows": rows,
-            "loss": loss,
-        }
-
-    def histograms(self, uint32_t shard=0):
-        """What a shard has counted, as lists of (least value of the bucket, count), empty buckets left out.
-
-        `gaps_ns` between two consecutive updates; `staleness` of folded pushes, in versions; `arrivals_ns`: for each k, when
-        the k-th push of a version came, counted from its beginning; `updates`; `average_staleness`: mean over all updates of
-        <sigma> (Rudra, equation 2); `rows_written` of tables.
-        """
-        cdef fps_statistics *found = self.statistics(shard)
-        cdef int bucket
-        cdef uint32_t k
-        updates = fps_counter_get(&found.updates)
-        return {
-            "updates": updates,
-            "rows_written": fps_counter_get(&found.rows_written),
-            "average_staleness": fps_counter_get(&found.average_staleness_sum) / 1000.0 / max(1, updates),
-            "gaps_ns": [(fps_bucket_time(bucket), found.gaps[bucket]) for bucket in range(FPS_GAP_BUCKETS)
-                        if found.gaps[bucket]],
-            "staleness": [(bucket, found.staleness[bucket]) for bucket in range(FPS_STALENESS_BUCKETS)
-                          if found.staleness[bucket]],
-            "arrivals_ns": [
-                [(fps_bucket_time(bucket), found.arrivals[k][bucket]) for bucket in range(FPS_GAP_BUCKETS)
-                 if found.arrivals[k][bucket]]
-                for k in range(self.header.n_lanes)
-            ],
-        }

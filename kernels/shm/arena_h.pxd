@@ -25,6 +25,11 @@ cdef extern from "shm/arena.h" nogil:
         FPS_LANE_DEAD
         FPS_LANE_JOINING
         FPS_LANE_SERVING
+        FPS_LANE_EXPELLED
+        FPS_DAMAGED_RING
+        FPS_DAMAGED_KIND
+        FPS_DAMAGED_SLOT
+        FPS_DAMAGED_TURN
 
     ctypedef struct fps_descriptor:
         uint64_t step
@@ -46,6 +51,8 @@ cdef extern from "shm/arena.h" nogil:
         int64_t process_id
         int64_t first_core
         int64_t cores
+        int64_t begins
+        int64_t damage
         int64_t steps
         int64_t wait_ns
         int64_t compute_ns
@@ -79,6 +86,7 @@ cdef extern from "shm/arena.h" nogil:
     uint32_t fps_member_state(uint32_t member)
     uint32_t fps_member_generation(uint32_t member)
     uint32_t fps_help_of(uint32_t shard, uint64_t workspace)
+    uint64_t fps_damage_pack(uint64_t generation, uint64_t what, uint64_t found)
 
     ctypedef struct fps_record:
         uint64_t version

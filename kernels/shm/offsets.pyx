@@ -68,6 +68,7 @@ SIZES = {
 # In bytes from the struct's begin, by "struct.word".
 OFFSETS = {
     "lane.helping": <size_t> &(<fps_lane *> NULL).helping,
+    "lane.tail": <size_t> &(<fps_lane *> NULL).tail,
     "lane.state": <size_t> &(<fps_lane *> NULL).state,
     "lane.event": <size_t> &(<fps_lane *> NULL).event,
     "lane.sleeping": <size_t> &(<fps_lane *> NULL).sleeping,

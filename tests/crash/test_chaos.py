@@ -43,7 +43,13 @@ FOUND_BY_READERS = {
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
 # A case of its own: tests/crash/test_stop_at_every_store.py.
 FOUND_ELSEWHERE = ("back-early",)
-RARELY_FOUND_WITHIN = {"break-at-once": 30_000}  # needs a dead combiner, a stopped helper, and a push in between
+# Need damaged lanes (World.run(wounds=)), which are not played yet: about 4 % of such seeds have violations that are open.
+NOT_PLAYED = ("forget-ring", "read-expelled")
+RARELY_FOUND_WITHIN = {
+    "one-count": 15_000,  # needs a joiner whose shards are apart
+    "break-at-once": 30_000,  # needs a dead combiner, a stopped helper, and a push in between
+    "first-clock": 15_000,  # needs a fold in another shard between the first shard's admission of a joiner and its own
+}
 
 
 def test_a_thousand_seeds_violate_nothing_and_see_every_kind_of_fault() -> None:
@@ -117,7 +123,7 @@ def test_seeds_draw_every_discipline_and_every_number_of_crashes() -> None:
 
 
 def test_all_mutants_are_looked_for() -> None:
-    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN}
+    assert set(hooks.MUTANTS) == {*FOUND_WITHIN, *FOUND_BY_READERS, *FOUND_ELSEWHERE, *RARELY_FOUND_WITHIN, *NOT_PLAYED}
 
 
 @pytest.mark.parametrize("mutant", FOUND_WITHIN)

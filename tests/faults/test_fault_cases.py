@@ -376,8 +376,9 @@ def test_case_22_garbage_at_a_workers_name_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("kind", "slot"), [(turn.KIND_PUSH, 1 << 30), (99, 0)])
 def test_case_23_an_index_out_of_bounds_is_named_and_never_followed(kind: int, slot: int) -> None:
+    """Under "continue" the worker is expelled instead: test_expelled_workers.py."""
     with pytest.raises(fastps.ProtocolError, match="worker 1 posted a push that it had no right to post"):
-        with _store(2) as store, store.attach(0) as worker, store.attach(1) as other:
+        with _store(2, on_worker_loss="stop") as store, store.attach(0) as worker, store.attach(1) as other:
             other.lane.post(kind, 0, slot, 0, 1)
             worker.step(ONES)
 

@@ -1,0 +1,34 @@
+# The lanes as the combiner of a shard reads them.
+
+cimport cython
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from fastps.kernels.scheduling.state cimport scheduler_t
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport fps_descriptor
+
+cdef enum:
+    NOTHING = 100  # no event; beyond the scheduler's actions
+
+
+@cython.final
+cdef class LaneReads:
+    cdef Arena arena
+    cdef uint32_t shard
+    cdef int bad_lane           # of the last COMBINE_BAD_DESCRIPTOR
+    cdef uint64_t damage        # of that lane: fps_damage_pack
+    # Of each lane; allocated once.
+    cdef uint64_t *tails
+    cdef uint64_t *heads        # as they were before the commit
+    cdef uint64_t *begins       # descriptors below are of owners that were expelled
+    cdef uint32_t *members
+    cdef int64_t *first_clocks  # where a worker joins: the clock at which the first shard admitted it, or -1
+
+    cdef void read(self) noexcept nogil
+    cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil
+    cdef int bad(self, uint32_t lane, uint64_t what, uint64_t found) noexcept nogil
+    cdef int check(self, const scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil
+    cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil
+    cdef int _retire(self, scheduler_t *state, uint32_t lane, int64_t now_ns) noexcept nogil
+    cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil
+    cdef int64_t _first_clock(self, uint32_t lane) noexcept nogil

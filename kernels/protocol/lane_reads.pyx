@@ -1,0 +1,176 @@
+"""The lanes as the combiner of a shard reads them at the begin of a commit: what is posted, and which workers come and go.
+
+A descriptor is checked before the scheduler hears of it. A lane whose words no worker can have written is named, and its owner
+can then be expelled: nothing of it is read any more.
+"""
+
+cimport cython
+from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from fastps.kernels.base.atomics cimport (
+    fps_counter_get,
+    fps_grant_acquire,
+    fps_head_acquire,
+    fps_state_acquire,
+    fps_tail_acquire,
+)
+from fastps.kernels.base.failpoints cimport FPS_MUTANT_FIRST_CLOCK, fps_mutant
+from fastps.kernels.protocol.commit cimport COMBINE_BAD_DESCRIPTOR, COMBINE_DONE
+from fastps.kernels.protocol.ring cimport lane_descriptor
+from fastps.kernels.scheduling.decisions cimport ACTION_NONE, scheduler_join, scheduler_leave
+from fastps.kernels.scheduling.state cimport GRANT_BOUNDED, scheduler_t, state_slowest_clock, state_workers, worker_t
+from fastps.kernels.shm.arena cimport Arena
+from fastps.kernels.shm.arena_h cimport (
+    FPS_DAMAGED_KIND,
+    FPS_DAMAGED_RING,
+    FPS_DAMAGED_SLOT,
+    FPS_DAMAGED_TURN,
+    FPS_LANE_DEAD,
+    FPS_LANE_EXPELLED,
+    FPS_LANE_JOINING,
+    FPS_LEAVE,
+    fps_damage_pack,
+    fps_descriptor,
+    fps_granted_generation,
+    fps_granted_steps,
+    fps_member_generation,
+    fps_member_state,
+)
+
+
+@cython.final
+cdef class LaneReads:
+    """All lanes of `arena` as shard `shard` sees them. For the combiner only."""
+
+    def __cinit__(self, Arena arena not None, uint32_t shard):
+        cdef uint32_t lanes = arena.header.n_lanes
+        self.arena = arena
+        self.shard = shard
+        self.bad_lane = -1
+        self.tails = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.heads = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.begins = <uint64_t *> calloc(lanes, sizeof(uint64_t))
+        self.members = <uint32_t *> calloc(lanes, sizeof(uint32_t))
+        self.first_clocks = <int64_t *> calloc(lanes, sizeof(int64_t))
+        if not self.tails or not self.heads or not self.begins or not self.members or not self.first_clocks:
+            raise MemoryError()
+
+    def __dealloc__(self):
+        free(self.tails)
+        free(self.heads)
+        free(self.begins)
+        free(self.members)
+        free(self.first_clocks)
+
+    cdef void read(self) noexcept nogil:
+        """Read every lane, at the begin of a commit."""
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            # The state first: the tail of a worker that is proved dead is then its last.
+            self.members[index] = fps_state_acquire(&self.arena.lane(index).state)
+        if self.shard > 0:
+            # Before any tail: what the first shard had received when it admitted a lane's owner is then in these tails.
+            for index in range(self.arena.header.n_lanes):
+                if fps_member_state(self.members[index]) == FPS_LANE_JOINING:
+                    self.first_clocks[index] = self._first_clock(index)
+        for index in range(self.arena.header.n_lanes):
+            self.tails[index] = fps_tail_acquire(&self.arena.lane(index).tail)
+            self.heads[index] = fps_head_acquire(&self.arena.lane_shard(index, self.shard).head)
+            self.begins[index] = <uint64_t> fps_counter_get(&self.arena.lane(index).begins)
+            if fps_member_state(self.members[index]) == FPS_LANE_EXPELLED:
+                self.begins[index] = UINT64_MAX
+
+    cdef fps_descriptor *earliest(self, scheduler_t *state, uint32_t *lane) noexcept nogil:
+        """The earliest descriptor not seen yet, or NULL; of equal times that of the lowest lane."""
+        cdef worker_t *workers = state_workers(state)
+        cdef fps_descriptor *descriptor
+        cdef fps_descriptor *earliest = NULL
+        cdef uint32_t index
+        for index in range(self.arena.header.n_lanes):
+            if self.begins[index] <= <uint64_t> workers[index].consumed < self.tails[index]:
+                descriptor = lane_descriptor(self.arena.lane(index), self.arena.header.ring_size, workers[index].consumed)
+                if earliest == NULL or descriptor.post_ns < earliest.post_ns:
+                    earliest = descriptor
+                    lane[0] = index
+        return earliest
+
+    # -- what is damaged -----------------------------------------------------------------------------
+
+    cdef int bad(self, uint32_t lane, uint64_t what, uint64_t found) noexcept nogil:
+        """Note what is damaged in a lane's words."""
+        self.bad_lane = lane
+        self.damage = fps_damage_pack(fps_member_generation(self.members[lane]), what, found)
+        return COMBINE_BAD_DESCRIPTOR
+
+    cdef int check(self, const scheduler_t *state, uint32_t lane, const fps_descriptor *descriptor) noexcept nogil:
+        """COMBINE_BAD_DESCRIPTOR for a descriptor that no worker can have posted, COMBINE_DONE for another."""
+        cdef const worker_t *worker = &state_workers(state)[lane]
+        if self.tails[lane] - worker.cursor > self.arena.header.ring_size:
+            return self.bad(lane, FPS_DAMAGED_RING, self.tails[lane])
+        if descriptor.kind > FPS_LEAVE:
+            return self.bad(lane, FPS_DAMAGED_KIND, descriptor.kind)
+        if descriptor.slot >= self.arena.header.n_slots:
+            return self.bad(lane, FPS_DAMAGED_SLOT, descriptor.slot)
+        if not worker.live or (worker.waiting and descriptor.kind != FPS_LEAVE and not state.policy.repeats):
+            return self.bad(lane, FPS_DAMAGED_TURN, descriptor.step)
+        return COMBINE_DONE
+
+    # -- who leaves and who joins --------------------------------------------------------------------
+
+    cdef int next_change(self, scheduler_t *state, int64_t now_ns) noexcept nogil:
+        """Retire workers that died or were expelled, then admit those that join, once everything posted is decided.
+
+        Returns the scheduler's action, NOTHING or a negative outcome.
+        Both follow from the lane's state word and from what is committed, so each happens once, whichever lane combines.
+        """
+        cdef uint32_t lane, member
+        cdef worker_t *worker
+        for lane in range(self.arena.header.n_lanes):
+            member = fps_member_state(self.members[lane])
+            worker = &state_workers(state)[lane]
+            if self.begins[lane] <= <uint64_t> worker.consumed and self.tails[lane] < <uint64_t> worker.consumed:
+                return self.bad(lane, FPS_DAMAGED_RING, self.tails[lane])
+            if worker.live and (member == FPS_LANE_DEAD or member == FPS_LANE_EXPELLED or member == FPS_LANE_JOINING
+                                and worker.generation != <int32_t> fps_member_generation(self.members[lane])):
+                return self._retire(state, lane, now_ns)
+        for lane in range(self.arena.header.n_lanes):
+            worker = &state_workers(state)[lane]
+            # The slots still hold what the lane's last owner pushed and what is kept for a fold.
+            if (fps_member_state(self.members[lane]) == FPS_LANE_JOINING and not worker.live
+                    and worker.cursor == worker.consumed and (self.shard == 0 or self.first_clocks[lane] >= 0)):
+                if <uint64_t> worker.consumed < self.begins[lane]:
+                    worker.consumed = worker.cursor = self.begins[lane]
+                scheduler_join(state, lane, now_ns, self._clock_for(state, lane))
+                worker.generation = fps_member_generation(self.members[lane])
+                return ACTION_NONE
+        return NOTHING
+
+    cdef int _retire(self, scheduler_t *state, uint32_t lane, int64_t now_ns) noexcept nogil:
+        """Retire a worker that died or was expelled. What an expelled one posted and is not decided counts as dropped."""
+        cdef worker_t *worker = &state_workers(state)[lane]
+        cdef uint64_t left = self.tails[lane] - worker.consumed
+        if <uint64_t> worker.consumed < self.begins[lane] and left <= self.arena.header.ring_size:
+            worker.dropped += left
+        return scheduler_leave(state, lane, now_ns)
+
+    cdef int64_t _clock_for(self, const scheduler_t *state, uint32_t lane) noexcept nogil:
+        """The clock at which this shard admits a lane's owner; -1: that of the slowest worker, in this shard.
+
+        Under extra steps (DSSP) it is at most the first shard's. A worker waits there until the slowest is near again. Two
+        workers, each far ahead of the other in one shard, would wait for each other for ever.
+        """
+        if self.shard == 0:
+            return -1
+        if fps_mutant(FPS_MUTANT_FIRST_CLOCK):
+            return self.first_clocks[lane]
+        if state.policy.grant == GRANT_BOUNDED and state.policy.high > state.policy.low and state.n_live > 0:
+            return min(state_slowest_clock(state), self.first_clocks[lane])
+        return -1
+
+    cdef int64_t _first_clock(self, uint32_t lane) noexcept nogil:
+        """The clock at which the first shard admitted a lane's owner, which has pushed nothing yet; -1: not yet."""
+        cdef int64_t granted = fps_grant_acquire(&self.arena.lane_shard(lane, 0).granted)
+        if fps_granted_generation(granted) != <int64_t> fps_member_generation(self.members[lane]):
+            return -1
+        return fps_granted_steps(granted) - 1

@@ -1,0 +1,177 @@
+"""SIGKILL a joiner of a job with two shards just before its n-th store: the next joiner gets each shard's own clock.
+
+The joiner's process also combines: it retires the lane's last owner, folds what the others have posted, and admits itself.
+It may die in any of these. Then the others go on, another process joins, and every push is folded once.
+"""
+
+import mmap
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+hooks = pytest.importorskip("fastps.kernels.chaos.failpoints", reason="needs the failpoint build: make test-hooks")
+
+from fastps.kernels.protocol.lane import DONE, KIND_LEAVE, KIND_PUSH, Lane  # noqa: E402
+from fastps.kernels.protocol.worker_lane import WorkerLane  # noqa: E402
+from fastps.kernels.shm.arena import LANE_JOINING, LANE_LIVE, Arena  # noqa: E402
+from fastps.kernels.shm.format import format_memory  # noqa: E402
+from fastps.kernels.shm.plan import plan  # noqa: E402
+from fastps.kernels.update import fold  # noqa: E402
+
+SHARDS, FLOATS, LANES = 2, 32, 3
+JOINER = 1
+POLICIES: dict[str, dict[str, Any]] = {
+    "asp": {"fold": "each", "grant": "at-once"},
+    "bsp": {"fold": "all", "grant": "next-version"},
+    "ssp": {"fold": "each", "grant": "bounded", "low": 1, "high": 1, "release": "printed"},
+    "dssp": {"fold": "each", "grant": "bounded", "low": 1, "high": 3, "release": "printed"},
+    "backup": {"fold": "quorum", "grant": "next-version", "count": 2},
+    "r2sp": {"fold": "in-order", "grant": "round-robin"},
+}
+
+
+class Job:
+    """Three lanes in memory shared with a forked joiner."""
+
+    def __init__(self, policy: dict[str, Any]) -> None:
+        header, size = plan(
+            lanes=LANES, slots=2, ring_size=8, groups=1, parameters=SHARDS, buffer_floats=SHARDS * FLOATS,
+            rule=fold.RULE_SGD, state_planes=0, extra_bytes=0, buffers=LANES + 3, shards=SHARDS,
+        )  # fmt: skip
+        self.memory = mmap.mmap(-1, size)
+        places = [(FLOATS * shard, FLOATS * (shard + 1)) for shard in range(SHARDS)]
+        format_memory(self.memory, header, [(first, FLOATS, 0) for first, _ in places], shards=places, **policy)
+        self.arena = Arena(self.memory)
+        self.lanes = [Lane(self.arena, index) for index in range(LANES)]
+        self.steps = [0] * LANES
+        self.pushed = [0] * LANES
+        self.generation = 0
+        for index in range(LANES):
+            assert self.arena.claim(index, os.getpid()) == 0
+
+    def post(self, index: int, now_ns: int) -> None:
+        """Post a push of ones."""
+        lane, slot = self.lanes[index], self.pushed[index] % 2
+        for shard in range(SHARDS):
+            lane.pull(shard)
+        offset = self.arena.gradient_offset(index, slot)
+        np.frombuffer(self.memory, np.float32, SHARDS * FLOATS, offset)[:] = 1.0
+        lane.set_hyper(slot, 0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        lane.set_presence(slot, b"\x03" + b"\0" * 7)
+        lane.set_versions(slot)
+        assert lane.post(KIND_PUSH, self.steps[index], slot, lane.version, now_ns, samples=1)
+        self.steps[index] += 1
+        self.pushed[index] += 1
+
+    def may_push(self, index: int) -> bool:
+        lane = self.lanes[index]
+        free = lane.posted() - lane.done() < 2
+        return free and min(lane.granted(shard) for shard in range(SHARDS)) > self.steps[index]
+
+    def begin(self) -> None:
+        """Some steps; then the lane's first owner is dead, and the shards have not received the others' last pushes."""
+        for now_ns in (10, 20, 30):
+            for index in range(LANES):
+                if self.may_push(index):
+                    self.post(index, now_ns + index)
+            assert self.lanes[0].try_combine(now_ns + 5) == DONE
+        assert self.arena.mark_dead(JOINER, 0)
+        for index in (0, 2):
+            if self.may_push(index):
+                self.post(index, 40 + index)
+
+    def join(self) -> None:
+        """All that a joiner does until it may push, and its first push."""
+        generation = self.arena.claim(JOINER, os.getpid(), True)
+        assert generation > 0
+        self.lanes[JOINER] = lane = WorkerLane(self.arena, JOINER)
+        lane.recover_lock(JOINER, 50, generation - 1)
+        for _ in range(2):  # another shard admits it once the first one has
+            assert lane.try_combine(50) == DONE
+        assert self.arena.has_joined(JOINER)
+        self.arena.joined(JOINER)
+        self.steps[JOINER] = lane.begin_steps()
+        clocks = [[self.arena.clock(index, shard) for index in range(LANES)] for shard in range(SHARDS)]
+        for shard in range(SHARDS):
+            assert clocks[shard][JOINER] == min(clocks[shard]), "each shard's own slowest clock"
+            assert lane.granted(shard) == self.steps[JOINER] + 1, "its first step is granted, as it counts"
+        self.pushed[JOINER] = lane.posted()
+        self.post(JOINER, 60)
+        assert lane.try_combine(60) == DONE
+
+    def play(self, indices: tuple[int, ...], now_ns: int, rounds: int) -> None:
+        for _ in range(rounds):
+            for index in indices:
+                if self.may_push(index):
+                    self.post(index, now_ns)
+            for index in indices:
+                assert self.lanes[index].try_combine(now_ns) == DONE
+
+    def end(self) -> None:
+        for index in range(LANES):
+            assert self.lanes[index].post(KIND_LEAVE, self.steps[index], 0, 0, 200 + index)
+            self.arena.leave(index)
+            assert self.lanes[index].try_combine(200 + index) == DONE
+
+
+def _check(policy: dict[str, Any], store: int) -> int:
+    """A joiner that dies at this store (0: never), then the rest of the job. Returns the joiner's stores."""
+    job = Job(policy)
+    job.begin()
+    before = hooks.stores()
+    child = os.fork()
+    if child == 0:
+        try:
+            hooks.die_at(store)
+            job.join()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    expected = -signal.SIGKILL if store else 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected, f"at store {store}"
+    if store == 0:
+        probe = Job(policy)
+        probe.begin()
+        before = hooks.stores()
+        probe.join()
+        return hooks.stores() - before
+    for index in (0, 2):
+        job.pushed[index] = job.lanes[index].posted()
+        job.lanes[index].begin_steps()
+        job.steps[index] = job.pushed[index]
+    generation = job.arena.generation(JOINER)
+    job.lanes[0].recover_lock(JOINER, 70, generation)
+    job.arena.mark_dead(JOINER, generation)
+    job.play((0, 2), 80, 3)
+    assert job.arena.lane_state(JOINER) not in (LANE_JOINING, LANE_LIVE)
+    job.join()
+    job.play((0, JOINER, 2), 100, 6)
+    assert job.pushed[JOINER] >= 4, f"died at store {store}: the next joiner does not go on"
+    job.end()
+    for index in range(LANES):
+        counters = job.arena.counters(index)
+        posted = counters["posted"] - 1
+        assert counters["done"] == counters["posted"], f"died at store {store}: a push is lost"
+        assert counters["folded"] + counters["dropped"] == SHARDS * posted, f"died at store {store}: lost or doubled"
+    for shard in range(SHARDS):
+        assert job.lanes[0].owner(shard) == -1
+    return 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_joiners_death_at_some_stores_changes_nothing_for_the_next(name: str) -> None:
+    stores = _check(POLICIES[name], 0)
+    assert stores > 100
+    for store in range(1, stores + 1, 11):
+        _check(POLICIES[name], store)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_joiners_death_at_every_store_changes_nothing_for_the_next(name: str) -> None:
+    for store in range(1, _check(POLICIES[name], 0) + 1):
+        _check(POLICIES[name], store)

@@ -1,0 +1,218 @@
+"""Fault case 23 with live workers: a lane whose words are damaged is expelled by name, and the others go on or the job ends.
+
+Each case damages a real word of a real arena between two calls.
+"""
+
+import logging
+import struct
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import fastps
+from fastps.kernels.protocol.lane import KIND_PUSH
+from fastps.kernels.shm.arena import LANE_EXPELLED, LANE_LIVE
+from fastps.kernels.shm.offsets import OFFSETS, SIZES
+from tests.fuzz.places import header_of
+from tests.support import processes
+
+WEIGHTS = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
+ONES = {"w": np.ones(8, np.float32), "v": np.ones(8, np.float32)}
+SPECS = [
+    "asp",
+    "bsp",
+    "ssp:1",
+    "dssp:1,3",
+    "backup:1",
+    "softsync:1",
+    "hardsync:64",
+    "adv:1",
+    "r2sp:0.8",
+    "bsp,shards=2",
+    "ssp:1,shards=2",
+]
+BAD = 1
+
+
+class Damage:
+    """Words of lane BAD of a store."""
+
+    def __init__(self, store: fastps.Store) -> None:
+        header = header_of(store.memory)
+        self.memory = store.memory
+        self.lane = header.lanes_offset + BAD * header.lane_bytes
+        self.ring_size = header.ring_size
+
+    def _tail(self) -> int:
+        return int(struct.unpack_from("<Q", self.memory, self.lane + OFFSETS["lane.tail"])[0])
+
+    def _last(self, word: str, value: int) -> None:
+        place = self.lane + SIZES["lane"] + (self._tail() - 1) % self.ring_size * SIZES["descriptor"]
+        struct.pack_into("<I", self.memory, place + OFFSETS[f"descriptor.{word}"], value)
+
+    def kind(self) -> None:
+        self._last("kind", 99)
+
+    def slot(self) -> None:
+        self._last("slot", 1 << 30)
+
+    def far_tail(self) -> None:
+        struct.pack_into("<Q", self.memory, self.lane + OFFSETS["lane.tail"], self._tail() ^ 1 << 40)
+
+    def lower_tail(self) -> None:
+        struct.pack_into("<Q", self.memory, self.lane + OFFSETS["lane.tail"], 0)
+
+
+# What is damaged, whether the worker has posted a push that is not decided then, and what its error says.
+DAMAGES: dict[str, tuple[Callable[[Damage], None], bool, str]] = {
+    "kind": (Damage.kind, True, "a descriptor of kind 99"),
+    "slot": (Damage.slot, True, f"a descriptor of slot {1 << 30}"),
+    "far tail": (Damage.far_tail, True, "a count of posted descriptors that its ring cannot hold"),
+    "lower tail": (Damage.lower_tail, False, "a count of posted descriptors that its ring cannot hold"),
+}
+
+
+def _store(sync: str, policy: str = "continue") -> fastps.Store:
+    return fastps.Store.create(WEIGHTS, fastps.SGD(lr=1 / 64), sync=sync, workers=3, on_worker_loss=policy, timeout_s=20.0)
+
+
+def _step_all(workers: list[fastps.Worker], rounds: int) -> None:
+    """Each worker makes its steps as the discipline lets it: nobody waits in a call."""
+    left = {worker.rank: rounds for worker in workers}
+    for _ in range(400 * rounds):
+        for worker in workers:
+            if worker.lane.awaits and not worker.lane.advance(worker.store.clock.now_ns(), worker._goes_on_at_once):
+                worker.try_combine()
+                continue
+            if left[worker.rank]:
+                worker.pull()
+                for view in worker.gradients.values():
+                    view[...] = 1.0
+                worker.push(worker.store.hypers, samples=16)
+                left[worker.rank] -= 1
+        if not any(left.values()):
+            return
+    raise AssertionError(f"steps that were not granted: {left}")
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("sync", SPECS)
+def test_a_worker_whose_words_are_damaged_is_expelled_by_name_and_the_others_go_on(
+    sync: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, has_posted, said = DAMAGES[what]
+    with _store(sync) as store:
+        workers = [store.attach(rank) for rank in range(3)]
+        good, bad = [workers[0], workers[2]], workers[BAD]
+        _step_all(workers, 2)
+        while bad.lane.awaits and not bad.lane.advance(store.clock.now_ns(), bad._goes_on_at_once):
+            for worker in workers:
+                worker.try_combine()
+        before = store.arena.counters(BAD)
+        if has_posted:
+            assert bad.lane.post(KIND_PUSH, bad.steps, bad.slot, bad.version, store.clock.now_ns())
+        damage(Damage(store))
+        with caplog.at_level(logging.WARNING):
+            for worker in good:
+                worker.try_combine()
+            assert store.arena.lane_state(BAD) == LANE_EXPELLED
+            for worker in good:
+                worker.look_around()
+        assert f"worker {BAD} (process" in caplog.text and said in caplog.text and "the job goes on without it" in caplog.text
+        _step_all(good, 6)
+        with pytest.raises(fastps.ExpelledError, match=f"worker {BAD} .* was expelled: .*{said}") as raised:
+            bad.push(store.hypers, samples=16)
+            bad.advance()
+        assert raised.value.worker == BAD
+        bad.close(str(raised.value))
+        after = store.arena.counters(BAD)
+        assert after["folded"] <= before["folded"] + (before["posted"] - before["done"]) * store.arena.shards
+        for worker in good:
+            worker._leave()
+        for worker in good:
+            worker.wait_for_others()
+            counters = store.arena.counters(worker.rank)
+            assert counters["folded"] + counters["dropped"] == 8 * store.arena.shards, "each push once"
+            assert counters["dropped"] == 0 or "backup" in sync
+        total = sum(store.arena.counters(rank)["folded"] for rank in range(3))
+        if sync in ("asp", "ssp:1", "dssp:1,3", "r2sp:0.8"):
+            assert good[0].weights["w"].tolist() == [1 - total / 64] * 8, "the weights are those of the folded pushes"
+        for worker in good:
+            worker.close()
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("sync", ["asp", "bsp", "ssp:1,shards=2"])
+def test_where_the_job_may_not_go_on_without_a_worker_it_ends_with_an_error_that_names_it(sync: str, what: str) -> None:
+    damage, has_posted, _ = DAMAGES[what]
+    with _store(sync, "stop") as store:
+        workers = [store.attach(rank) for rank in range(3)]
+        _step_all(workers, 2)
+        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
+            workers[0].try_combine()
+        if has_posted:
+            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
+        damage(Damage(store))
+        for rank in (0, 2):
+            with pytest.raises(fastps.ProtocolError, match=f"worker {BAD} posted a push that it had no right to post"):
+                workers[rank].try_combine()
+        assert store.arena.lane_state(BAD) == LANE_LIVE
+        for worker in workers:
+            worker.close("the test ends")
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("sync", ["asp", "bsp", "bsp,shards=2", "softsync:1"])
+def test_another_worker_takes_the_place_of_one_that_was_expelled_and_has_ended(sync: str, what: str) -> None:
+    damage, has_posted, _ = DAMAGES[what]
+    with _store(sync) as store:
+        workers = [store.attach(rank) for rank in range(3)]
+        _step_all(workers, 2)
+        while workers[BAD].lane.awaits and not workers[BAD].lane.advance(store.clock.now_ns(), True):
+            workers[0].try_combine()
+        if has_posted:
+            assert workers[BAD].lane.post(KIND_PUSH, 2, workers[BAD].slot, 0, store.clock.now_ns())
+        damage(Damage(store))
+        workers[0].try_combine()
+        workers[BAD].close("it was expelled")
+        _step_all([workers[0], workers[2]], 1)
+        again = store.attach(BAD)
+        assert again.generation == 1 and store.arena.lane_state(BAD) == LANE_LIVE
+        before = store.arena.counters(BAD)
+        _step_all([workers[0], again, workers[2]], 4)
+        for worker in (workers[0], again, workers[2]):
+            worker._leave()
+        for worker in (workers[0], again, workers[2]):
+            worker.wait_for_others()
+            worker.close()
+        after = store.arena.counters(BAD)
+        assert after["folded"] - before["folded"] == 4 * store.arena.shards
+
+
+def test_a_worker_in_a_wait_that_is_expelled_ends_with_an_error_that_says_so() -> None:
+    """Its process lives, and waits for a grant that never comes."""
+    with _store("bsp") as store:
+        good = [store.attach(0), store.attach(2)]
+
+        def work() -> str:
+            with store.attach(BAD) as worker:
+                try:
+                    worker.step(ONES)
+                except fastps.ExpelledError as error:
+                    return str(error)
+            return "it was not expelled"
+
+        child = processes.start(work)
+        while store.arena.counters(BAD)["posted"] == 0:
+            pass
+        store.clock.sleep_ns(20_000_000)
+        Damage(store).slot()  # of its push, which waits for the others'
+        _step_all(good, 3)
+        processes.finish([child], 20)
+        assert "was expelled" in str(child.outcome) and f"slot {1 << 30}" in str(child.outcome)
+        for worker in good:
+            worker._leave()
+        for worker in good:
+            worker.wait_for_others()
+            worker.close()
