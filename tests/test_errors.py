@@ -13,7 +13,7 @@ CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_an_error_survives_pickle_and_copy_with_its_attributes(kind: type[errors.Error]) -> None:
-    named = kind in (errors.WorkerDiedError, errors.NonFiniteGradientError)
+    named = kind in (errors.WorkerDiedError, errors.ExpelledError, errors.NonFiniteGradientError)
     error = kind("it rained", 3) if named else kind("it rained")
     for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(same) is kind and str(same) == str(error) and vars(same) == vars(error)

@@ -140,6 +140,8 @@ class LaneWaiter:
         If an exception interrupts this method, it releases every lock.
         """
         self._check_not_forked()
+        if self.lane.is_expelled():
+            self._membership.tell_expelled()
         for shard in range(self._shards):
             try:
                 self.wait_until(partial(self.lane.hold, shard), 100_000, partial(self._held_text, shard))

@@ -182,11 +182,12 @@ cdef class Combiner:
                 return self._offer(COMBINE_DONE)
             if outcome < 0:
                 self.commit.repair()
+                return self._offer(outcome)  # what the others have posted is not decided
             if self.lock.release():
                 self.commit.wake()
                 return outcome
             rounds += 1
-            if outcome < 0 or rounds == MAX_ROUNDS:
+            if rounds == MAX_ROUNDS:
                 return self._offer(outcome)
             self.commit.wake()
             if not self.lock.clear(FPS_PENDING):

@@ -170,6 +170,7 @@ def test_a_store_counts_what_the_arithmetic_expects() -> None:
     assert rows[0].mean_s <= rows[1].mean_s <= rows[2].mean_s
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_draws_and_writes_rows(tmp_path: Path) -> None:
     picture = tmp_path / "arrivals.png"
     command = ["stragglers", "--data", "digits", "--workers", "2", "--epochs", "1"]

@@ -75,6 +75,7 @@ def test_the_benchmarks_of_single_kernels_run() -> None:
     assert "45 passed" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_every_benchmark_runs_and_its_results_were_checked(tmp_path: Path) -> None:
     document, text = _checked_document("all", target=tmp_path / "rows.json")
     rows = document["rows"]

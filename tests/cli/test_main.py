@@ -183,6 +183,7 @@ def test_gradients_are_pushed_in_half_precision_and_the_row_says_so(command: str
     assert all(0.5 < row["test_accuracy"] <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_compare_prints_one_table_and_draws_a_plot(tmp_path: Path) -> None:
     picture, rows = tmp_path / "accuracy.png", tmp_path / "rows.json"
     outcome = commands.fastps(

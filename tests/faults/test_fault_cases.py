@@ -338,7 +338,7 @@ def test_case_20_another_format_and_a_second_job_of_the_same_name_are_refused() 
 @pytest.mark.parametrize(
     ("make", "refusal"),
     [
-        (lambda: torch.zeros(3, dtype=torch.float64), "expected float32, bfloat16 or float16, found float64"),
+        (lambda: torch.zeros(3, dtype=torch.complex64), "expected float32, float64, bfloat16 or float16, found complex64"),
         (lambda: torch.zeros(3, device="meta"), "expected a tensor on the CPU or a CUDA GPU, found one on meta"),
         (lambda: torch.zeros(8)[::2], "expected a tensor without gaps"),
         (lambda: torch.zeros(2, 2).to_sparse(), "expected a dense tensor"),

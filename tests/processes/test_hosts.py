@@ -38,6 +38,7 @@ def _start(ssh: str, hosts: str, script: Path, *options: str, folder: Path | Non
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_host_is_a_node_in_the_same_folder(runner: str, tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(
