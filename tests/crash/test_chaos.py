@@ -37,7 +37,7 @@ FOUND_WITHIN = {
 FOUND_BY_READERS = {
     "forget-readers": (50, "torn read: reader"),
     "forget-wanted": (50, "missed wake: reader"),
-    "look-first": (1_000, "missed wake: reader"),
+    "look-first": (2_600, "missed wake: reader"),
     "event-late": (12_000, "missed wake: reader"),
 }
 RARELY_FOUND_BY_READERS = ("event-late",)  # a commit between two words that a reader touches one after the other
