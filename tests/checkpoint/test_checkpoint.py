@@ -251,7 +251,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
         (
             {**WEIGHTS, "b": np.ones(4, np.float32)},
             fastps.SGD(1.0, 0.5),
-            r"parameter 1: expected 'b' of shape \[4\].*found 'b' of",
+            r"parameter 1: expected 'b' of float32, of shape \[4\].*found 'b' of",
         ),
         ({"w": WEIGHTS["w"]}, fastps.SGD(1.0, 0.5), "parameter 1: expected no such parameter as in this model, found 'b'"),
         (WEIGHTS, fastps.Adam(), "rule's name: expected 'adam' as in this optimizer, found 'sgd'"),

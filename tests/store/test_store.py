@@ -198,8 +198,8 @@ def test_a_number_of_workers_out_of_range_is_refused(workers: int) -> None:
 
 
 def test_another_dtype_is_refused_by_name() -> None:
-    with pytest.raises(fastps.UnsupportedError, match="'w': expected float32, found float64"):
-        fastps.Store.create({"w": np.ones(4)}, fastps.SGD(lr=1.0))
+    with pytest.raises(fastps.UnsupportedError, match="'w': expected float32 or float64, found int64"):
+        fastps.Store.create({"w": np.ones(4, np.int64)}, fastps.SGD(lr=1.0))
 
 
 def test_too_little_memory_is_refused_before_anything_is_touched() -> None:

@@ -377,9 +377,10 @@ def test_optimizers_that_the_fold_does_not_know_are_refused(make: Callable[[Any]
 
 
 def test_other_dtypes_and_sparse_gradients_are_refused_by_name() -> None:
-    double = torch.nn.Linear(2, 2).double()
-    with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected float32, bfloat16 or float16, found float64"):
-        fastps.DistributedOptimizer(torch.optim.SGD(double.parameters(), lr=0.1), model=double)
+    quarter = torch.nn.Linear(2, 2).to(torch.float8_e4m3fn)
+    expected = r"'weight': expected float32, float64, bfloat16 or float16, found float8_e4m3fn"
+    with pytest.raises(fastps.UnsupportedError, match=expected):
+        fastps.DistributedOptimizer(torch.optim.SGD(quarter.parameters(), lr=0.1), model=quarter)
     embedding = torch.nn.Embedding(4, 2)
     with fastps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1), model=embedding):
         with pytest.raises(fastps.UnsupportedError, match=r"'weight': expected a dense gradient"):
