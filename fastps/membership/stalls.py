@@ -44,8 +44,8 @@ class Stalls:
         self._lane = lane
         self._arena: Arena = lane.arena
         self._descriptor = descriptor
-        # The look itself comes up to a slice after the stop, and up to a slice after the time is over.
-        self._patience_ns = max(stall_ns - limits.SLICE_NS, 1) if stall_ns else 0
+        # The first look comes up to a slice after the stop, and the last one up to a slice after the time is over.
+        self._patience_ns = max(stall_ns - 2 * limits.SLICE_NS, 1) if stall_ns else 0
         self._looks: dict[int, _Look] = {}  # by shard
         self._has_spare = False
 
@@ -64,6 +64,12 @@ class Stalls:
                 self._looks[shard] = _Look(holder, now_ns, used)
                 if used == look.used and used and self._reserve():
                     self._pass_by(holder[0], now_ns - look.since_ns, now_ns, settle)
+            elif (
+                not self._has_spare
+                and now_ns - look.since_ns >= self._patience_ns // 2
+                and "" != look.used == self._processor_time(holder[0])
+            ):
+                self._reserve()  # it is likely to be needed, and takes a while for a large model
 
     def _pass_by(self, peer: int, stood_ns: int, now_ns: int, settle: Callable[[int], None]) -> None:
         outcome = self._lane.pass_by(peer, now_ns)
