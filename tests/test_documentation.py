@@ -170,11 +170,11 @@ def test_code_of_the_page_on_notebooks_runs_as_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_passes_in_double_precision_of_the_page_on_scripts_run(tmp_path: Path) -> None:
-    (code,) = [block for block in blocks_of(DOCS / "how-to" / "own-script.md") if "functional_call" in block]
+def test_the_model_in_double_precision_of_the_page_on_scripts_trains(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks_of(DOCS / "how-to" / "own-script.md") if ".double()\n" in block]
     script = tmp_path / "script.py"
-    script.write_text(code + "print(output.dtype, next(model.parameters()).dtype)\n")
-    assert _run(sys.executable, str(script)) == "torch.float64 torch.float32\n"
+    script.write_text(code + "print(model(x).dtype, next(model.parameters()).dtype)\n")
+    assert _run(sys.executable, str(script)) == "torch.float64 torch.float64\n"
 
 
 def _fastps(*arguments: str) -> str:
