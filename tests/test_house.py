@@ -52,6 +52,7 @@ MODULES = {
     "fastps/cli/report": "tests/cli/test_main.py",
     "fastps/cli/simulation_report": "tests/simulation/test_simulate.py",
     "fastps/cli/trace_report": "tests/tracing/test_trace.py",
+    "fastps/device/arena": "tests/device/test_device.py",
     "fastps/device/cuda_calls": "tests/device/test_cuda.py",
     "fastps/device/cuda_on_host": "tests/device/test_cuda.py",
     "fastps/device/hazards": "tests/device/test_stepped.py",

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.interface import Device, DeviceError
-from fastps.device.memory import PRESENT, DeviceArena
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fastps.device.arena import DeviceArena
 from fastps.device.interface import DeviceError
-from fastps.device.memory import DeviceArena
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
 from fastps.job.layout import Layout, place

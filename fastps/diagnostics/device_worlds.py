@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fastps.device.arena import DeviceArena
 from fastps.device.hazards import HazardError
 from fastps.device.interface import DeviceError
-from fastps.device.memory import DeviceArena
 from fastps.device.plan import handle_table_bytes, homes
 from fastps.device.stepped import SteppedDevice, SteppedEvent, SteppedNode, SteppedStream
 from fastps.job.layout import Layout, place
