@@ -12,6 +12,7 @@ import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import psutil
@@ -20,7 +21,7 @@ import torch
 from fastps.diagnostics.finding import Finding
 from fastps.diagnostics.gpu import gpu_findings
 from fastps.errors import Error, UsageError
-from fastps.job.layout import Layout, place
+from fastps.job.layout import GRADIENT_NUMBERS, GradientType, Layout, place
 from fastps.job.plan import plan
 from fastps.job.specs import parse_policy
 from fastps.job.update_rules import SGD, Rule, examples
@@ -180,8 +181,8 @@ class Need:
         return -(-self.total_bytes // self.workers)
 
 
-def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") -> Need:
-    """Return the memory of such a job's arena, read from its plan; none is allocated.
+def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp", dtype: str = "float32") -> Need:
+    """Return the memory of such a job's arena, read from its plan; none is allocated. `dtype`: the type of the parameters.
 
     >>> need = need_of(1_000_000, 4, "momentum")
     >>> need.weights_buffers, need.slots_per_worker
@@ -189,10 +190,11 @@ def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") ->
     >>> need.rule_state_bytes // 1_000_000  # three buffers of one tensor of 4 bytes a parameter
     12
 
-    Raises UsageError for an unknown optimizer or a number out of range, and PolicyError.
+    Raises UsageError for an unknown optimizer, an unknown type or a number out of range, and PolicyError.
     """
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"--optimizer: expected one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+    for name, choices, found in (("optimizer", OPTIMIZERS, optimizer), ("dtype", GRADIENT_NUMBERS, dtype)):
+        if found not in choices:
+            raise UsageError(f"--{name}: expected one of {', '.join(choices)}, found {found!r}")
     for name, value in {"model-size": parameters, "workers": workers}.items():
         if value < 1:
             raise UsageError(f"--{name}: expected at least 1, found {value}")
@@ -200,8 +202,10 @@ def need_of(parameters: int, workers: int, optimizer: str, sync: str = "bsp") ->
     policy.check_workers(workers)
     tensors = min(policy.shards, parameters)  # a shard ends at a parameter's end
     sizes = [parameters * (index + 1) // tensors - parameters * index // tensors for index in range(tensors)]
-    placed = place([(f"tensor {index}", (size,), (1,), 0) for index, size in enumerate(sizes)], policy.shards)
-    return _measured(Layout(placed, 1, OPTIMIZERS[optimizer], policy, workers), optimizer)
+    kind = cast(GradientType, dtype)
+    rows = [(f"tensor {index}", (size,), (1,), 0) for index, size in enumerate(sizes)]
+    placed = place(rows, policy.shards, types=[kind] * tensors)
+    return _measured(Layout(placed, 1, OPTIMIZERS[optimizer], policy, workers, gradient_type=kind), optimizer)
 
 
 def _measured(layout: Layout, optimizer: str) -> Need:
@@ -223,7 +227,7 @@ def _measured(layout: Layout, optimizer: str) -> Need:
     slots = layout.workers * arena.slots * (arena.gradient_offset(0, 1) - arena.gradient_offset(0, 0))
     weights_begin, state_begin, extra_begin = arena.weights_offset(0), arena.steps_offset(0), arena.extra_offset(0)
     return Need(
-        parameters=sum(parameter.length for parameter in layout.parameters),
+        parameters=sum(parameter.size for parameter in layout.parameters),
         workers=layout.workers,
         optimizer=optimizer,
         sync=layout.policy.spec,

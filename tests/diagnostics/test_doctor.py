@@ -69,7 +69,18 @@ def test_rows_and_table_of_a_model() -> None:
     assert need["kind"] == "need" and need["ok"] is True
     expected = need_of(100_000, 2, "adam")
     assert (need["total_bytes"], need["per_worker_bytes"]) == (expected.total_bytes, expected.per_worker_bytes)
-    assert "100,000 parameters, 2 workers, adam" in outcome.stderr
+    assert "100,000 parameters of float32, 2 workers, adam" in outcome.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_doubles_need_twice_the_memory_and_halves_are_pushed_in_half_of_it(optimizer: str) -> None:
+    single, double, half = (need_of(1_000_000, 4, optimizer, "bsp", dtype) for dtype in ("float32", "float64", "bfloat16"))
+    assert single.parameters == double.parameters == half.parameters == 1_000_000
+    for part in ("gradient_slots_bytes", "weights_bytes", "rule_state_bytes"):
+        assert getattr(double, part) == pytest.approx(2 * getattr(single, part), rel=0.01), part
+    assert half.gradient_slots_bytes == pytest.approx(single.gradient_slots_bytes / 2, rel=0.01)
+    assert half.weights_bytes == pytest.approx(1.5 * single.weights_bytes, rel=0.01)  # the masters, and the model's own
+    assert half.rule_state_bytes == single.rule_state_bytes
 
 
 def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
@@ -94,6 +105,7 @@ def test_a_model_that_does_not_fit_is_exit_code_1() -> None:
         ((0, 4, "sgd"), "--model-size: expected at least 1, found 0"),
         ((9, 0, "sgd"), "--workers: expected at least 1, found 0"),
         ((9, 4, "lion"), "--optimizer: expected one of sgd, momentum, nesterov, adam"),
+        ((9, 4, "sgd", "bsp", "int8"), "--dtype: expected one of float32, float16, bfloat16, float64, found 'int8'"),
         ((9, 4, "sgd", "foo"), "unknown synchronization 'foo'"),
         ((9, 100_000, "sgd"), "workers, found 100000"),
         ((10**15, 1, "sgd"), "whose arena can be addressed"),

@@ -361,6 +361,7 @@ def doctor(
         str, typer.Option(help="With --model-size: sgd, momentum, adam, amsgrad, ...; a wrong name lists all.")
     ] = "sgd",
     sync: Annotated[str, typer.Option(help="With --model-size: the synchronization, which decides slots and buffers.")] = "bsp",
+    dtype: Annotated[str, typer.Option(help="With --model-size: float32, float16, bfloat16 or float64.")] = "float32",
     nodes: Annotated[
         bool, typer.Option("--nodes", help="Measure the links between nodes instead; implied by --nnodes or --rendezvous.")
     ] = False,
@@ -396,15 +397,16 @@ def doctor(
     from fastps.diagnostics import doctor as examination
     from fastps.system.json_report import write_json
 
-    need = None if model_size is None else examination.need_of(_whole("model-size", model_size), workers, optimizer, sync)
+    size = None if model_size is None else _whole("model-size", model_size)
+    need = None if size is None else examination.need_of(size, workers, optimizer, sync, dtype)
     console = console_of(json_file)
     findings = examination.examine()
     show(console, doctor_table(findings, "this machine"))
     rows: list[dict[str, Any]] = [{"kind": "machine", **asdict(finding)} for finding in findings]
     if need is not None:
         lines = examination.need_findings(need)
-        title = f"{need.parameters:,} parameters, {need.workers} workers, {need.optimizer}, {need.sync}: beyond torch's own"
-        show(console, doctor_table(lines, title))
+        title = f"{need.parameters:,} parameters of {dtype}, {need.workers} workers, {need.optimizer}, {need.sync}"
+        show(console, doctor_table(lines, f"{title}: beyond torch's own"))
         findings += lines
         rows += [{"kind": "need", **asdict(need), "per_worker_bytes": need.per_worker_bytes, "ok": lines[-1].ok}]
     if json_file is not None:
