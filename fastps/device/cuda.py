@@ -103,6 +103,7 @@ class CudaDevice:
         self._streams: list[int] = []
         self._opened: set[int] = set()
         self._pinned: list[int] = []
+        self._peers: set[int] = set()  # to which peer access is enabled
 
     def _use(self) -> Any:
         """The runtime, with this device set as the calling thread's current device."""
@@ -158,6 +159,19 @@ class CudaDevice:
             ) from error
         self._opened.add(address)
         return address
+
+    def borrow(self, other: "CudaDevice", address: int) -> None:
+        """See Device. Memory from allocate_host is open to every GPU of the process; else peer access has to be enabled."""
+        if address in other._shared or other.index == self.index or other.index in self._peers:
+            return
+        try:
+            self._use().deviceEnablePeerAccess(other.index)
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                f"expected peer access from GPU {self.index} to GPU {other.index}, found that CUDA refuses ({error}):"
+                " FASTPS_PLACEMENT=host needs none"
+            ) from error
+        self._peers.add(other.index)
 
     def allocate_host(self, size: int) -> int:
         """See Device."""

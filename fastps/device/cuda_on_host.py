@@ -95,6 +95,10 @@ class HostRuntime:
         named = self._teeth.unreachable
         return int(self._gpus[device] not in named and self._gpus[peer] not in named)
 
+    def deviceEnablePeerAccess(self, peer: int) -> None:
+        """Let the thread's device use the memory of another."""
+        self._device.lend(self.devices[peer])
+
     def deviceSynchronize(self) -> None:
         """Wait for all streams of the thread's device."""
         self._device.synchronize_all()

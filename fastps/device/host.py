@@ -15,8 +15,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ class HostDevice:
         self._events: list[HostEvent] = []
         self._streams: list[HostStream] = []
         self._pinned: list[npt.NDArray[np.uint8]] = []
+        self._lenders: list[HostDevice] = []
         self._computing = HostStream() if computes_at_once else self.make_stream()
 
     def _operate(self) -> None:
@@ -164,6 +166,21 @@ class HostDevice:
 
     open_host = open
 
+    def borrow(self, other: "HostDevice", address: int) -> None:
+        """See Device. Everything that the other device has is then open, as where CUDA enables peer access."""
+        self._operate()
+        if not other._regions[address].identity == _HOST and not self.can_reach(other.identity):
+            raise DeviceError(f"expected peer access from {self.identity} to {other.identity}, found none")
+        self.lend(other)
+
+    def lend(self, other: "HostDevice") -> None:
+        """Open everything that another device of this process has."""
+        if other not in self._lenders:
+            self._lenders.append(other)
+
+    def _open_regions(self) -> list[Region]:
+        return [region for device in (self, *self._lenders) for region in list(device._regions.values())]
+
     def _keep(self, region: Region) -> int:
         self._regions[region.address] = region
         return region.address
@@ -199,7 +216,7 @@ class HostDevice:
     def _check(self, spans: Iterable[launch_args.Span]) -> None:
         """Raise DeviceError for an access to what is not open here. Called when the work runs."""
         for address, size in spans:
-            if not size or any(region.holds(address, size) for region in list(self._regions.values())):
+            if not size or any(region.holds(address, size) for region in self._open_regions()):
                 continue
             if not any(0 <= address - memory.ctypes.data <= memory.nbytes - size for memory in list(self._pinned)):
                 raise DeviceError(
@@ -358,3 +375,10 @@ class HostDevice:
         self._events.clear()
         for address in list(self._regions):
             self.close(address)
+
+
+def host_devices(
+    identities: Sequence[str], delay_s: float = 0.0, unreachable: Mapping[str, frozenset[str]] = MappingProxyType({})
+) -> list[HostDevice]:
+    """The devices of a server. `unreachable`: for each device those to which there is no peer access."""
+    return [HostDevice(each, delay_s, teeth=Teeth(unreachable=unreachable.get(each, frozenset()))) for each in identities]

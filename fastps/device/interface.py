@@ -64,6 +64,10 @@ class Device(Protocol):
         """Map another process's allocation; returns its address in this process. Raises DeviceLostError for a stale handle."""
         ...
 
+    def borrow(self, other: Any, address: int) -> None:
+        """Let this device's work use an allocation of another device of this process, to which it has peer access."""
+        ...
+
     def allocate_host(self, size: int) -> int:
         """Allocate zeroed, pinned host memory that other processes can open, and that copies and folds of every device use."""
         ...

@@ -9,6 +9,7 @@ on the CPU; on devices it owns the memory, and the job ends with it.
 import os
 import sys
 
+from fastps.device.first import FirstVersion
 from fastps.device.interface import DeviceError
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
@@ -22,14 +23,17 @@ from fastps.system.clock import SYSTEM_CLOCK
 def serve(order: Order) -> None:
     """Run the ordered server until the job is over."""
     layout, compiled = with_rule(order.layout, order.rule)
-    kind = Store if order.make_device is None else DeviceStore
+    kind = Store if order.devices is None else DeviceStore
     store = kind(order.memfd, memory_of.map_shared(order.memfd), layout, order.job, order.timeout_s, SYSTEM_CLOCK, [])
     try:
         answer_as_server(store)
         server = Server(store)
-        if order.make_device is not None:
+        if order.devices is not None:
             assert isinstance(store, DeviceStore)
-            store.use(order.make_device()).own_memory(server.lane)
+            first = FirstVersion(layout, is_resumed=order.devices.is_resumed, descriptor=order.devices.first)
+            store.own_memory(server.lane, order.devices.make(), first)
+            first.close()
+            del first
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {order.job}: expected to be its first server, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
