@@ -390,9 +390,10 @@ class SteppedDevice:
                 block = self.node.find(address, size, self.process, self, text)
                 block.accesses.add((address - block.address, size), writes, stream.number, stream.clock, text)
 
-    def shut(self) -> None:
+    def shut(self, *, waits: bool = True) -> None:
         """See Device."""
-        self.synchronize_all()
+        if waits:
+            self.synchronize_all()
         for block in list(self.node.blocks.values()):
             if self.process in block.mapped and block.owner != self.process:
                 block.mapped.discard(self.process)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastps.device.arena import PRESENT, DeviceArena
 from fastps.device.first import FirstVersion
-from fastps.device.interface import Device, DeviceError
+from fastps.device.interface import Device, DeviceError, DeviceFailedError, DeviceMemoryError
 from fastps.errors import ProtocolError, UnsupportedError, UsageError, WorkerDiedError
 from fastps.job.update_rules import Hyper
 from fastps.kernels.protocol.lane import Lane
@@ -42,10 +42,12 @@ class DeviceWorker(Worker):
         self._devices: DeviceArena | None = None  # None until setup is complete; no folds and no waits for streams before
         super().__init__(store, rank, listener, generation)
         try:
-            arena = DeviceArena(store, rank, store.device)
-            store.devices = arena
-            self._begin(arena)
+            with self._deaths_first():
+                arena = DeviceArena(store, rank, store.device)
+                store.devices = arena
+                self._begin(arena)
         except BaseException as error:
+            self._abandon(True)
             super().close(f"{type(error).__name__}: {error}")
             raise
         self._devices = arena
@@ -113,7 +115,8 @@ class DeviceWorker(Worker):
         samples: int = 0,
     ) -> None:
         """See Worker.push. Pushes the gradients that work queued on the compute stream up to now will have written."""
-        self.devices.mark_computed(None if null else self.slot)
+        with self._deaths_first():
+            self.devices.mark_computed(None if null else self.slot)
         super().push(hypers, presence=presence, scale=scale, null=null, samples=samples)
         if self._needs_others:
             self.lane.wake_all()  # the lanes that fold the other shards may be asleep
@@ -140,12 +143,13 @@ class DeviceWorker(Worker):
 
     @contextlib.contextmanager
     def _deaths_first(self) -> Iterator[None]:
-        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains."""
+        """Raise WorkerDiedError instead of a DeviceError that a worker's death explains. Other errors name this worker."""
         try:
             yield
-        except DeviceError:
-            self.look_around()
-            raise
+        except DeviceError as error:
+            if not isinstance(error, DeviceFailedError | DeviceMemoryError):
+                self.look_around()
+            raise type(error)(f"worker {self.rank}: {error}") from error
 
     @property
     def weights(self) -> Mapping[str, Any]:
@@ -156,6 +160,7 @@ class DeviceWorker(Worker):
         """See Worker.close. Waits until the others have left, because they read this worker's memory; not after a failure."""
         arena, self._devices = self._devices, None
         if self.closed or self.forked or failure is not None or arena is None:
+            self._abandon(failure is not None and not self.closed)
             super().close(failure, stays=stays)
             return
         try:
@@ -163,6 +168,7 @@ class DeviceWorker(Worker):
             self.wait_for_others()
             arena.synchronize_all()
         except Exception as error:
+            self._abandon(True)
             super().close(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -171,6 +177,12 @@ class DeviceWorker(Worker):
         super().close()
         if arena.owns_memory:
             self._wait_until_closed()
+
+    def _abandon(self, is_failed: bool) -> None:
+        """After a failure, let the store's end wait for no work: it may wait for a process that waits for this one."""
+        if is_failed:
+            assert isinstance(self.store, DeviceStore)
+            self.store.waits_for_work = False
 
     def _wait_until_closed(self) -> None:
         """Wait until no other lane maps this lane's memory, or one of them has died."""
@@ -211,6 +223,7 @@ class DeviceStore(Store):
     served_class = ServedDeviceWorker
     device: Device
     devices: DeviceArena | None = None
+    waits_for_work = True  # when it closes: False after a failure
     _first: FirstVersion | None = None
     _served: Sequence[Device] = ()
 
@@ -323,7 +336,7 @@ class DeviceStore(Store):
             self._first.close()
         served, self._served = self._served, ()
         for device in served:
-            device.shut()
+            device.shut(waits=self.waits_for_work)
         if self.devices is not None:
             self.devices = None
-            self.device.shut()
+            self.device.shut(waits=self.waits_for_work)

@@ -14,7 +14,7 @@ from fastps.device.interface import DeviceError
 from fastps.device.store import DeviceStore
 from fastps.errors import Error
 from fastps.store.server_loop import Server, answer_as_server, run_from_order, with_rule
-from fastps.store.server_process import Order
+from fastps.store.server_process import DevicePlan, Order
 from fastps.store.store import Store
 from fastps.system import shared_memory as memory_of
 from fastps.system.clock import SYSTEM_CLOCK
@@ -30,22 +30,34 @@ def serve(order: Order) -> None:
         server = Server(store)
         if order.devices is not None:
             assert isinstance(store, DeviceStore)
-            first = FirstVersion(layout, is_resumed=order.devices.is_resumed, descriptor=order.devices.first)
-            store.own_memory(server.lane, order.devices.make(), first)
-            first.close()
-            del first
+            _own_memory(store, server, order.devices)
         if not store.arena.serve(os.getpid()):
             raise Error(f"job {order.job}: expected to be its first server, found that it has or had one")
         sys.stdin.read()  # until the creator answers, or has ended
         try:
             server.run()
         except BaseException as error:
+            if isinstance(store, DeviceStore):
+                store.waits_for_work = False
             store.arena.finish(store.arena.server_lane, f"{type(error).__name__}: {error}")
             raise
         store.arena.finish(store.arena.server_lane)
     finally:
         store.close()
         del compiled  # keeps the rule's code alive until now
+
+
+def _own_memory(store: DeviceStore, server: Server, devices: DevicePlan) -> None:
+    """Allocate the job's memory on devices. The creator reads the reason of a failure in the server's lane."""
+    first = FirstVersion(store.layout, is_resumed=devices.is_resumed, descriptor=devices.first)
+    try:
+        store.own_memory(server.lane, devices.make(), first)
+    except DeviceError as error:
+        store.waits_for_work = False
+        store.arena.finish(store.arena.server_lane, f"the server: {error}")
+        raise
+    finally:
+        first.close()
 
 
 def main() -> int:

@@ -284,7 +284,8 @@ class Store(JobMemory):
             kind = self.served_class if self.layout.has_server else self.worker_class
             return kind(self, rank, listener, generation)
         except BaseException:
-            self.arena.finish(rank, "it could not join")
+            if self.arena.lane_state(rank) != arena.LANE_FAILED:  # else the worker has said why
+                self.arena.finish(rank, "it could not join")
             self.stop_answering(listener)
             raise
 
